@@ -1,0 +1,33 @@
+"""Loaders, samplers, randomness keyed by sample, and moving batches to the device."""
+
+from __future__ import annotations
+
+from .build import build_dataloader
+from .cursors import Batch
+from .keyed import KeyedDataset
+from .loader import DataLoader
+from .movement import move_to_device
+from .randomness import (
+    capture_random_state,
+    derive_seed,
+    preserved_random_state,
+    restore_random_state,
+    seed_streams,
+)
+from .sampler import PositionedBatchSampler
+from .source import BatchSource
+
+__all__ = [
+    "Batch",
+    "BatchSource",
+    "DataLoader",
+    "KeyedDataset",
+    "PositionedBatchSampler",
+    "build_dataloader",
+    "capture_random_state",
+    "derive_seed",
+    "move_to_device",
+    "preserved_random_state",
+    "restore_random_state",
+    "seed_streams",
+]

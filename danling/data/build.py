@@ -1,0 +1,130 @@
+"""Building the loader of a split from a dataset and the settings under `dataloader`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from danling.utils.suggest import did_you_mean
+
+from .loader import DataLoader
+from .workers import WorkerInit, end_with_process
+
+logger = logging.getLogger("danling")
+
+SETTINGS = frozenset(inspect.signature(StatefulDataLoader.__init__).parameters) - {"self", "dataset"}
+"""Valid names under `dataloader`: the arguments of `StatefulDataLoader`."""
+
+
+def build_dataloader(
+    dataset: Any,
+    settings: Mapping[str, Any],
+    *,
+    split: str,
+    train: bool,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | None = None,
+) -> Any:
+    """Return the loader of one split.
+
+    A map-style dataset gets a `danling.data.DataLoader`, which divides it over the ranks and comes back exactly. An
+    `IterableDataset`, and settings with a `sampler` or `batch_sampler`, get a plain `StatefulDataLoader`: dividing over
+    ranks is theirs. What is a loader already is returned as it is.
+
+    Args:
+        dataset: A dataset, or a loader.
+        settings: Arguments of `StatefulDataLoader`. `shuffle` and `drop_last` default to `train`, `pin_memory` to
+            whether the device is CUDA. `batch_size` is that of one rank.
+        split: Name of the split, for messages.
+        train: Whether the split is trained on: then each rank gets the same number of batches.
+        seed: Base seed, the same on all ranks.
+        rank: Coordinate of this process in the data domain.
+        world_size: Size of the data domain.
+        device: Where the batches will go.
+
+    Raises:
+        ValueError: If a setting is unknown or invalid, or the dataset is empty or too small.
+    """
+    if is_loader(dataset):
+        return dataset
+    _check_names(settings, split)
+    options = {"pin_memory": device is not None and device.type == "cuda", **settings}
+    try:
+        if isinstance(dataset, IterableDataset):
+            return _build_iterable(dataset, options, split=split, train=train, world_size=world_size)
+        if options.get("sampler") is not None or options.get("batch_sampler") is not None:
+            return _build_sampled(dataset, options, train=train)
+        options = {
+            "shuffle": train,
+            "drop_last": train and options.get("batch_size", 1) is not None,
+            **_without_none(options),
+        }
+        placement: dict[str, Any] = {"split": split, "pad": train, "seed": seed, "rank": rank, "world_size": world_size}
+        return DataLoader(dataset, **options, **placement)
+    except ValueError as error:
+        if str(error).startswith("Expected"):
+            raise
+        raise ValueError(
+            f"Expected dataloader settings of split {split!r} that go together. Received: {dict(settings)}. {error}"
+        ) from error
+
+
+def is_loader(dataset: Any) -> bool:
+    """Return whether something is to be iterated as it is: a torch loader, or an iterable without items by index."""
+    if isinstance(dataset, TorchDataLoader):
+        return True
+    return (
+        not isinstance(dataset, IterableDataset)
+        and not hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__iter__")
+    )
+
+
+def _check_names(settings: Mapping[str, Any], split: str) -> None:
+    for name in settings:
+        if name not in SETTINGS:
+            raise ValueError(
+                f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
+                f"{did_you_mean(name, SETTINGS)}"
+            )
+
+
+def _build_iterable(dataset: Any, options: dict[str, Any], *, split: str, train: bool, world_size: int) -> Any:
+    if world_size > 1:
+        logger.info(
+            "Split %r is an IterableDataset: each of the %d ranks reads what it yields there; it has to divide itself.",
+            split,
+            world_size,
+        )
+    # Its own order is all it has, so the default of shuffling on training splits is not applied.
+    options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
+    return _build_stateful(dataset, options)
+
+
+def _build_sampled(dataset: Any, options: dict[str, Any], *, train: bool) -> Any:
+    if options.get("batch_sampler") is None:
+        options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
+    return _build_stateful(dataset, options)
+
+
+def _build_stateful(dataset: Any, options: dict[str, Any]) -> Any:
+    options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
+    loader = StatefulDataLoader(dataset, **options)
+    if loader.num_workers:
+        end_with_process(loader)
+    return loader
+
+
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without the samplers, which are `None` here, and without choices that are left open."""
+    open_choices = {"sampler", "batch_sampler", "generator", "shuffle", "drop_last"}
+    return {name: value for name, value in options.items() if value is not None or name not in open_choices}

@@ -1,0 +1,148 @@
+"""Where a pass over a loader is: what every kind of position offers, and that of the library's own loader."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .loader import DataLoader
+from .workers import shut_down_workers
+
+
+class Batch(NamedTuple):
+    """One batch as a loader delivered it.
+
+    Attributes:
+        data: What the loader delivered.
+        samples: Real samples on this rank, 0 for padding, `None` where only the data could tell.
+        total: Real samples over all ranks, `None` where it is not known.
+    """
+
+    data: Any
+    samples: int | None
+    total: int | None
+
+
+class Cursor(ABC):
+    """The position in a loader. See `BatchSource`, which hands everything on to one of these.
+
+    Args:
+        loader: The loader.
+        split: Name of the split, for messages and seeds.
+        rank: Coordinate of this process in the data domain.
+        world_size: Size of the data domain.
+        seed: Base seed, `None` leaves the order of a user's loader to the streams.
+    """
+
+    kind: str
+    is_rank_local: bool
+
+    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+        self.loader = loader
+        self.split = split
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+
+    epoch: int
+    consumed: int
+
+    @property
+    @abstractmethod
+    def even(self) -> bool:
+        """Whether every rank is known to get the same number of batches."""
+
+    @abstractmethod
+    def num_batches(self) -> int | None:
+        """Return the batches of a whole pass on this rank, `None` if unknown."""
+
+    @abstractmethod
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position on, `None` if unknown."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[Batch]:
+        """Return the batches from the position on."""
+
+    @abstractmethod
+    def commit(self, batches: int) -> None:
+        """Move the position by so many batches."""
+
+    @abstractmethod
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+
+    @abstractmethod
+    def finish_pass(self) -> None:
+        """Go to the beginning of the next pass."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position."""
+
+    def close(self) -> None:
+        """End the loader's worker processes."""
+        shut_down_workers(self.loader)
+
+
+class PositionCursor(Cursor):
+    """Position in a loader of the library, which keeps it itself: `consumed` counts samples over all ranks."""
+
+    kind = "position"
+    is_rank_local = False
+    loader: DataLoader
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """Pass of the position."""
+        return self.loader.epoch
+
+    @property
+    def consumed(self) -> int:  # type: ignore[override]
+        """Samples of the pass that are consumed, over all ranks."""
+        return self.loader.consumed
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank gets the same number of batches."""
+        return self.loader.even
+
+    def num_batches(self) -> int | None:
+        """Return the batches of a whole pass on this rank."""
+        return len(self.loader)
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position on."""
+        return self.loader.remaining_batches
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches from the position on."""
+        if not self.loader.remaining_batches:
+            return
+        for data, (samples, total) in zip(self.loader, self.loader.counts(), strict=False):
+            yield Batch(data, samples, total)
+
+    def commit(self, batches: int) -> None:
+        """Move the position by so many batches of each rank."""
+        self.loader.advance(batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.loader.set_epoch(epoch)
+
+    def finish_pass(self) -> None:
+        """Go to the beginning of the next pass."""
+        self.loader.set_epoch(self.loader.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position."""
+        return dict(self.loader.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position, at any world size."""
+        self.loader.load_state_dict(dict(state))

@@ -1,0 +1,281 @@
+"""Where a pass over a user's own loader is."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .cursors import Batch, Cursor
+from .randomness import derive_seed, preserved_random_state
+from .user_loader import (
+    call_set_epoch,
+    generator_states,
+    order_is_of_rank,
+    replays_finished_pass,
+    set_generator_states,
+    shares_evenly,
+)
+
+logger = logging.getLogger("danling")
+
+_END = object()
+
+
+class LiveCursor(Cursor):
+    """Position in a loader of the user's: `consumed` counts batches of this rank.
+
+    The loader's iterator is kept for as long as the pass lasts, since calling `iter` again would begin anew. A pass is
+    begun with the streams seeded from (seed, split, epoch), so that a sampler that draws its order from them draws it
+    again when the run is resumed, and the streams are put back, so that beginning a pass leaves no trace in training.
+    """
+
+    is_rank_local = True
+
+    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+        super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+        self.epoch = 0
+        self.consumed = 0
+        self._fetched = 0
+        self._live: Iterator[Any] | None = None
+        self._exhausted = False
+
+    @property
+    def even(self) -> bool:
+        """Whether there is one rank only, or a sampler that gives each the same number."""
+        return self.world_size == 1 or shares_evenly(self.loader)
+
+    def num_batches(self) -> int | None:
+        """Return `len(loader)`; `None` if it has none or can only guess."""
+        if isinstance(getattr(self.loader, "dataset", None), IterableDataset):
+            return None
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position on, `None` if unknown."""
+        if self._exhausted:
+            return 0
+        total = self.num_batches()
+        return None if total is None else max(total - self.consumed, 0)
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches from the position on."""
+        if self._exhausted:
+            return
+        if self._live is None or self._fetched != self.consumed:
+            self._live = self._begin()
+        try:
+            for data in self._live:
+                self._fetched += 1
+                yield Batch(data, None, None)
+        except Exception:
+            # What raised would end quietly when asked again, as if the pass were over.
+            self._live = None
+            raise
+        self._live, self._exhausted = None, True
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Any]:
+        """Return an iterator at the position, with `_fetched` equal to `consumed`."""
+
+    def commit(self, batches: int) -> None:
+        """Move the position by so many batches."""
+        self.consumed += batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.epoch = epoch
+        self.consumed = self._fetched = 0
+        self._live, self._exhausted = None, False
+
+    def finish_pass(self) -> None:
+        """Go to the beginning of the next pass."""
+        self.set_epoch(self.epoch + 1)
+
+    def close(self) -> None:
+        """End the loader's worker processes and forget the pass under way."""
+        self._live = None
+        super().close()
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        if self.seed is None:
+            return nullcontext()
+        apart = (self.rank,) if order_is_of_rank(self.loader) else ()
+        return preserved_random_state(seed=derive_seed(self.seed, "pass", self.split, self.epoch, *apart))
+
+    def _first(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        # Many samplers draw their order only when the first batch is asked for.
+        first = next(iterator, _END)
+        return iterator if first is _END else chain([first], iterator)
+
+    def _check_world_size(self, state: Mapping[str, Any]) -> None:
+        if state.get("world_size", self.world_size) != self.world_size and state.get("consumed"):
+            raise ValueError(
+                f"Expected {state['world_size']} data ranks: the loader of split {self.split!r} "
+                f"({type(self.loader).__name__}) counts what each rank has read of this epoch, which cannot be divided "
+                f"anew. Received: {self.world_size}. Let the library build the loader from a dataset, or exclude "
+                "'dataloaders' from loading."
+            )
+
+    def _common_state(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed, "world_size": self.world_size}
+
+    def _load_common(self, state: Mapping[str, Any]) -> None:
+        self._check_world_size(state)
+        self.set_epoch(state["epoch"])
+        self.consumed = state["consumed"]
+        self.seed = state["seed"]
+
+
+class CountedCursor(LiveCursor):
+    """Position in a loader without a state: after a resume what was consumed is read again, and dropped."""
+
+    kind = "counted"
+
+    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+        super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+        self._started = False
+        self._generators: dict[str, Tensor] | None = None
+
+    def _begin(self) -> Iterator[Any]:
+        call_set_epoch(self.loader, self.epoch)
+        self._check_can_begin()
+        if self._generators is not None:
+            set_generator_states(self.loader, self._generators)
+        self._generators = generator_states(self.loader)
+        with self._seeded():
+            iterator = self._first(iter(self.loader))
+            for read in range(self.consumed):
+                if next(iterator, _END) is _END:
+                    raise ValueError(
+                        f"Expected the loader of split {self.split!r} to have at least {self.consumed} batches, which "
+                        f"were consumed when the run was saved. Received: {read} batches. Restore its dataset and "
+                        "batch size, or exclude 'dataloaders' from loading."
+                    )
+        self._fetched = self.consumed
+        return iterator
+
+    def _check_can_begin(self) -> None:
+        once = isinstance(self.loader, Iterator)
+        if once and self._started:
+            raise ValueError(
+                f"Expected a loader of split {self.split!r} that can be iterated again for another pass. Received: "
+                f"{type(self.loader).__name__}, which ends for good. Pass an iterable with __iter__, such as a "
+                "DataLoader."
+            )
+        self._started = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        super().set_epoch(epoch)
+        self._generators = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches consumed, and the loader's own generators as the pass found them."""
+        generators = generator_states(self.loader) if self._generators is None else self._generators
+        return {**self._common_state(), "generators": generators}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position; says once that what was consumed will be read again."""
+        self._load_common(state)
+        self._generators = dict(state["generators"])
+        if self.consumed and self.rank == 0:
+            logger.warning(
+                "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
+                "dropped. Let the library build it from a dataset, or give it state_dict and load_state_dict.",
+                self.split,
+                type(self.loader).__name__,
+                self.consumed,
+                self.epoch,
+            )
+
+
+class StatefulCursor(LiveCursor):
+    """Position in a loader with a state of its own, such as a user's `StatefulDataLoader`."""
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+        super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+        self._touched = False
+        self._pending: Mapping[str, Any] | None = None
+
+    def _begin(self) -> Iterator[Any]:
+        if self._live is not None:
+            return self._skip_lost()
+        if self.consumed and self._pending is None:
+            raise RuntimeError(
+                f"Expected the loader of split {self.split!r} to go on after batch {self.consumed} of the pass. "
+                f"Received: {type(self.loader).__name__}, which was closed or raised an error. Resume from a "
+                "checkpoint, or rewind."
+            )
+        call_set_epoch(self.loader, self.epoch)
+        with self._seeded():
+            iterator = self._resume() if self._pending is not None else iter(self.loader)
+            self._touched, self._pending, self._fetched = True, None, self.consumed
+            return iterator if self.consumed else self._first(iterator)
+
+    def _skip_lost(self) -> Iterator[Any]:
+        assert self._live is not None
+        logger.warning(
+            "%d batches of split %r were read and not used, and its loader cannot go back: they are skipped.",
+            self._fetched - self.consumed,
+            self.split,
+        )
+        self.consumed = self._fetched
+        return self._live
+
+    def _resume(self) -> Iterator[Any]:
+        assert self._pending is not None
+        if self._pending["loader"] is not None:
+            self.loader.load_state_dict(self._pending["loader"])
+        iterator: Iterator[Any] = iter(self.loader)
+        set_generator_states(self.loader, self._pending["generators"])
+        if self.consumed or self._pending["loader"] is None:
+            return iterator
+        # The state is that of a finished pass, and the next one is to begin.
+        if replays_finished_pass(self.loader):
+            iterator = iter(self.loader)
+        first = next(iterator, _END)
+        fresh: Iterator[Any] = iter(self.loader) if first is _END else chain([first], iterator)
+        return fresh
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's own state; take it between updates, when nothing is fetched that is not consumed."""
+        if self._pending is not None:
+            own, generators = self._pending["loader"], self._pending["generators"]
+        else:
+            own = self.loader.state_dict() if self._touched else None
+            generators = generator_states(self.loader)
+        workers = getattr(self.loader, "num_workers", None)
+        state = {**self._common_state(), "exhausted": self._exhausted, "workers": workers}
+        return {**state, "loader": own, "generators": generators}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position.
+
+        Raises:
+            ValueError: If a `StatefulDataLoader` had another number of workers: its state holds one part for each.
+        """
+        workers = getattr(self.loader, "num_workers", None)
+        if isinstance(self.loader, StatefulDataLoader) and state["loader"] is not None and state["workers"] != workers:
+            raise ValueError(
+                f"Expected num_workers={state['workers']} for the loader of split {self.split!r}, as when its state "
+                f"was saved: a StatefulDataLoader keeps a part of it in each worker. Received: num_workers={workers}. "
+                "Restore the number, or let the library build the loader from a map-style dataset."
+            )
+        self._load_common(state)
+        self._exhausted = state["exhausted"]
+        self._pending = {"loader": state["loader"], "generators": dict(state["generators"])}
+        if self._pending["loader"] is None:
+            set_generator_states(self.loader, self._pending["generators"])

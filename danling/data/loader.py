@@ -1,0 +1,275 @@
+"""The loader the library builds for map-style datasets: its position is three integers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .host_streams import HOST_STREAMS
+from .keyed import KeyedDataset, draws_nothing
+from .sampler import KeySampler, PositionedBatchSampler
+from .workers import WorkerInit, end_with_process, shut_down_workers
+
+
+class DataLoader(StatefulDataLoader[Any]):
+    """A `StatefulDataLoader` that comes back exactly.
+
+    Its state is (seed, epoch, consumed): what is read is a function of them, and neither of the number of workers, of
+    what these have prefetched, nor of the number of ranks. Iterating begins at the position; the position moves when
+    `advance` says that batches were consumed. `len(loader)` is the number of batches of a whole pass on this rank.
+
+    Args:
+        dataset: A map-style dataset.
+        batch_size: Samples of a batch on each rank; `None` delivers items as they are, without collation.
+        shuffle: Permute the samples anew in each epoch.
+        drop_last: Leave out the last global batch if it is not full.
+        pad: Give a rank for which nothing is left of the last global batch one sample of weight zero, instead of
+            nothing.
+        seed: Base seed, the same on all ranks.
+        rank: Coordinate of this process among those that share the dataset.
+        world_size: Number of them.
+        split: Name of the split, for messages.
+        collate_fn: Makes a batch of a list of samples; `None` is torch's.
+        num_workers: Worker processes.
+        worker_init_fn: Called with its id in every worker.
+        settings: Further arguments of `StatefulDataLoader`.
+
+    Raises:
+        ValueError: If the dataset is empty, smaller than one global batch while ragged ones are dropped, or a setting
+            is not one that an exact position allows.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        pad: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        split: str = "train",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.split = split
+        length = _checked_length(dataset, split)
+        _check_settings(settings, num_workers, split)
+        self.positions = PositionedBatchSampler(
+            length,
+            batch_size=_checked_batch_size(batch_size, split),
+            shuffle=shuffle,
+            drop_last=drop_last,
+            pad=pad,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._check_not_empty()
+        # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
+        # position is the whole state, so nothing is to be fetched from workers for it.
+        settings.update(generator=torch.Generator().manual_seed(0), snapshot_every_n_steps=0)
+        self._collates = collate_fn is not None
+        self._draws = self._collates or not draws_nothing(dataset)
+        samplers = {"sampler": KeySampler(self.positions)} if batch_size is None else {"batch_sampler": self.positions}
+        super().__init__(
+            dataset,
+            batch_size=None if batch_size is None else 1,
+            **samplers,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            worker_init_fn=WorkerInit(worker_init_fn),
+            **settings,
+        )
+        # torch forgets both when it is given a batch sampler, and refuses to have them set.
+        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
+        if num_workers:
+            end_with_process(self)
+
+    def _check_not_empty(self) -> None:
+        plan = self.positions
+        if plan.drop_last and plan.length < plan.global_batch_size:
+            raise ValueError(
+                f"Expected split {self.split!r} to hold at least one global batch of {plan.global_batch_size} samples "
+                f"(batch_size {plan.batch_size} x {plan.world_size} ranks), since drop_last=True. Received: "
+                f"{plan.length} samples. Lower dataloader.batch_size, or set dataloader.drop_last to False."
+            )
+
+    # Position
+
+    @property
+    def seed(self) -> int:
+        """Base seed of order and randomness."""
+        return self.positions.seed
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in."""
+        return self.positions.epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of this pass that are consumed, over all ranks."""
+        return self.positions.consumed
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank gets the same number of batches in a pass."""
+        return self.positions.even
+
+    @property
+    def remaining_batches(self) -> int:
+        """Batches on this rank from the position to the end of the pass."""
+        return self.positions.num_batches(self.consumed)
+
+    def advance(self, batches: int) -> None:
+        """Move the position: an update consumed `batches` batches of each rank."""
+        self.positions.consumed = self.positions.position_after(self.consumed, batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.positions.epoch, self.positions.consumed = epoch, 0
+
+    def counts(self) -> Iterator[tuple[int | None, int | None]]:
+        """Return (samples on this rank, over all ranks) of each batch from the position on.
+
+        Padding has 0 samples. Without a batch size only the dataset knows how many samples an item holds: then `None`.
+        """
+        counts = self.positions.counts()
+        if self.batch_size is None:
+            return ((None if samples else 0, None) for samples, _ in counts)
+        return counts
+
+    # Iteration
+
+    def __iter__(self) -> Any:
+        """Return an iterator over the batches from the position to the end of the pass."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+            # Persistent workers hold copies of the dataset that would not hear of it.
+            shut_down_workers(self)
+        iterator = super().__iter__()
+        return _shielded(iterator) if self._draws and not self.num_workers else iterator
+
+    def _get_iterator(self) -> Any:
+        # The iterator sees keys, whoever looks at `loader.dataset` sees the user's own dataset.
+        view = copy.copy(self)
+        view.__dict__["dataset"] = KeyedDataset(self.dataset, self.seed, collates=self._collates)
+        return super(DataLoader, view)._get_iterator()
+
+    def close(self) -> None:
+        """End the worker processes; the loader can be iterated again."""
+        shut_down_workers(self)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what tells whether it fits."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "length": self.positions.length,
+            "shuffle": self.positions.shuffle,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a position. Another batch size, number of workers or world size does not matter.
+
+        Raises:
+            ValueError: If the dataset has another length, or the order is another one.
+        """
+        self._check_fits(state_dict)
+        if state_dict["seed"] != self.seed:
+            # Workers that are kept hold a copy of the old seed.
+            self.close()
+        self.positions.seed = state_dict["seed"]
+        self.positions.epoch, self.positions.consumed = state_dict["epoch"], state_dict["consumed"]
+
+    def _check_fits(self, state: Mapping[str, Any]) -> None:
+        missing = sorted({"seed", "epoch", "consumed", "length", "shuffle"} - state.keys())
+        if missing:
+            raise ValueError(
+                f"Expected the position of split {self.split!r}. Received: a state without {', '.join(missing)} "
+                f"(keys={sorted(state)}). It was saved by another kind of loader; exclude 'dataloaders' from loading."
+            )
+        length = self.positions.length
+        if state["length"] != length:
+            raise ValueError(
+                f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
+                f"Received: {length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
+                "epoch anew."
+            )
+        if not 0 <= state["consumed"] <= length:
+            raise ValueError(
+                f"Expected a position of split {self.split!r} between 0 and {length}. Received: "
+                f"consumed={state['consumed']}."
+            )
+        if state["consumed"] and bool(state["shuffle"]) != self.positions.shuffle:
+            raise ValueError(
+                f"Expected shuffle={state['shuffle']} for split {self.split!r}, as when its position was saved within "
+                f"an epoch. Received: shuffle={self.positions.shuffle}. Restore the setting, or exclude 'dataloaders' "
+                "from loading."
+            )
+
+
+def _shielded(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Read in this process, and put its streams back after each fetch, collation included."""
+    while True:
+        streams = HOST_STREAMS.save()
+        try:
+            data = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            HOST_STREAMS.put_back(streams)
+        yield data
+        del data  # or it would stay in memory while the next one is made
+
+
+def _checked_length(dataset: Any, split: str) -> int:
+    try:
+        length = len(dataset)
+    except TypeError as error:
+        raise ValueError(
+            f"Expected the dataset of split {split!r} to have a length. Received: {type(dataset).__name__} without "
+            "__len__. Define it, make it an IterableDataset, or pass a loader of your own."
+        ) from error
+    if length < 1:
+        raise ValueError(
+            f"Expected split {split!r} to have samples. Received: an empty dataset ({type(dataset).__name__} of length "
+            "0). Check the path or the filter it is made with, or leave the split out."
+        )
+    return length
+
+
+def _checked_batch_size(batch_size: int | None, split: str) -> int:
+    if batch_size is None:
+        return 1
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(
+            f"Expected dataloader.batch_size of split {split!r} to be a positive integer or None. "
+            f"Received: batch_size={batch_size!r} ({type(batch_size).__name__})."
+        )
+    return batch_size
+
+
+def _check_settings(settings: Mapping[str, Any], num_workers: int, split: str) -> None:
+    if num_workers and not settings.get("in_order", True):
+        raise ValueError(
+            f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
+            "back to. Received: in_order=False. Leave it out, or pass a loader of your own."
+        )
+    if settings.get("generator") is not None:
+        raise ValueError(
+            f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
+            f"generator={settings['generator']!r}. Set `seed`, or pass a `sampler` of your own."
+        )

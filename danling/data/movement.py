@@ -1,0 +1,58 @@
+"""Moving a batch to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def move_to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
+    """Return a batch with its tensors on `device`.
+
+    Tensors are found in mappings, sequences and named tuples, at any depth; an object with a method `to` is asked to
+    move itself; anything else is returned as it is. For the CPU, where loaders put their batches, the batch itself is
+    returned.
+
+    Args:
+        batch: The batch.
+        device: Where to.
+        non_blocking: Do not let the host wait for copies from pinned memory
+            (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html).
+    """
+    return batch if device.type == "cpu" else _move(batch, device, non_blocking)
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if type(value) in (list, tuple):
+        return type(value)([_move(item, device, non_blocking) for item in value])
+    if type(value) is dict:
+        return {key: _move(item, device, non_blocking) for key, item in value.items()}
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return value
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return _ask_to_move(value, device, non_blocking)
+    return _move_container(value, device, non_blocking)
+
+
+def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    try:
+        return value.to(device, non_blocking=non_blocking)
+    except TypeError:
+        # Not everyone who has `to` knows about blocking.
+        return value.to(device)
+
+
+def _move_container(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        return kind({key: _move(item, device, non_blocking) for key, item in value.items()})
+    if isinstance(value, Sequence):
+        items = [_move(item, device, non_blocking) for item in value]
+        # A named tuple takes its fields one by one.
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    return value

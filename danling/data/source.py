@@ -1,0 +1,140 @@
+"""The one view the training loop has of any loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .cursors import Batch, Cursor, PositionCursor
+from .live_cursors import CountedCursor, StatefulCursor
+from .loader import DataLoader
+
+
+class BatchSource:
+    """Batches of a loader, and the position up to which they are consumed.
+
+    What the position means depends on the loader, which is never changed:
+
+    - a loader of the library: three integers, good for any number of workers and ranks, and nothing is read twice;
+    - a loader with `state_dict` and `load_state_dict`: its own state, one on each rank;
+    - any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
+
+    Prefetched batches do not count: the position moves when `commit` is called.
+
+    Args:
+        loader: Any iterable of batches.
+        split: Name of the split.
+        rank: Coordinate of this process in the data domain.
+        world_size: Size of the data domain.
+        seed: Base seed, from which the order of a user's loader is seeded at each pass; `None` leaves it to the
+            streams.
+
+    Raises:
+        ValueError: If `loader` cannot be iterated.
+    """
+
+    def __init__(self, loader: Any, *, split: str, rank: int = 0, world_size: int = 1, seed: int | None = None) -> None:
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise ValueError(
+                f"Expected the loader of split {split!r} to be iterable. Received: loader={loader!r} "
+                f"({type(loader).__name__}). Pass a DataLoader, or put a dataset into `datasets`."
+            )
+        self.loader = loader
+        self.split = split
+        self._cursor = _choose_cursor(loader)(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+
+    @property
+    def kind(self) -> str:
+        """How the loader is positioned: `"position"`, `"stateful"` or `"counted"`."""
+        return self._cursor.kind
+
+    @property
+    def is_rank_local(self) -> bool:
+        """Whether each rank has a state of its own to save."""
+        return self._cursor.is_rank_local
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in, from 0."""
+        return self._cursor.epoch
+
+    @property
+    def consumed(self) -> int:
+        """How far the pass is consumed: samples over all ranks, for a user's loader batches of this rank."""
+        return self._cursor.consumed
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank is known to get the same number of batches."""
+        return self._cursor.even
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of a whole pass on this rank, `None` if unknown."""
+        return self._cursor.num_batches()
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches from the position to the end of the pass on this rank, `None` if unknown."""
+        return self._cursor.remaining_batches()
+
+    def batches(self) -> Iterator[Batch]:
+        """Return an iterator over the rest of the pass, from the position on.
+
+        `set_epoch` of the loader, its samplers and its dataset is called first. Nothing is fetched ahead of what is
+        asked for, besides what workers prefetch.
+        """
+        return self._cursor.batches()
+
+    def commit(self, batches: Sequence[Batch]) -> None:
+        """Move the position: an update, committed or skipped, consumed these batches.
+
+        Args:
+            batches: The next batches that `batches()` gave, padding included. Only their number is read.
+        """
+        self._cursor.commit(len(batches))
+
+    def finish_pass(self) -> None:
+        """Go to the beginning of the next pass."""
+        self._cursor.finish_pass()
+
+    def rewind(self) -> None:
+        """Go to the beginning of this pass."""
+        self._cursor.set_epoch(self._cursor.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of pass `epoch`."""
+        self._cursor.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as tensors and plain values. Take it between updates."""
+        return {"kind": self.kind, **self._cursor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position.
+
+        Args:
+            state: What `state_dict` returned; of this rank, where `is_rank_local`.
+
+        Raises:
+            ValueError: If it was saved by another kind of loader, or does not fit this one.
+        """
+        kind = state.get("kind")
+        if kind != self.kind:
+            raise ValueError(
+                f"Expected a state of kind {self.kind!r} for split {self.split!r}, whose loader is a "
+                f"{type(self.loader).__name__}. Received: kind={kind!r}, saved by another kind of loader. Restore the "
+                "loader, or exclude 'dataloaders' from loading to start the epoch anew."
+            )
+        self._cursor.load_state_dict({key: value for key, value in state.items() if key != "kind"})
+
+    def close(self) -> None:
+        """End the loader's worker processes."""
+        self._cursor.close()
+
+
+def _choose_cursor(loader: Any) -> type[Cursor]:
+    if isinstance(loader, DataLoader):
+        return PositionCursor
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return StatefulCursor
+    return CountedCursor

@@ -1,0 +1,69 @@
+"""What can be learnt about, and told to, a loader that the user made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+def call_set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` on the loader, its samplers and its dataset, wherever it exists."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    distinct = {id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))}
+    for holder in distinct.values():
+        set_epoch = getattr(holder, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def _generators(loader: Any) -> dict[str, Any]:
+    """Return the loader's own generators by where they are held."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders: Iterable[tuple[str, Any]] = (
+        ("loader", loader),
+        ("sampler", getattr(loader, "sampler", None)),
+        ("batch_sampler", batch_sampler),
+        ("batch_sampler.sampler", getattr(batch_sampler, "sampler", None)),
+    )
+    found = {name: getattr(holder, "generator", None) for name, holder in holders}
+    return {name: generator for name, generator in found.items() if hasattr(generator, "get_state")}
+
+
+def generator_states(loader: Any) -> dict[str, Tensor]:
+    """Return the states of the torch generators that the user gave a loader or its samplers."""
+    return {name: generator.get_state() for name, generator in _generators(loader).items()}
+
+
+def set_generator_states(loader: Any, states: Mapping[str, Tensor]) -> None:
+    """Put the loader's own generators into saved states."""
+    for name, generator in _generators(loader).items():
+        if name in states:
+            generator.set_state(states[name].cpu())
+
+
+def order_is_of_rank(loader: Any) -> bool:
+    """Return whether each rank may seed the order by itself.
+
+    Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
+    """
+    return type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
+
+
+def shares_evenly(loader: Any) -> bool:
+    """Return whether the loader's sampler gives every rank the same number of samples."""
+    return isinstance(loader, TorchDataLoader) and isinstance(loader.sampler, DistributedSampler)
+
+
+def replays_finished_pass(loader: Any) -> bool:
+    """Return whether beginning a pass from the state of a finished one draws from the loader's generators twice.
+
+    torchdata replays the finished pass's sampler first.
+    """
+    return isinstance(loader, StatefulDataLoader) and not isinstance(loader.dataset, IterableDataset)

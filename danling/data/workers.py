@@ -1,0 +1,74 @@
+"""Worker processes of loaders that the library builds: signals, and an orderly end."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+class WorkerInit:
+    """Makes a worker ignore what is sent to the whole process group, then calls the user's `worker_init_fn`.
+
+    torchrun and schedulers signal the group; the trainer then finishes its update and saves, for which it needs its
+    workers.
+
+    Args:
+        user: The user's function of the worker's id, or `None`.
+    """
+
+    def __init__(self, user: Callable[[int], Any] | None = None) -> None:
+        self.user = user
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare the worker process `worker_id`."""
+        if threading.current_thread() is threading.main_thread():
+            for name in _IGNORED:
+                if hasattr(signal, name):
+                    signal.signal(getattr(signal, name), signal.SIG_IGN)
+        if self.user is not None:
+            self.user(worker_id)
+
+
+def shut_down_workers(loader: Any) -> None:
+    """End the worker processes of a loader; one that does not end within torch's time limit is killed.
+
+    Args:
+        loader: A torch or torchdata loader; it can be iterated again afterwards.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is None:
+        return
+    loader._iterator = None
+    workers = list(getattr(iterator, "_workers", ()))
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def end_with_process(loader: Any) -> None:
+    """Shut the workers of a loader down when the process ends.
+
+    `multiprocessing` terminates them by SIGTERM and waits: for workers that ignore it, it would wait for ever.
+    """
+    if not _loaders:
+        # Registered late, because exit handlers run in reverse order and this one must precede multiprocessing's and
+        # torch's.
+        atexit.unregister(_shut_down_all)
+        atexit.register(_shut_down_all)
+    _loaders.add(loader)
+
+
+def _shut_down_all() -> None:
+    for loader in list(_loaders):
+        shut_down_workers(loader)

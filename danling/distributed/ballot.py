@@ -1,0 +1,120 @@
+"""The one collective of an update: its weight, its health and what the ranks ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .domain import Domain
+
+REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted")
+"""What a rank can ask for; counted, so that one rank is enough to be heard by all."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What all ranks know after the vote; the same on every one of them.
+
+    Attributes:
+        weight: Global weight of the window: a float on the CPU, else a 0-dim float64 tensor on the device.
+        loss: Global sum of loss times weight, as `weight`.
+        samples: Global number of samples, as `weight`.
+        nonfinite: Number of ranks whose loss is not finite, as `weight`.
+        requests: Names out of `REQUESTS` that at least one rank asked for.
+    """
+
+    weight: float | Tensor
+    loss: float | Tensor
+    samples: float | Tensor
+    nonfinite: float | Tensor
+    requests: frozenset[str] = field(default_factory=frozenset)
+
+
+class Ballot:
+    """Votes of one domain, one collective each.
+
+    On the CPU the result is known when `cast` returns. On an accelerator the sums stay on the device, and the requests are
+    copied to the host behind the work that is queued, to be read at the next vote: the host never waits for the device, and
+    every rank reads the same requests at the same vote.
+
+    Args:
+        domain: The ranks that decide together.
+        device: Where weights and losses live.
+    """
+
+    def __init__(self, domain: Domain, device: torch.device) -> None:
+        self.domain = domain
+        self.device = device
+        self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def cast(
+        self,
+        *,
+        weight: float | Tensor,
+        loss: float | Tensor,
+        samples: float,
+        nonfinite: float | Tensor,
+        requests: Iterable[str] = (),
+    ) -> Verdict:
+        """Sum this rank's values with those of the others. Call on all ranks of the domain.
+
+        Args:
+            weight: Weight of this rank's share of the window.
+            loss: Sum of loss times weight over this rank's share.
+            samples: Number of samples in this rank's share.
+            nonfinite: 1 when this rank saw a loss that is not finite, else 0.
+            requests: Names out of `REQUESTS`.
+        """
+        asked = frozenset(requests)
+        if self.domain.size == 1:
+            return Verdict(weight, loss, samples, nonfinite, asked)
+        flags = [float(name in asked) for name in REQUESTS]
+        if self.device.type == "cpu":
+            return self._cast_on_host([float(weight), float(loss), samples, float(nonfinite), *flags])
+        return self._cast_on_device([weight, loss, samples, nonfinite], flags)
+
+    def _cast_on_host(self, values: list[float]) -> Verdict:
+        total = self.domain.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+        return Verdict(*total[:4], requests=_names(total[4:]))
+
+    def _cast_on_device(self, values: list[float | Tensor], flags: list[float]) -> Verdict:
+        heard = self.settle()
+        scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        asked = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
+        total = self.domain.all_reduce(torch.cat([torch.stack(scalars), asked]))
+        host = torch.empty(len(flags), dtype=torch.float64, pin_memory=True)
+        host.copy_(total[4:], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._in_flight = (host, event)
+        return Verdict(total[0], total[1], total[2], total[3], heard)
+
+    def settle(self) -> frozenset[str]:
+        """Return the requests of the last vote that have not been handed out yet."""
+        if self._in_flight is None:
+            return frozenset()
+        host, event = self._in_flight
+        self._in_flight = None
+        event.synchronize()
+        return _names(host.tolist())
+
+
+def agree(domain: Domain, requests: Iterable[str]) -> frozenset[str]:
+    """Return what any rank asks for, outside an update. Call on all ranks of the domain.
+
+    Args:
+        domain: The ranks that decide together.
+        requests: Names out of `REQUESTS`.
+    """
+    asked = frozenset(requests)
+    if domain.size == 1:
+        return asked
+    flags = torch.tensor([float(name in asked) for name in REQUESTS], dtype=torch.float64)
+    return _names(domain.all_reduce(flags).tolist())
+
+
+def _names(counts: list[float]) -> frozenset[str]:
+    return frozenset(name for name, count in zip(REQUESTS, counts) if count > 0)

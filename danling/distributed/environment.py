@@ -1,0 +1,113 @@
+"""Where this process stands among the others, and the process group that joins them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """The coordinates that `torchrun` puts into the environment.
+
+    Attributes:
+        rank: Global rank, 0 when the process was started alone.
+        world_size: Number of processes, 1 when the process was started alone.
+        local_rank: Rank on this machine.
+        local_world_size: Number of processes on this machine.
+        restart_count: How often torchrun has restarted the group.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+
+    @classmethod
+    def read(cls) -> LaunchEnvironment:
+        """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and `TORCHELASTIC_RESTART_COUNT`.
+
+        Raises:
+            ValueError: If a variable is not an integer, or the rank lies outside the world.
+        """
+        values = {
+            "rank": _read_int("RANK", 0),
+            "world_size": _read_int("WORLD_SIZE", 1),
+            "restart_count": _read_int("TORCHELASTIC_RESTART_COUNT", 0),
+        }
+        values["local_rank"] = _read_int("LOCAL_RANK", 0)
+        values["local_world_size"] = _read_int("LOCAL_WORLD_SIZE", 1)
+        if not 0 <= values["rank"] < values["world_size"]:
+            raise ValueError(
+                f"Expected 0 <= RANK < WORLD_SIZE. Received: RANK={values['rank']}, WORLD_SIZE={values['world_size']}. "
+                "Launch with torchrun, or unset both."
+            )
+        return cls(**values)
+
+
+def _read_int(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"Expected the environment variable {name} to be an integer. Received: {name}={text!r}.") from None
+
+
+def select_device(local_rank: int) -> torch.device:
+    """Return the accelerator of `local_rank` and make it current, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_process_group(
+    launch: LaunchEnvironment,
+    device: torch.device,
+    *,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout_seconds: float | None = None,
+) -> bool:
+    """Join the process group when there is more than one process. Call on all ranks.
+
+    With CUDA and no explicit backend, CPU tensors go over gloo and device tensors over nccl.
+
+    Args:
+        launch: The coordinates of this process.
+        device: The device of this process.
+        backend: A backend string of `torch.distributed`, or `None` to choose by device.
+        init_method: Rendezvous URL; `None` reads the environment.
+        timeout_seconds: How long a collective may take before it fails; `None` keeps torch's default.
+
+    Returns:
+        Whether this call created the group. A group that the caller's program made is used as it is.
+    """
+    if launch.world_size == 1 or dist.is_initialized():
+        return False
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+    return True
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one.
+
+    Modules that still hold a reducer when the group goes can abort the process on exit, so garbage is collected first.
+    """
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()

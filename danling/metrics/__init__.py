@@ -1,0 +1,20 @@
+"""What is measured: weighted means, evaluation totals, common figures and scores."""
+
+from __future__ import annotations
+
+from .collection import MetricSet
+from .functional import accuracy, mean_absolute_error, mean_squared_error, top_k_accuracy
+from .meters import Meter, Meters
+from .scores import ScoreBoard, infer_mode
+
+__all__ = [
+    "Meter",
+    "Meters",
+    "MetricSet",
+    "ScoreBoard",
+    "accuracy",
+    "infer_mode",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "top_k_accuracy",
+]

@@ -1,0 +1,108 @@
+"""Which evaluation was the best, and when to give up."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger("danling")
+
+_FALLING = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bits", "wer", "cer", "fid", "distance")
+
+
+def infer_mode(name: str) -> str:
+    """Return `"min"` for losses, errors and perplexities, `"max"` for anything else."""
+    words = name.lower().replace(".", "_").replace("-", "_").split("_")
+    return "min" if any(word.endswith(_FALLING) for word in words) else "max"
+
+
+class ScoreBoard:
+    """The scores of a run, the best of them, and how long it is since.
+
+    Args:
+        name: Figure to watch.
+        split: Split it is taken from.
+        mode: `"min"`, `"max"`, or `None` to infer it from the name.
+        patience: Evaluations without a better score after which to stop.
+        min_delta: A score is better from this difference on.
+    """
+
+    def __init__(
+        self, name: str, *, split: str, mode: str | None = None, patience: float = math.inf, min_delta: float = 0.0
+    ) -> None:
+        self.name = name
+        self.split = split
+        self.mode = mode.lower() if mode else infer_mode(name)
+        self.patience = patience
+        self.min_delta = min_delta
+        self.scores: dict[int, float] = {}
+        self.best_index: int | None = None
+        self.best_score: float | None = None
+        self.bad_evaluations = 0
+
+    @property
+    def latest_score(self) -> float | None:
+        """The score recorded last."""
+        return self.scores[next(reversed(self.scores))] if self.scores else None
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether patience has run out."""
+        return self.bad_evaluations > 0 and self.bad_evaluations >= self.patience
+
+    def record(self, index: int, result: Mapping[str, Mapping[str, float]]) -> bool:
+        """Take in an evaluation.
+
+        Args:
+            index: Completed epoch or global step.
+            result: Figures by split.
+
+        Returns:
+            Whether it is the best one.
+
+        Raises:
+            ValueError: If the figure is not there; the message names those that are.
+        """
+        figures = result.get(self.split, {})
+        if self.name not in figures:
+            present = [f"{split}.{name}" for split, values in result.items() for name in values]
+            raise ValueError(
+                f"Expected the score {self.split}.{self.name} among the figures of an evaluation. Received: {present}. Set "
+                "score_split and score_name to one of them."
+            )
+        if not self.scores:
+            logger.info("Best means the %s of %s.%s.", "lowest" if self.mode == "min" else "highest", self.split, self.name)
+        score = float(figures[self.name])
+        self.scores.pop(index, None)
+        self.scores[index] = score
+        if not self._is_better(score):
+            self.bad_evaluations += 1
+            return False
+        self.best_index, self.best_score, self.bad_evaluations = index, score, 0
+        return True
+
+    def _is_better(self, score: float) -> bool:
+        if math.isnan(score):
+            return False
+        if self.best_score is None:
+            return True
+        gain = self.best_score - score if self.mode == "min" else score - self.best_score
+        return gain > self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scores as plain values."""
+        return {
+            "scores": {str(index): score for index, score in self.scores.items()},
+            "best_index": self.best_index,
+            "best_score": self.best_score,
+            "bad_evaluations": self.bad_evaluations,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.scores = {int(index): score for index, score in state["scores"].items()}
+        self.best_index = state["best_index"]
+        self.best_score = state["best_score"]
+        self.bad_evaluations = state["bad_evaluations"]

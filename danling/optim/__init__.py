@@ -1,0 +1,9 @@
+"""Optimizers and schedules by name, parameter groups, and optimizer state by parameter name."""
+
+from __future__ import annotations
+
+from .optimizers import OPTIMIZERS
+from .param_groups import build_param_groups
+from .schedulers import SCHEDULERS, needs_metric
+
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "build_param_groups", "needs_metric"]

@@ -1,0 +1,83 @@
+"""Optimizer state keyed by parameter name, so that it outlives the order of parameters and the shape of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from danling.utils.names import canonical_name
+
+
+def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Return the name of every parameter of every group.
+
+    A parameter that no given name belongs to is called `group.{i}.{j}` by its place in the optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        named_parameters: Names and parameters, in model order; of tied names the first counts.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(id(parameter), canonical_name(name))
+    return [
+        [names.get(id(parameter), f"group.{i}.{j}") for j, parameter in enumerate(group["params"])]
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+    """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied."""
+    names = parameter_names(optimizer, named_parameters)
+    plain = optimizer.state_dict()
+    flat = {index: name for group, labels in zip(plain["param_groups"], names) for index, name in zip(group["params"], labels)}
+    return {
+        "state": {flat[index]: dict(state) for index, state in plain["state"].items()},
+        "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
+    }
+
+
+def load_named_state_dict(
+    optimizer: Optimizer, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold.
+
+    Raises:
+        KeyError: If a parameter of the optimizer is not in `state`, or the other way round.
+        ValueError: If the parameters were grouped in another way.
+    """
+    names = parameter_names(optimizer, named_parameters)
+    stored = [list(group["params"]) for group in state["param_groups"]]
+    _check_groups(names, stored)
+    plain = optimizer.state_dict()
+    index_of = {name: i for group, labels in zip(plain["param_groups"], names) for i, name in zip(group["params"], labels)}
+    groups = []
+    for group, labels in zip(plain["param_groups"], names):
+        match = next(entry for entry in state["param_groups"] if set(entry["params"]) == set(labels))
+        groups.append({**match, "params": group["params"]})
+    values = {index_of[name]: _clone(entry) for name, entry in state["state"].items()}
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
+    ours = {name for group in names for name in group}
+    theirs = {name for group in stored for name in group}
+    if ours != theirs:
+        missing, unexpected = sorted(ours - theirs), sorted(theirs - ours)
+        raise KeyError(
+            f"Expected optimizer state of this model's parameters. Received: missing={missing[:5]}, "
+            f"unexpected={unexpected[:5]}. Add 'optimizer' to checkpoint.exclude_from_loading to start it afresh."
+        )
+    if sorted(map(sorted, names)) != sorted(map(sorted, stored)):
+        raise ValueError(
+            f"Expected the parameter groups of the checkpoint. Received: {len(names)} groups here, {len(stored)} stored, divided "
+            "otherwise. Restore optim.param_groups, or add 'optimizer' to checkpoint.exclude_from_loading."
+        )
+
+
+def _clone(entry: Mapping[str, Any]) -> dict[str, Any]:
+    # An optimizer keeps tensors of the right dtype and device as they are: without a copy the caller's would change in training.
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -1,0 +1,468 @@
+"""The contract of every runner: its life, its verbs, its attributes, and no torch loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from danling.data import derive_seed, seed_streams
+from danling.distributed import (
+    Domain,
+    LaunchEnvironment,
+    LocalDomain,
+    destroy_process_group,
+    init_process_group,
+    select_device,
+)
+from danling.metrics import Meters, ScoreBoard
+from danling.workspace import CodeIdentity, Progress, Workspace, close_run_log, make_timestamp, open_run_log, run_id
+
+from .config import RunnerConfig
+from .meta import MetaRunner
+from .state import ElasticState, RngState, RunnerState, TrainState
+
+logger = logging.getLogger("danling")
+
+Results = dict[int, dict[str, dict[str, float]]]
+"""Evaluated and trained figures by completed epoch or global step, then by split."""
+
+
+class BaseRunner(metaclass=MetaRunner):
+    """What is common to all stacks.
+
+    A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
+    runs once, after the outermost `__init__`. When construction fails half-way, what was opened is closed again.
+
+    Construct on all ranks.
+
+    Attributes:
+        config: The runner's own copy of the configuration; the caller's object is never changed.
+        state: Counters, attempts and random streams; saved with every checkpoint.
+        mode: `"train"`, `"evaluate"` or `"infer"`.
+        model: The model; wrapped for the stack after construction.
+        ema: Averaged weights, or `None`.
+        criterion: Loss callable `(pred, target) -> 0-dim tensor`, or `None`.
+        optimizer: The optimizer, or `None`.
+        scheduler: The learning-rate scheduler, or `None`.
+        datasets: Datasets by split, from which loaders are built.
+        dataloaders: Loaders by split; one that the user put there is used as it is.
+        metrics: What evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
+            `reset` (torchmetrics included), a mapping of these, or `None`.
+        meters: Running averages that a user may add to in `train_step`; logged and reset with the loss.
+        results: Figures by completed epoch or global step, then by split.
+
+    Args:
+        config: A `RunnerConfig`, a mapping, or `None` for the defaults.
+
+    Raises:
+        ValueError: If a setting is unknown or contradicts another one.
+    """
+
+    stack: str = "base"
+
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+        self._closers = ExitStack()
+        self._closed = False
+        self.config: RunnerConfig = self.adopt_config(config)
+        self.mode = "train"
+        self.state = RunnerState()
+        self.model: Any = None
+        self.ema: Any = None
+        self.criterion: Callable[..., Any] | None = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.datasets: dict[str, Any] = {}
+        self.dataloaders: dict[str, Any] = {}
+        self.metrics: Any = None
+        self.meters = Meters()
+        self.results: Results = {}
+        self.progress_bar: Progress | None = None
+        self.checkpoint_manager: Any = None
+        self.scoreboard: ScoreBoard | None = None
+        self.init_distributed()
+        self._name_run()
+        self.set_seed()
+        self.set_deterministic()
+
+    @classmethod
+    def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
+        """Return the class that is to be constructed; the dispatching runner picks it from the configuration."""
+        return cls
+
+    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+        """Return a validated copy of `config` that belongs to this runner."""
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config or {})
+        own.validate()
+        asked = own.stack_name()
+        chosen_by_user = own.stack.lower() != "auto"
+        if chosen_by_user and self.stack not in (asked, "base"):
+            raise ValueError(
+                f"Expected a configuration for the stack {self.stack!r}. Received: stack={own.stack!r}. "
+                "Subclass `danling.Runner`, which picks the stack from the configuration, or change `stack`."
+            )
+        own.warn_without_effect(self.stack)
+        return own
+
+    def __post_init__(self) -> None:
+        """Finish construction after the outermost `__init__`: open the run directory and its log."""
+        self.open_workspace()
+
+    # Construction hooks
+
+    def init_distributed(self) -> None:
+        """Read the launch environment, pick the device and join the process group. Called on all ranks."""
+        launch = LaunchEnvironment.read()
+        self.launch = launch
+        self.device = select_device(launch.local_rank)
+        created = init_process_group(
+            launch,
+            self.device,
+            backend=self.config.backend,
+            init_method=self.config.init_method,
+            timeout_seconds=self.config.comm.init_timeout_seconds,
+        )
+        if created:
+            self._closers.callback(destroy_process_group)
+        self.world: Domain = Domain(device=self.device) if launch.world_size > 1 else LocalDomain()
+        self.state.elastic = ElasticState(world_size=launch.world_size, restart_count=launch.restart_count)
+
+    def set_seed(self) -> None:
+        """Agree on the base seed and seed every stream with it, so that all replicas are initialised alike.
+
+        Called on all ranks, before the subclass builds its model. The forward's streams are seeded apart, by rank, at the end of
+        construction.
+        """
+        self.seed_was_drawn = self.config.seed is None
+        if self.seed_was_drawn:
+            self.config.seed = self.world.broadcast_object(secrets.randbits(31))
+        self.seed: int = int(self.config.seed)
+        seed_streams(derive_seed(self.seed, "initialization"))
+
+    def set_deterministic(self) -> None:
+        """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close."""
+        if not self.config.deterministic:
+            return
+        before = torch.are_deterministic_algorithms_enabled()
+        benchmark = torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        self._closers.callback(torch.use_deterministic_algorithms, before)
+        self._closers.callback(setattr, torch.backends.cudnn, "benchmark", benchmark)
+
+    def _name_run(self) -> None:
+        # Named before a seed is drawn: a run without a seed keeps its directory from one attempt to the next.
+        identity = CodeIdentity.of_directory() if self.is_main_process else None
+        config_id = self.config.config_id()
+        named = (identity.code_id if identity else None, make_timestamp(), config_id)
+        self.code_id, self.timestamp, self.config_id = self.world.broadcast_object(named)
+        self._identity = identity
+        self.id = run_id(self.code_id, self.config_id)
+
+    def open_workspace(self) -> None:
+        """Create the run directory and open its log, on the main process. Called on all ranks."""
+        config = self.config
+        self.workspace = Workspace(
+            workspace_root=config.workspace_root,
+            lineage=config.lineage,
+            code_id=self.code_id,
+            id=self.id,
+            timestamp=self.timestamp,
+            is_main=self.is_main_process,
+            dir=config.get("dir", None),
+            checkpoint_dir=config.get("checkpoint_dir", None),
+            checkpoint_dir_name=config.checkpoint.dir_name,
+            log_file=config.get("log_file", None),
+        )
+        self.workspace.create()
+        handler = open_run_log(self.workspace.log_file if config.log else None, is_main=self.is_main_process)
+        self._closers.callback(close_run_log, handler)
+
+    def init_checkpoint_manager(self) -> None:
+        """Build `checkpoint_manager`; a stack provides it."""
+
+    def init_fault_tolerance(self) -> None:
+        """Join the fault-tolerance service when `config.ft.enabled`; a stack provides it."""
+
+    def init_tensorboard(self) -> None:
+        """Open the TensorBoard writer when `config.tensorboard`; a stack provides it."""
+
+    def init_wandb(self) -> None:
+        """Open the Weights & Biases run when `config.wandb.enabled`; a stack provides it."""
+
+    def init_signal_handlers(self) -> None:
+        """Watch for SIGTERM, SIGINT and SIGUSR1; a stack provides it."""
+
+    def init_heartbeat(self) -> None:
+        """Start the heartbeat when `config.heartbeat.enabled`; a stack provides it."""
+
+    def init_garbage_collection(self) -> None:
+        """Pace Python's garbage collection when `config.gc.interval` is set; a stack provides it."""
+
+    # Execution verbs
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train to the end of the budget."""
+        raise self._missing("train")
+
+    def train_epochs(self, *args: Any, **kwargs: Any) -> Any:
+        """Train epoch by epoch."""
+        raise self._missing("train_epochs")
+
+    def train_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train one pass over one split."""
+        raise self._missing("train_epoch")
+
+    def train_steps(self, *args: Any, **kwargs: Any) -> Any:
+        """Train update by update."""
+        raise self._missing("train_steps")
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch forward and backward."""
+        raise self._missing("train_step")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Back-propagate a loss."""
+        raise self._missing("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Close the accumulation window and decide its update."""
+        raise self._missing("step")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply a committed update."""
+        raise self._missing("optimizer_step")
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate splits."""
+        raise self._missing("evaluate")
+
+    def evaluate_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate all of one split."""
+        raise self._missing("evaluate_epoch")
+
+    def evaluate_steps(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a bounded number of batches of one split."""
+        raise self._missing("evaluate_steps")
+
+    def evaluate_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch."""
+        raise self._missing("evaluate_step")
+
+    def infer(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict."""
+        raise self._missing("infer")
+
+    def infer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict one batch."""
+        raise self._missing("infer_step")
+
+    def _missing(self, verb: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"Expected {type(self).__name__} to implement `{verb}`. Subclass TorchRunner, ParallelRunner, DeepSpeedRunner or "
+            f"Runner, or override `{verb}`."
+        )
+
+    # Scores
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """The monitored figure by completed epoch or global step, of evaluations only."""
+        return dict(self.scoreboard.scores) if self.scoreboard is not None else {}
+
+    @property
+    def best_index(self) -> int | None:
+        """Completed epoch or global step of the best score; `None` before the first evaluation."""
+        return self.scoreboard.best_index if self.scoreboard is not None else None
+
+    @property
+    def best_score(self) -> float | None:
+        """The best score so far."""
+        return self.scoreboard.best_score if self.scoreboard is not None else None
+
+    @property
+    def latest_score(self) -> float | None:
+        """The score of the last evaluation."""
+        return self.scoreboard.latest_score if self.scoreboard is not None else None
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation gave the best score."""
+        scores = self.scores
+        return bool(scores) and self.best_index == next(reversed(scores))
+
+    @property
+    def latest_result(self) -> dict[str, dict[str, float]] | None:
+        """The last entry of `results`."""
+        return self.results[next(reversed(self.results))] if self.results else None
+
+    @property
+    def best_result(self) -> dict[str, dict[str, float]] | None:
+        """The entry of `results` with the best score."""
+        return self.results.get(self.best_index) if self.best_index is not None else None
+
+    # Where the run stands
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.launch.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self.launch.local_rank
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.launch.world_size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.launch.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self.launch.local_rank == 0
+
+    @property
+    def data_domain(self) -> Domain:
+        """Ranks that read different data, and over which losses and metrics are reduced."""
+        return self.world
+
+    @property
+    def optimizer_domain(self) -> Domain:
+        """Ranks that decide an update together."""
+        return self.world
+
+    @property
+    def name(self) -> str:
+        """Name of the run: `config.name`, else lineage, experiment and id."""
+        config = self.config
+        return str(config.name) if config.name else f"{config.lineage}-{config.experiment}-{self.id}"
+
+    @property
+    def train_state(self) -> TrainState:
+        """Counters of training."""
+        return self.state.train
+
+    @property
+    def elastic_state(self) -> ElasticState:
+        """Attempts of the run."""
+        return self.state.elastic
+
+    @property
+    def rng_state(self) -> RngState:
+        """Random streams by rank, as of the last checkpoint."""
+        return self.state.rng
+
+    @property
+    def epochs(self) -> int | None:
+        """Number of epochs after which training ends; `None` in step mode."""
+        return self.config.epochs
+
+    @property
+    def steps(self) -> int | None:
+        """Number of optimizer updates after which training ends; `None` when it is not known."""
+        return self.config.steps
+
+    @property
+    def is_step_mode(self) -> bool:
+        """Whether the budget counts updates instead of epochs."""
+        return self.config.epochs is None
+
+    @property
+    def accum_steps(self) -> int:
+        """Micro-batches of an update on each rank."""
+        return int(self.config.accum_steps)
+
+    @property
+    def progress(self) -> float:
+        """Share of the budget that is done, in [0, 1]; 0 without a budget."""
+        if self.epochs:
+            return min(self.state.train.epoch / self.epochs, 1.0)
+        return min(self.state.train.global_step / self.steps, 1.0) if self.steps else 0.0
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Epochs or updates between periodic checkpoints: `checkpoint.interval`, each epoch, or a twentieth of the steps."""
+        if self.config.checkpoint.interval is not None:
+            return int(self.config.checkpoint.interval)
+        return 1 if not self.is_step_mode else max(math.ceil((self.steps or 0) / 20), 1)
+
+    @property
+    def log_interval(self) -> int:
+        """Updates between log lines: `log_interval`, about a hundredth of the run, or 1024 when its length is unknown."""
+        if self.config.log_interval is not None:
+            return int(self.config.log_interval)
+        return max(self.steps // 100, 1) if self.steps else 1024
+
+    # Speaking and ending
+
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """Print on the main process only; the builtin is left alone."""
+        if self.is_main_process:
+            if self.progress_bar is not None:
+                self.progress_bar.print(*values, **kwargs)
+            else:
+                print(*values, **kwargs)
+
+    def unwrap(self, model: Any) -> Any:
+        """Return the user's module out of the wrapper of a stack."""
+        return model
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model as the user made it."""
+        module: nn.Module = self.unwrap(self.model)
+        return module
+
+    @property
+    def dir(self) -> Path:
+        """The run directory."""
+        return self.workspace.dir
+
+    def close(self) -> None:
+        """Finish background work and release what the runner opened. Call on all ranks; a second call does nothing.
+
+        Raises:
+            Exception: What a background writer had to report. Everything is closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.model = self.unwrap(self.model)
+        self._closers.close()
+
+    def abandon(self) -> None:
+        """Close after a failure: nothing that goes wrong here hides the user's exception."""
+        try:
+            if hasattr(self, "_closers"):
+                self.close()
+        except Exception:
+            logger.exception("Closing after a failure failed as well; the failure itself follows.")
+
+    def __enter__(self) -> BaseRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()

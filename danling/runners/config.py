@@ -1,0 +1,458 @@
+"""The configuration of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+from chanfig.utils import Null
+
+from danling.utils.suggest import did_you_mean
+
+from . import config_identity
+from .config_effects import settings_without_effect
+from .config_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
+from .config_files import read_settings, strict_json
+from .config_help import help_text
+from .config_node import ClosedSection, Section, fresh
+from .config_parse import parse_into
+from .config_schema import (
+    CheckpointConfig,
+    CommConfig,
+    CompileConfig,
+    DataLoaderConfig,
+    DeepSpeedConfig,
+    EmaConfig,
+    FsdpConfig,
+    FtConfig,
+    GcConfig,
+    HeartbeatConfig,
+    OptimConfig,
+    ParallelConfig,
+    ProfilingConfig,
+    SchedulerConfig,
+    WandbConfig,
+)
+from .config_slips import slip_of
+
+STACKS = {
+    "auto": "ddp",
+    "ddp": "ddp",
+    "torch": "ddp",
+    "parallel": "parallel",
+    "deepspeed": "deepspeed",
+    "ds": "deepspeed",
+}
+_OLDER_KEYS = {
+    "platform": "stack",
+    "checkpoint_async": "checkpoint.async_enabled",
+    "checkpoint_interval": "checkpoint.interval",
+}
+_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
+
+
+class RunnerConfig(ClosedSection):
+    """All settings of a run: the library's own keys, and any of the user's beside them.
+
+    The library's sections are closed: an unknown key in them, or a top-level key one slip away from a known one, is an error that
+    names the nearest. Everything else is the user's and open: `config.model.width = 64` makes the section `model`.
+
+    Subclasses declare keys with annotations and defaults, or set them in `__init__` after `super().__init__(...)`; a docstring
+    under an annotated key is its help text. What is passed to the constructor wins over what `__init__` sets.
+
+    Args:
+        settings: A mapping, another configuration, or the path of a YAML, JSON or TOML file; nothing is shared with it.
+        **kwargs: More settings; keys may be dotted in a mapping.
+
+    Raises:
+        ValueError: If a key is unknown, or a value is not among its choices or out of bounds.
+        TypeError: If a value is not of its key's type.
+
+    Example:
+        >>> config = RunnerConfig({"checkpoint.interval": 5}, epochs=3)
+        >>> config.model.width = 64
+        >>> config.checkpoint.interval, config["model.width"]
+        (5, 64)
+    """
+
+    stack: str = "auto"
+    """What trains: auto (ddp), ddp or torch, parallel, deepspeed or ds."""
+    seed: NonNegativeInt | None = None
+    """Base seed, agreed over ranks; none: one is drawn and stored."""
+    deterministic: bool = False
+    """Deterministic kernels; an operation that has none is an error."""
+    steps: NonNegativeInt | None = None
+    """Optimizer step at which training ends (step mode)."""
+    epochs: NonNegativeInt | None = None
+    """Epoch at which training ends (epoch mode); set steps or epochs, not both."""
+    max_time: float | str | None = None
+    """Seconds, or HH:MM:SS, after which training stops with a checkpoint."""
+    accum_steps: PositiveInt = 1
+    """Micro-batches of an optimizer update."""
+    precision: Literal["fp16", "bf16", "fp32", "float16", "bfloat16", "float32", "no"] | None = None
+    """Autocast: fp16, bf16, or none."""
+    max_grad_norm: PositiveFloat | None = None
+    """Clip gradients to this norm."""
+    max_grad_value: PositiveFloat | None = None
+    """Clip gradients to this absolute value."""
+    skip_nonfinite_grad: bool = False
+    """Skip an update whose loss or gradients are not finite; false raises, naming the step."""
+    max_skipped_updates: PositiveInt | None = 100
+    """Skipped updates in a row after which it is an error; none: never."""
+    patience: NonNegativeFloat = float("inf")
+    """Stop after so many evaluations without a better score."""
+    min_delta: NonNegativeFloat = 0.0
+    """By how much a score must be better to count as better."""
+    score_split: str | None = None
+    """Split that selects the best model; none: val, validation, or the first evaluation split."""
+    score_name: str = "loss"
+    """Metric that selects the best model."""
+    score_mode: Literal["min", "max"] | None = None
+    """min or max; none: min for losses, errors and perplexities, else max."""
+    evaluate_interval: PositiveInt | None = None
+    """Step mode: steps between evaluations; none takes the checkpoint interval."""
+    train_splits: list[str] | None = None
+    """Splits to train on; none: inferred from the datasets."""
+    evaluate_splits: list[str] | None = None
+    """Splits to evaluate; none: inferred from the datasets."""
+    name: str | None = None
+    """Name of the run."""
+    lineage: str = "lin"
+    """Directory under the workspace root."""
+    experiment: str = "exp"
+    """Name of the experiment."""
+    workspace_root: str = "experiments"
+    """Directory of all runs."""
+    dir: str | None = None
+    """Run directory, instead of the one under the workspace root."""
+    checkpoint_dir: str | None = None
+    """Directory of checkpoints, instead of the one in the run directory."""
+    log_file: str | None = None
+    """Log file, instead of the one in the run directory."""
+    resume: str | None = None
+    """Checkpoint to go on from, with its full state."""
+    auto_resume: bool = False
+    """Go on from this run's own latest checkpoint, if there is one."""
+    pretrained: str | None = None
+    """Checkpoint whose model to begin with."""
+    backend: str | None = None
+    """Process-group backend; none: nccl with CUDA, else gloo."""
+    init_method: str | None = None
+    """Where processes meet, such as tcp://host:port; none: what torchrun says."""
+    log: bool = True
+    """Write a log file."""
+    log_interval: PositiveInt | None = None
+    """Steps between log lines; none: about 100 lines a run."""
+    tensorboard: bool = False
+    """Write scalars for TensorBoard."""
+
+    wandb: WandbConfig
+    optim: OptimConfig
+    scheduler: SchedulerConfig
+    ema: EmaConfig
+    dataloader: DataLoaderConfig
+    checkpoint: CheckpointConfig
+    parallel: ParallelConfig
+    fsdp: FsdpConfig
+    compile: CompileConfig
+    comm: CommConfig
+    gc: GcConfig
+    profiling: ProfilingConfig
+    heartbeat: HeartbeatConfig
+    ft: FtConfig
+    deepspeed: DeepSpeedConfig
+
+    _given: ClassVar[Any] = None
+
+    def __init__(self, settings: Any = None, **kwargs: Any) -> None:
+        given = _as_mapping(settings)
+        super().__init__(given, **kwargs)
+        if type(self).__init__ is not RunnerConfig.__init__:
+            self.__dict__["_given"] = ({name: fresh(value) for name, value in given.items()}, kwargs)
+
+    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`."""
+        given = self.__dict__.pop("_given", None)
+        if given is not None:
+            self.merge(given[0], **given[1])
+
+    # Keys: the library's are declared, the user's are any other
+
+    def _assign(self, name: Any, value: Any) -> None:
+        if name in fields_of(RunnerConfig):
+            return super()._assign(name, value)
+        if name in _OLDER_KEYS:
+            return self.set(_OLDER_KEYS[name], _read_older(name, value))
+        self._refuse_slip(name, f"={value!r}")
+        field = fields_of(type(self)).get(name)
+        if field is not None:
+            return self._store(name, self._adopt(self._fit(field, value)))
+        Section._assign(self, name, value)
+
+    def _assign_nested(self, head: str, rest: str, value: Any) -> None:
+        if head in fields_of(RunnerConfig):
+            return super()._assign_nested(head, rest, value)
+        self._refuse_slip(head, f".{rest}={value!r}")
+        Section._assign_nested(self, head, rest, value)
+
+    def __missing__(self, name: Any, default: Any = Null) -> Any:
+        if name in fields_of(RunnerConfig):
+            return super().__missing__(name)
+        if name in _OLDER_KEYS:
+            _warn_older(name)
+            return self[_OLDER_KEYS[name]]
+        slip = slip_of(name, fields_of(RunnerConfig))
+        if slip:
+            raise KeyError(f"no key {name!r}. Did you mean {slip!r}?")
+        field = fields_of(type(self)).get(name)
+        if field is not None:
+            raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
+        return Section.__missing__(self, name, default)
+
+    def _refuse_slip(self, name: Any, received: str) -> None:
+        slip = slip_of(name, fields_of(RunnerConfig))
+        if slip:
+            raise ValueError(
+                f"Expected a key of the configuration, or one of your own that is not so near to {slip!r}. Received: "
+                f"{name}{received}. Did you mean {slip!r}?"
+            )
+
+    # Checks
+
+    def validate(self) -> None:
+        """Check choices, bounds and combinations; called at construction, after `parse`, and by the runner.
+
+        Raises:
+            ValueError: If a value is not among its choices or out of bounds, `steps` and `epochs` are both set, or the stack is
+                unknown.
+        """
+        super().validate()
+        self.stack_name()
+        self.max_time_seconds()
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"Expected steps or epochs, not both. Received: steps={self.steps}, epochs={self.epochs}. Set one of them to none."
+            )
+        self._validate_sections()
+
+    def _validate_sections(self) -> None:
+        axes = {name: value for name, value in self.parallel.axes.items() if value != 1}
+        wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
+        if wrong or list(axes.values()).count(-1) > 1:
+            raise ValueError(f"Expected parallel.axes to be >= 1, at most one of them -1. Received: {wrong or axes}.")
+        if not self.ema.decay < 1:
+            raise ValueError(f"Expected ema.decay to be a number < 1. Received: ema.decay={self.ema.decay!r}.")
+        if self.gc.generation > 2:
+            raise ValueError(f"Expected gc.generation to be 0, 1 or 2. Received: gc.generation={self.gc.generation!r}.")
+        if self.ft.min_replica_size > self.ft.group_size:
+            raise ValueError(
+                f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
+                f"{self.ft.min_replica_size}, ft.group_size={self.ft.group_size}."
+            )
+        interval = self.scheduler.get("interval")
+        if interval not in (None, "step", "epoch", "validation"):
+            raise ValueError(
+                f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
+            )
+
+    def stack_name(self) -> str:
+        """Return the stack without aliases: `ddp`, `parallel` or `deepspeed`; case, `-` and `_` do not matter.
+
+        Raises:
+            ValueError: If the stack is unknown.
+        """
+        name = str(self.stack).lower().replace("-", "").replace("_", "")
+        if name not in STACKS:
+            raise ValueError(
+                f"Expected stack to be one of {', '.join(map(repr, STACKS))}. Received: stack={self.stack!r}."
+                f"{did_you_mean(name, STACKS)}"
+            )
+        return STACKS[name]
+
+    def max_time_seconds(self) -> float | None:
+        """Return `max_time` in seconds, `None` when there is no limit.
+
+        Raises:
+            ValueError: If it is neither a positive number nor MM:SS or HH:MM:SS.
+        """
+        limit = self.max_time
+        if limit is None:
+            return None
+        clock = _CLOCK.match(limit) if isinstance(limit, str) else None
+        try:
+            seconds = (
+                float(limit)
+                if clock is None
+                else sum(float(part or 0) * unit for part, unit in zip(clock.groups(), (3600, 60, 1)))
+            )
+        except ValueError:
+            seconds = -1.0
+        if not seconds > 0:
+            raise ValueError(f"Expected max_time to be seconds or 'HH:MM:SS'. Received: max_time={limit!r}.")
+        return seconds
+
+    def warn_without_effect(self, stack: str) -> list[str]:
+        """Warn about settings that were changed but do nothing on a stack.
+
+        Args:
+            stack: `ddp`, `parallel` or `deepspeed`.
+
+        Returns:
+            Their keys.
+        """
+        keys = settings_without_effect(self.plain(), RunnerConfig().plain(), stack)
+        if keys:
+            warnings.warn(
+                f"These settings have no effect on the stack {stack!r}: {', '.join(keys)}. Remove them, or choose the stack they are for.",
+                UserWarning,
+                stacklevel=3,
+            )
+        return keys
+
+    # Command line and files
+
+    def parse(
+        self,
+        args: Iterable[str] | None = None,
+        default_config: str | None = None,
+        no_default_config_action: str = "raise",
+        boot: bool = True,
+        strict: bool = False,
+    ) -> Any:
+        """Read the command line: `--KEY VALUE`, `--config FILE`, `--help`.
+
+        Args:
+            args: The words; `sys.argv[1:]` by default.
+            default_config: Name of one more option that names a file.
+            no_default_config_action: `raise`, `warn` or `ignore` when that option is not given.
+            boot: Call `post` hooks, and fill in `${key}` references, afterwards; absent keys are an error from then on.
+            strict: Refuse keys that the configuration does not have.
+
+        Returns:
+            This configuration.
+
+        Raises:
+            ValueError: If a key is unknown or a value out of bounds.
+            TypeError: If a value does not fit its key, naming it.
+            SystemExit: After `--help`.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if "--help" in words or "-h" in words:
+            print(help_text(self))
+            raise SystemExit(0)
+        parse_into(self, words, file_option=default_config, missing=no_default_config_action, strict=strict)
+        if boot:
+            self.boot()
+        self.validate()
+        return self
+
+    @classmethod
+    def from_dict(cls, obj: Any) -> Any:
+        """Return a configuration of this class with settings merged over its defaults.
+
+        Args:
+            obj: A mapping.
+        """
+        config = cls()
+        config.merge(obj)
+        config.validate()
+        return config
+
+    @classmethod
+    def from_file(cls, file: str | os.PathLike[str]) -> Any:
+        """Return a configuration of this class with the settings of a YAML, JSON or TOML file over its defaults.
+
+        Args:
+            file: Path of the file.
+        """
+        return cls.from_dict(read_settings(file))
+
+    @classmethod
+    def load(cls, file: Any, method: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return a configuration of this class from a file; from a stream, `method` names the format."""
+        if isinstance(file, (str, os.PathLike)) and method is None:
+            return cls.from_file(file)
+        return super().load(file, str(method), *args, **kwargs)
+
+    def merge_from_file(self, file: Any, *args: Any, **kwargs: Any) -> Any:
+        """Merge the settings of a file into this configuration; keys that it does not name stay as they are."""
+        return self.merge(read_settings(file))
+
+    def dict(self, flatten: bool = False) -> Any:
+        """Return the contents as plain values; `flatten` joins the keys of nested sections by dots."""
+        return config_identity.flatten(self.plain()) if flatten else self.plain()
+
+    def jsons(self, *args: Any, **kwargs: Any) -> str:
+        """Return the configuration as JSON; infinities become strings, which number keys read back."""
+        kwargs.setdefault("indent", 2)
+        return json.dumps(strict_json(self.plain()), *args, allow_nan=False, **kwargs)
+
+    # Identity
+
+    def canonical(self) -> Any:
+        """Return what changes the result of the run, as plain values sorted by key.
+
+        Left out are stack, layout and communication, names, paths, logging, checkpoint policy, supervision, loader workers, and the
+        budgets (steps, epochs, time, patience), so that a run continued with a larger budget finds its own directory.
+        """
+        return config_identity.canonical(self.plain())
+
+    def config_id(self) -> str:
+        """Return 16 hexadecimal digits that are the same for equal canonical settings, in every process and on every machine."""
+        return config_identity.digest(self.canonical())
+
+    def differences(self, stored: Mapping[str, Any], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
+        """Return how a stored configuration differs in what changes the result; one line `key: stored …, now …` each.
+
+        Budgets may change (but not from steps to epochs), a seed left open is no difference, and batch size and accumulation may be
+        traded for one another, or for replicas, as long as an update sees as many samples.
+
+        Args:
+            stored: The stored configuration; keys that it lacks have their defaults.
+            stored_replicas: Data replicas of the run that stored it.
+            replicas: Data replicas of this run.
+        """
+        before = RunnerConfig().plain()
+        _overlay(before, config_identity.plain(stored))
+        return config_identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return int(self.config_id(), 16)
+
+
+def _as_mapping(settings: Any) -> Mapping[Any, Any]:
+    if settings is None:
+        return {}
+    if isinstance(settings, Namespace):
+        return vars(settings)
+    if isinstance(settings, (str, os.PathLike)):
+        return read_settings(settings)
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f"Expected a mapping or the path of a file. Received: {settings!r} ({type(settings).__name__})."
+        )
+    return settings
+
+
+def _read_older(name: str, value: Any) -> Any:
+    _warn_older(name)
+    # The accelerate platform ran data parallel, which is what `ddp` is.
+    return "ddp" if name == "platform" and str(value).lower() == "accelerate" else value
+
+
+def _warn_older(name: str) -> None:
+    warnings.warn(f"{name!r} is an older key: use {_OLDER_KEYS[name]!r}.", DeprecationWarning, stacklevel=5)
+
+
+def _overlay(base: Any, other: Mapping[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping):
+            _overlay(base[name], value)
+        else:
+            base[name] = value

@@ -1,0 +1,90 @@
+"""Settings in files: YAML, JSON and TOML."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from chanfig.io import YamlLoader
+
+_FORMATS = (".yaml", ".yml", ".json", ".toml")
+
+
+class SettingsLoader(YamlLoader):
+    """A safe YAML loader that reads `1e-3`, `inf` and `nan` as numbers, as people write them.
+
+    YAML 1.1 takes `1e-3` for a string, and a learning rate that is a string fails far from the file.
+    """
+
+
+# Ahead of what the base loader resolves: its own list of resolvers is copied by `add_implicit_resolver`, not changed.
+SettingsLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^(?:[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+|[-+]?(?:inf|nan))$"),
+    list("-+0123456789.in"),
+)
+SettingsLoader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _to_float(loader, node))
+
+
+def _to_float(loader: Any, node: Any) -> float:
+    text = loader.construct_scalar(node)
+    if text.lower().lstrip("+-") in ("inf", "nan"):
+        return float(text)
+    number: float = loader.construct_yaml_float(node)
+    return number
+
+
+def read_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the settings in a file; an empty file gives none.
+
+    Args:
+        file: Path of a YAML, JSON or TOML file. YAML may use chanfig's `!include` and `!env`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the format is unknown, the file cannot be read as it, or holds no mapping.
+    """
+    path = Path(file)
+    suffix = path.suffix.lower()
+    if suffix not in _FORMATS:
+        raise ValueError(f"Expected a file that ends in {', '.join(_FORMATS)}. Received: {str(path)!r}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected a file with settings. Received: {str(path)!r}, which does not exist.")
+    try:
+        content = _read(path, suffix)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {error}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise ValueError(f"Expected a mapping of keys in {str(path)!r}. Received: {type(content).__name__}.")
+    return dict(content or {})
+
+
+def _read(path: Path, suffix: str) -> Any:
+    if suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    if suffix == ".toml":
+        return _toml(path.read_text(encoding="utf-8"))
+    with path.open(encoding="utf-8") as stream:
+        return yaml.load(stream, Loader=SettingsLoader)
+
+
+def _toml(text: str) -> Any:
+    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return reader.loads(text)
+
+
+def strict_json(settings: Any) -> Any:
+    """Return plain settings with infinities and NaN as strings, which JSON lacks and number keys read back."""
+    if isinstance(settings, float) and not math.isfinite(settings):
+        return str(settings)
+    if isinstance(settings, dict):
+        return {name: strict_json(value) for name, value in settings.items()}
+    return [strict_json(value) for value in settings] if isinstance(settings, list) else settings

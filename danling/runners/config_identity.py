@@ -1,0 +1,198 @@
+"""What makes two runs the same: plain values, the canonical configuration, its hash, and differences that matter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from os import PathLike, fspath
+from typing import Any
+
+# Does not change what is learned: where it runs, how fast, what is written where, and how long it goes on. The budgets are here
+# because a run that is continued with a larger one must find its own directory.
+LAYOUT = frozenset({"stack", "parallel", "backend", "init_method", "comm", "ft", "deepspeed", "compile"})
+LAYOUT_OF_FSDP = frozenset({"fsdp.enabled", "fsdp.reshard_after_forward", "fsdp.offload_policy"})
+NAMES = frozenset({"name", "lineage", "experiment", "workspace_root", "dir", "checkpoint_dir", "log_file"})
+SOURCES = frozenset({"resume", "auto_resume"})
+OUTPUT = frozenset({"log", "log_interval", "tensorboard", "wandb", "checkpoint"})
+SUPERVISION = frozenset({"gc", "profiling", "heartbeat"})
+BUDGETS = frozenset({"steps", "epochs", "max_time", "patience", "min_delta", "max_skipped_updates"})
+EVALUATION = frozenset({"evaluate_interval", "evaluate_splits"})
+NOT_SEMANTIC = LAYOUT | LAYOUT_OF_FSDP | NAMES | SOURCES | OUTPUT | SUPERVISION | BUDGETS | EVALUATION
+LOADING = frozenset(
+    {
+        "num_workers",
+        "persistent_workers",
+        "prefetch_factor",
+        "pin_memory",
+        "pin_memory_device",
+        "in_order",
+        "snapshot_every_n_steps",
+        "timeout",
+        "multiprocessing_context",
+    }
+)
+# Part of the run's identity, but a run that goes on from a checkpoint may change them: its weights no longer come from
+# `pretrained`, and an update that is not finite would have ended it.
+RESUMABLE = frozenset({"pretrained", "skip_nonfinite_grad"})
+
+
+def plain(value: Any, key: str = "") -> Any:
+    """Return `value` as dictionaries with string keys, lists, strings, numbers, booleans and `None`.
+
+    Args:
+        value: A value of a configuration.
+        key: Its key, for the error.
+
+    Raises:
+        TypeError: If it has no plain form that is the same in every process.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value, key)
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, key) for item in value]
+    if isinstance(value, AbstractSet):
+        return sorted((plain(item, key) for item in value), key=str)
+    return _plain_object(value, key)
+
+
+def _plain_object(value: Any, key: str) -> Any:
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        items = {field.name: plain(getattr(value, field.name), key) for field in fields(value)}
+        return {"type": type(value).__name__, **items}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist(), key)
+    text = str(value)
+    if " at 0x" in text:
+        raise TypeError(
+            f"Expected {key} to be a plain value: a string, number, boolean, none, list or mapping. Received: {text} "
+            f"({type(value).__name__}). Keep objects on the runner."
+        )
+    return text
+
+
+def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes the result of a run, of plain settings, sorted by key; empty sections are left out.
+
+    Args:
+        settings: A whole configuration as plain values.
+    """
+    kept = {name: value for name, value in settings.items() if name not in NOT_SEMANTIC}
+    if isinstance(kept.get("fsdp"), Mapping):
+        kept["fsdp"] = {name: value for name, value in kept["fsdp"].items() if f"fsdp.{name}" not in NOT_SEMANTIC}
+    if isinstance(kept.get("dataloader"), Mapping):
+        kept["dataloader"] = _without_loading(kept["dataloader"])
+    result = _without_empty(kept)
+    return dict(sorted(result.items()))
+
+
+def _without_loading(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_loading(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in LOADING
+    }
+
+
+def _without_empty(settings: Mapping[str, Any]) -> dict[str, Any]:
+    # Reading `config.model` creates it, so an empty section means nothing.
+    result = {name: _without_empty(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+    return {name: value for name, value in result.items() if value != {}}
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of plain settings; the same in every process and on every machine."""
+    text = json.dumps(_normal_numbers(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _normal_numbers(value: Any) -> Any:
+    # Equal configurations have equal hashes, and Python finds 1 equal to 1.0.
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _normal_numbers(item) for name, item in value.items()}
+    return [_normal_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings with dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differences(
+    stored: Mapping[str, Any], now: Mapping[str, Any], *, stored_replicas: int = 1, replicas: int = 1
+) -> list[str]:
+    """Return how two whole configurations differ in what changes the result, one line a key.
+
+    Budgets may change, but not the mode. A seed that one of them leaves open is no difference. Batch size and accumulation may be
+    traded for one another and for replicas as long as an update sees as many samples.
+
+    Args:
+        stored: The settings of a checkpoint, as plain values.
+        now: The settings of this run, as plain values.
+        stored_replicas: How many data replicas made the checkpoint.
+        replicas: How many this run has.
+    """
+    before, after = flatten(canonical(stored)), flatten(canonical(now))
+    skipped = set(RESUMABLE)
+    if before.get("seed") is None or after.get("seed") is None:
+        skipped.add("seed")
+    if _update_size(before, stored_replicas) == _update_size(after, replicas):
+        skipped.update(key for key in (*before, *after) if _is_batch_key(key))
+    lines = _difference_of_mode(stored, now)
+    for key in sorted(before.keys() | after.keys()):
+        if key not in skipped and _normal_numbers(before.get(key)) != _normal_numbers(after.get(key)):
+            lines.append(f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}")
+    return lines
+
+
+def _shown(flat: Mapping[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "absent"
+
+
+def _is_batch_key(key: str) -> bool:
+    return key == "accum_steps" or (key.startswith("dataloader.") and key.endswith(".batch_size"))
+
+
+def _update_size(flat: Mapping[str, Any], replicas: int) -> Any:
+    batch = flat.get("dataloader.train.batch_size", flat.get("dataloader.batch_size"))
+    accumulated = flat.get("accum_steps", 1)
+    if not isinstance(batch, int) or not isinstance(accumulated, int):
+        return (batch, accumulated, replicas)
+    return batch * accumulated * replicas
+
+
+def _difference_of_mode(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    modes = [_mode(settings) for settings in (stored, now)]
+    if None in modes or modes[0] == modes[1]:
+        return []
+    shown = [f"{mode} ({mode}={settings[mode]!r})" for mode, settings in zip(modes, (stored, now)) if mode]
+    return [f"mode: stored {shown[0]}, now {shown[1]}"]
+
+
+def _mode(settings: Mapping[str, Any]) -> str | None:
+    if settings.get("epochs") is not None:
+        return "epochs"
+    return "steps" if settings.get("steps") is not None else None

@@ -1,0 +1,404 @@
+"""Sections of a configuration: the open ones that users own, and the closed ones that know their keys.
+
+Both are `chanfig.Config` objects, with what would surprise taken out: merging copies, reading with a default creates nothing, copies and
+pickles keep the class and run no `__init__`, and the hash is the same in every process.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping
+from functools import cache
+from typing import Any, ClassVar
+
+from chanfig import Config, FlatDict
+from chanfig.utils import Null
+
+from danling.utils.suggest import did_you_mean
+
+from .config_fields import MISSING, Field, conform, describe, fields_of, members_of
+from .config_identity import digest, plain
+
+_INTERNAL = frozenset({"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory"})
+_PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
+
+
+class Section(Config):
+    """An open section: any key is accepted, and attribute access creates nested sections, as in `chanfig.Config`.
+
+    Keys that a subclass declares without a default are documented names: they read as `None` until they are set.
+    """
+
+    _path: ClassVar[str] = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(default_factory=self.section_type())
+        self.merge(*args, **kwargs)
+
+    @classmethod
+    def section_type(cls) -> type[Section]:
+        """Return the class of sections nested in this one."""
+        return Section
+
+    # Storage
+
+    def set(self, name: Any, value: Any, convert_mapping: bool | None = None) -> None:
+        """Set a key; dots reach into nested sections, which are created.
+
+        Args:
+            name: A key, or keys joined by dots.
+            value: The value; a mapping becomes a section.
+            convert_mapping: As in `chanfig.Config`; mappings are always converted here.
+
+        Raises:
+            ValueError: If the configuration is frozen, or a dotted key runs through something that is no section.
+        """
+        if self.__dict__.get("frozen", False):
+            raise ValueError(
+                f"Expected a configuration that is not frozen. Received: {name}={value!r}. Call defrost()."
+            )
+        if isinstance(name, str) and "." in name and not dict.__contains__(self, name):
+            head, rest = name.split(".", 1)
+            self._assign_nested(head, rest, value)
+        else:
+            self._assign(name, value)
+
+    def _assign(self, name: Any, value: Any) -> None:
+        if isinstance(name, str) and hides_method(type(self), name):
+            warnings.warn(
+                f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].", stacklevel=4
+            )
+        self._store(name, self._adopt(value))
+
+    def _assign_nested(self, head: str, rest: str, value: Any) -> None:
+        child = dict.get(self, head)
+        if child is None:
+            self._assign(head, {})
+            child = dict.__getitem__(self, head)
+        if not isinstance(child, MutableMapping):
+            raise ValueError(
+                f"Expected {self._join(head)!r} to be a section. Received: {self._join(head)}.{rest}={value!r}, where "
+                f"{self._join(head)}={child!r}."
+            )
+        child[rest] = value
+
+    def _store(self, name: Any, value: Any) -> None:
+        dict.__setitem__(self, name, value)
+        # Beside the item an instance attribute, so that reading costs no Python call.
+        if isinstance(name, str) and name not in _INTERNAL and not hides_method(type(self), name):
+            self.__dict__[name] = value
+
+    def _adopt(self, value: Any) -> Any:
+        if isinstance(value, Mapping) and not isinstance(value, Config):
+            return self.section_type()(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+            items = [self._adopt(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _join(self, name: Any) -> str:
+        return f"{self._path}.{name}" if self._path else str(name)
+
+    # Reading
+
+    def get(self, name: Any, default: Any = None, fallback: bool | None = None) -> Any:
+        """Return the value of a key, or `default`; nothing is created.
+
+        Args:
+            name: A key, or keys joined by dots.
+            default: What an absent key gives.
+            fallback: As in `chanfig.Config`.
+        """
+        if dict.__contains__(self, name):
+            return dict.__getitem__(self, name)
+        if default is Null:
+            return self._read(name)
+        if fallback:
+            return super().get(name, default, fallback)
+        node: Any = self
+        for part in name.split(".") if isinstance(name, str) else (name,):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
+
+    def _read(self, name: Any) -> Any:
+        if isinstance(name, str) and "." in name:
+            head, rest = name.split(".", 1)
+            node = self[head]
+            if not isinstance(node, Mapping):
+                raise KeyError(f"{self._join(name)}: {self._join(head)!r} is a value, not a section")
+            return node[rest]
+        return self.__missing__(name)
+
+    def __missing__(self, name: Any, default: Any = Null) -> Any:
+        if default is not Null:
+            self._store(name, default)
+            return default
+        if name in fields_of(type(self)):
+            return None
+        factory = self.__dict__.get("default_factory")
+        # Private names are asked for by notebooks, debuggers and copy protocols, never by a user.
+        if not factory or self.__dict__.get("frozen") or (isinstance(name, str) and name.startswith("_")):
+            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), map(str, self))}")
+        self._store(name, factory())
+        return dict.__getitem__(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if dict.__contains__(self, name):
+            return dict.__getitem__(self, name)
+        try:
+            return self.__missing__(name)
+        except KeyError as error:
+            raise AttributeError(f"{type(self).__name__} has {error.args[0]}") from None
+
+    def setdefault(self, name: Any, value: Any = None, convert_mapping: bool | None = None) -> Any:
+        """Return the value of a key, which is set to `value` first where it is absent."""
+        if name not in self:
+            self.set(name, value)
+        return self.get(name)
+
+    # Merging
+
+    def merge(self, *args: Any, overwrite: bool = True, **kwargs: Any) -> Any:
+        """Merge mappings into this section, nested ones key by key; nothing is shared with what was merged.
+
+        Args:
+            *args: Mappings, or iterables of pairs.
+            overwrite: Whether keys that exist are set.
+            **kwargs: More keys.
+
+        Returns:
+            This section.
+        """
+        for other in (*args, kwargs):
+            for name, value in _pairs(other):
+                self._merge_one(name, value, overwrite)
+        return self
+
+    def _merge_one(self, name: Any, value: Any, overwrite: bool) -> None:
+        existing = self.get(name, MISSING)
+        if isinstance(existing, Section) and isinstance(value, Mapping):
+            existing.merge(value, overwrite=overwrite)
+        elif isinstance(existing, FlatDict) and isinstance(value, Mapping):
+            existing.merge(plain_mapping(value), overwrite=overwrite)
+        elif overwrite or existing is MISSING:
+            self.set(name, fresh(value))
+
+    @staticmethod
+    def _merge(this: Any, that: Iterable[Any], overwrite: bool = True) -> Any:
+        return this.merge(that, overwrite=overwrite)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Merge mappings into this section."""
+        self.merge(*args, **kwargs)
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self.merge(other)
+
+    # Defaults and validation
+
+    def _copy_class_attributes(self) -> Any:
+        for field in fields_of(type(self)).values():
+            if field.name not in self and (field.default is not MISSING or field.section):
+                self._set_default(field)
+        return self
+
+    def _set_default(self, field: Field) -> None:
+        self._assign(field.name, field.section() if field.section else fresh(field.default))
+        if field.section and isinstance(field.default, Mapping):
+            self._merge_one(field.name, field.default, True)
+
+    def validate(self) -> None:
+        """Accept everything: what an open section holds is its owner's affair."""
+
+    @staticmethod
+    def _validate(obj: Any) -> None:
+        # chanfig evaluates annotations here, and fails on names that only type checkers know.
+        return None
+
+    def interpolate(self, interpolators: Any = None) -> Any:
+        """Replace `${section.key}` in strings by the value of that key, once; a whole string becomes the value itself.
+
+        Args:
+            interpolators: Where keys are looked up; this configuration by default.
+
+        Raises:
+            ValueError: If a key is unknown or refers to itself.
+        """
+        root = self if interpolators is None else interpolators
+        for name, value in list(self.items()):
+            if isinstance(value, Section):
+                value.interpolate(root)
+            elif isinstance(value, str) and _PLACEHOLDER.search(value):
+                self.set(name, _resolve(value, root, (self._join(name),)))
+        return self
+
+    # Copies
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        memo = {} if memo is None else memo
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: self.__dict__[name] for name in _INTERNAL & self.__dict__.keys() - {"parser"}})
+        for name, value in self.items():
+            twin._store(name, copy.deepcopy(value, memo))
+        return twin
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)
+
+    def copy(self) -> Any:
+        """Return an independent copy: sections are never shared."""
+        return copy.deepcopy(self)
+
+    def clone(self, memo: Any = None) -> Any:
+        """Return an independent copy that may be changed even when this configuration is frozen."""
+        return copy.deepcopy(self, memo).defrost()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        internal = {name: self.__dict__[name] for name in _INTERNAL & self.__dict__.keys() - {"parser"}}
+        return _rebuild, (type(self), dict(self.items()), internal)
+
+    # Plain values
+
+    def plain(self) -> dict[str, Any]:
+        """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`.
+
+        Raises:
+            TypeError: If a value has no plain form, naming its key.
+        """
+        result: dict[str, Any] = plain(self, self._path)
+        return result
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return int(digest(self.plain()), 16)
+
+    def __repr__(self) -> str:
+        return FlatDict.__repr__(self)
+
+
+class ClosedSection(Section):
+    """A section whose keys are all declared by its class: an unknown key is an error that names the nearest one."""
+
+    def _assign(self, name: Any, value: Any) -> None:
+        field = fields_of(type(self)).get(name) if isinstance(name, str) else None
+        if field is None:
+            raise ValueError(self._unknown(name, f"={value!r}"))
+        self._store(name, self._fit(field, value))
+
+    def _assign_nested(self, head: str, rest: str, value: Any) -> None:
+        field = fields_of(type(self)).get(head)
+        if field is None:
+            raise ValueError(self._unknown(head, f".{rest}={value!r}"))
+        child = dict.get(self, head)
+        if child is None and dict in _kinds(field):
+            child = {}
+            self._store(head, child)
+        if not isinstance(child, MutableMapping):
+            raise ValueError(
+                f"Expected {self._join(head)} as {describe(field.hint)}. Received: {self._join(head)}.{rest}."
+            )
+        child[rest] = value
+
+    def _fit(self, field: Field, value: Any) -> Any:
+        name = self._join(field.name)
+        if field.section:
+            if not isinstance(value, Mapping):
+                raise TypeError(f"Expected {name!r} to be a section, a mapping of keys. Received: {name}={value!r}.")
+            return value if isinstance(value, field.section) else field.section(value)
+        try:
+            return conform(value, field.hint)
+        except TypeError:
+            raise TypeError(
+                f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} ({type(value).__name__})."
+            ) from None
+
+    def _unknown(self, name: Any, received: str) -> str:
+        options = list(fields_of(type(self)))
+        where = f"a key of {self._path!r}" if self._path else "a key of the configuration"
+        return f"Expected {where} ({', '.join(options)}). Received: {self._join(name)}{received}.{did_you_mean(str(name), options)}"
+
+    def __missing__(self, name: Any, default: Any = Null) -> Any:
+        field = fields_of(type(self)).get(name)
+        if field is not None and field.default is not MISSING:
+            return field.default
+        options = list(fields_of(type(self)))
+        raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}")
+
+    def validate(self) -> None:
+        """Check that the values are among the choices and within the bounds of their keys, nested sections included.
+
+        Raises:
+            ValueError: If one is not, naming the key.
+        """
+        for field in fields_of(type(self)).values():
+            value = dict.get(self, field.name)
+            if isinstance(value, Section):
+                value.validate()
+                continue
+            problem = field.problem(value)
+            if problem:
+                name = self._join(field.name)
+                raise ValueError(
+                    f"Expected {name} to be {problem}. Received: {name}={value!r} ({type(value).__name__})."
+                )
+
+
+@cache
+def hides_method(cls: type, name: str) -> bool:
+    """Whether a key of this name would be hidden behind a method, a property or an internal attribute of the class."""
+    value = getattr(cls, name, None)
+    return name in _INTERNAL or callable(value) or isinstance(value, property)
+
+
+def fresh(value: Any) -> Any:
+    """Return `value` with its containers copied, so that a configuration shares none with its source."""
+    if isinstance(value, FlatDict):
+        known = value.__class__.__module__.split(".")[0] == "chanfig"
+        return plain_mapping(value) if known or type(value) is Section else copy.deepcopy(value)
+    if isinstance(value, Mapping):
+        return plain_mapping(value)
+    return type(value)(map(fresh, value)) if type(value) in (list, tuple, set) else value
+
+
+def plain_mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping as a dictionary whose containers are copies."""
+    return {name: fresh(item) for name, item in value.items()}
+
+
+def _pairs(other: Any) -> Iterable[tuple[Any, Any]]:
+    if other is None:
+        return ()
+    return other.items() if isinstance(other, Mapping) else other
+
+
+def _kinds(field: Field) -> set[Any]:
+    return {getattr(member, "__origin__", member) for member in members_of(field.hint)}
+
+
+def _rebuild(cls: type[Section], items: dict[Any, Any], internal: dict[str, Any]) -> Section:
+    section = cls.__new__(cls)
+    section.__dict__.update(internal)
+    for name, value in items.items():
+        section._store(name, value)
+    return section
+
+
+def _resolve(text: str, root: Any, seen: tuple[str, ...]) -> Any:
+    whole = _PLACEHOLDER.fullmatch(text)
+    if whole:
+        return _look_up(whole.group(1), root, seen)
+    return _PLACEHOLDER.sub(lambda match: str(_look_up(match.group(1), root, seen)), text)
+
+
+def _look_up(name: str, root: Any, seen: tuple[str, ...]) -> Any:
+    value = root.get(name, MISSING)
+    if value is MISSING or name in seen:
+        reason = "a key that exists" if value is MISSING else "no circle of references"
+        raise ValueError(
+            f"Expected {reason} in ${{{name}}} of {seen[0]!r}.{did_you_mean(name, map(str, root.all_keys()))}"
+        )
+    return _resolve(value, root, (*seen, name)) if isinstance(value, str) else fresh(value)

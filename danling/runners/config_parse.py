@@ -1,0 +1,306 @@
+"""Read a configuration's values from a command line."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from chanfig import Config
+
+from danling.utils.suggest import did_you_mean
+
+from .config_fields import MISSING, conform, describe, fields_of, members_of
+from .config_files import SettingsLoader, read_settings
+from .config_node import ClosedSection, Section
+
+_OPTION = re.compile(r"--?[A-Za-z_]")
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
+_NUMBER = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?\Z")
+_SPECIAL = re.compile(r"[-+]?(inf|nan)\Z", re.IGNORECASE)
+_NONE_WORDS = frozenset({"none", "null"})
+_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
+_FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
+
+
+def parse_into(
+    config: Section,
+    arguments: Iterable[str],
+    *,
+    file_option: str | None = None,
+    missing: str = "raise",
+    strict: bool = False,
+) -> None:
+    """Set what the command line says, files first.
+
+    Args:
+        config: The configuration; it is changed.
+        arguments: Words such as `--optim.lr`, `1e-3`.
+        file_option: Name of an option besides `--config` that names a file.
+        missing: `raise`, `warn` or `ignore` when `file_option` is not given.
+        strict: Refuse keys that do not exist in the configuration.
+
+    Raises:
+        ValueError: If a word is no option, or a key is unknown.
+        TypeError: If a value does not fit its key, naming it.
+    """
+    options = split_options(arguments)
+    file_options = {"config"} if file_option is None else {"config", file_option}
+    if file_option is not None and all(name != file_option for name, _ in options):
+        _report_missing(file_option, missing)
+    for name, words in options:
+        if name in file_options:
+            for path in _files(name, words):
+                config.merge(read_settings(path))
+    for name, words in options:
+        if name not in file_options:
+            assign(config, name, words, strict=strict)
+
+
+def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return the options and the words after each, in order.
+
+    Args:
+        arguments: The words of a command line.
+
+    Raises:
+        ValueError: If a word belongs to no option.
+    """
+    options: list[tuple[str, list[str]]] = []
+    for word in map(str, arguments):
+        if word.startswith("--") and _OPTION.match(word):
+            name, equals, value = word[2:].partition("=")
+            options.append((name, [value] if equals else []))
+        elif not options:
+            raise ValueError(f"Expected --KEY VALUE. Received: {word!r} with no key before it.{_mend_word(word)}")
+        elif word.startswith("-") and _OPTION.match(word) and not _SPECIAL.match(word):
+            raise ValueError(
+                f"Expected --KEY VALUE. Received: {word!r}.{_mend_word(word)} A value that begins with a dash is written "
+                f"--{options[-1][0]}={word}."
+            )
+        else:
+            options[-1][1].append(word)
+    return options
+
+
+def _mend_word(word: str) -> str:
+    if word.startswith("-"):
+        return f" Did you mean '-{word}'?"
+    return f" Did you mean '--config {word}'?" if word.endswith((".yaml", ".yml", ".json", ".toml")) else ""
+
+
+def _report_missing(option: str, action: str) -> None:
+    message = f"Expected --{option} FILE. Received: no such option."
+    if action == "raise":
+        raise ValueError(message)
+    if action == "warn":
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _files(option: str, words: list[str]) -> list[str]:
+    if not words:
+        raise ValueError(f"Expected --{option} FILE. Received: no file.")
+    return words
+
+
+def assign(config: Section, name: str, words: list[str], *, strict: bool = False) -> None:
+    """Set one key to what its words mean, by its declared type, else the type of its value, else their looks.
+
+    Args:
+        config: The configuration.
+        name: The dotted key; dashes may stand for underscores.
+        words: The words after it.
+        strict: Refuse a key that does not exist.
+    """
+    key = name if name in config else name.replace("-", "_")
+    owner, field_hint = _declared(config, key)
+    existing = config.get(key, MISSING)
+    if strict and existing is MISSING and field_hint is None:
+        raise ValueError(
+            f"Expected a key that the configuration has. Received: --{name}.{did_you_mean(key, map(str, config.all_keys()))}"
+        )
+    if isinstance(existing, Config):
+        config.merge({key: _section_value(key, words, existing)})
+        return
+    if isinstance(owner, ClosedSection) and not key.rpartition(".")[2]:
+        raise ValueError(f"Expected a key. Received: --{name}.")
+    try:
+        value = _read_undeclared(words, existing) if field_hint in (None, Any) else read(words, field_hint)
+    except (TypeError, ValueError) as error:
+        expected = str(error) or describe(field_hint)
+        raise TypeError(f"Expected --{key} to be {expected}. Received: {' '.join(words) or 'no value'}.") from None
+    config.set(key, value)
+
+
+def _declared(config: Section, key: str) -> tuple[Any, Any]:
+    """Return the section that owns a dotted key and the key's hint, `None` where nothing declares it."""
+    node: Any = config
+    *path, leaf = key.split(".")
+    for part in path:
+        field = fields_of(type(node)).get(part) if isinstance(node, Config) else None
+        child = dict.get(node, part) if isinstance(node, dict) else None
+        if child is None and isinstance(node, Section) and not isinstance(node, ClosedSection):
+            child = node.section_type()()
+        if not isinstance(child, Mapping):
+            return node, (Any if field is not None else None)
+        node = child
+    field = fields_of(type(node)).get(leaf) if isinstance(node, Config) else None
+    return node, None if field is None else field.hint
+
+
+def _section_value(key: str, words: list[str], section: Config) -> Any:
+    value = _yaml(" ".join(words)) if words and words[0].startswith("{") else None
+    if not isinstance(value, Mapping):
+        keys = [*fields_of(type(section)), *section]
+        example = f"--{key}.{keys[0]} VALUE" if keys else f"--{key}.NAME VALUE"
+        if "enabled" in keys:
+            example = f"--{key}.enabled true"
+        raise ValueError(f"Expected keys of the section {key!r}. Received: --{key} {' '.join(words)}. Write {example}.")
+    return value
+
+
+def read(words: list[str], hint: Any) -> Any:
+    """Return what words mean for a declared type.
+
+    Args:
+        words: The words after a key; none means true.
+        hint: A resolved annotation.
+
+    Raises:
+        TypeError: If they mean nothing of that type; the message is what was expected.
+    """
+    members = members_of(hint)
+    sequence = next((member for member in members if (get_origin(member) or member) in _SEQUENCES), None)
+    if not words:
+        if bool in members or Any in members:
+            return True
+    elif sequence is not None and not _is_word_for_none(words, members):
+        return conform(_items(words, sequence), hint)
+    elif len(words) == 1:
+        return _read_word(words[0], members)
+    elif words[0][:1] in "[{":
+        return conform(_yaml(" ".join(words)), hint)
+    raise TypeError(describe(hint))
+
+
+def _is_word_for_none(words: list[str], members: tuple[Any, ...]) -> bool:
+    return type(None) in members and len(words) == 1 and words[0].lower() in _NONE_WORDS
+
+
+def _items(words: list[str], sequence: Any) -> list[Any]:
+    if words[0].startswith(("[", "(")):
+        text = " ".join(words)
+        items = _yaml(f"[{text[1:-1]}]" if text.startswith("(") else text)
+        return items if isinstance(items, list) else [items]
+    arguments = [argument for argument in get_args(sequence) if argument is not Ellipsis]
+    return [read([word], arguments[0]) if arguments else infer(word) for word in words]
+
+
+def _read_word(word: str, members: tuple[Any, ...]) -> Any:
+    order = sorted(members, key=_rank)
+    for member in order:
+        try:
+            return _READERS.get(get_origin(member) or member, _read_other)(word, member)
+        except (TypeError, ValueError):
+            continue
+    raise TypeError(" or ".join(describe(member) for member in members))
+
+
+def _rank(member: Any) -> int:
+    # A word that is one of the choices is that choice, even if the choice is "none"; a string takes any word, so it comes last.
+    order: list[Any] = [Literal, type(None), bool, int, float]
+    origin = get_origin(member) or member
+    return order.index(origin) if origin in order else (len(order) + 1 if origin is str else len(order))
+
+
+def _read_choice(word: str, member: Any) -> Any:
+    for choice in get_args(member):
+        if str(choice).lower() == word.lower():
+            return choice
+    raise TypeError
+
+
+def _read_none(word: str, _: Any) -> None:
+    if word.lower() not in _NONE_WORDS:
+        raise TypeError
+
+
+def _read_bool(word: str, _: Any) -> bool:
+    if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
+        return word.lower() in _TRUE_WORDS
+    raise TypeError
+
+
+def _read_int(word: str, _: Any) -> int:
+    number = int(word) if _INTEGER.match(word.replace("_", "")) else float(word)
+    return int(conform(number, int))
+
+
+def _read_other(word: str, member: Any) -> Any:
+    return conform(infer(word) if member in (Any, dict) or get_origin(member) is dict else word, member)
+
+
+_READERS: dict[Any, Callable[[str, Any], Any]] = {
+    Literal: _read_choice,
+    type(None): _read_none,
+    bool: _read_bool,
+    int: _read_int,
+    float: lambda word, _: float(word),
+    str: lambda word, _: word,
+}
+
+
+def _read_undeclared(words: list[str], existing: Any) -> Any:
+    if existing is MISSING or existing is None:
+        return infer_all(words)
+    if isinstance(existing, bool):
+        return read(words, bool | None)
+    if isinstance(existing, (int, float)):
+        return _read_number(words)
+    if isinstance(existing, str):
+        return read(words, str | None)
+    if isinstance(existing, (list, tuple)):
+        return type(existing)(_items(words, type(existing))) if not _is_word_for_none(words, (type(None),)) else None
+    return infer_all(words)
+
+
+def _read_number(words: list[str]) -> Any:
+    value = infer_all(words)
+    if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+        raise TypeError("a number or none")
+    return value
+
+
+def infer_all(words: list[str]) -> Any:
+    """Return what words mean by their looks: no word is true, several are a list."""
+    if not words:
+        return True
+    if words[0][:1] in ("[", "{") and len(words) > 1:
+        return _yaml(" ".join(words))
+    return infer(words[0]) if len(words) == 1 else [infer(word) for word in words]
+
+
+def infer(word: str) -> Any:
+    """Return what a word means by its looks: none, a boolean, a number, a quoted string, a list or mapping, else a string."""
+    lowered = word.lower()
+    if lowered in _NONE_WORDS:
+        return None
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    if _INTEGER.match(word):
+        return int(word)
+    if _NUMBER.match(word) or _SPECIAL.match(word):
+        return float(word)
+    if word[:1] in ("[", "{") or (word[:1] in ("'", '"') and word[-1:] == word[:1] and len(word) > 1):
+        return _yaml(word)
+    return word
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=SettingsLoader)
+    except yaml.YAMLError:
+        raise TypeError("a list or a mapping in brackets") from None

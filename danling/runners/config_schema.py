@@ -1,0 +1,322 @@
+"""The library's own sections: every key with its type, its default and, under it, its help text."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from .config_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .config_node import ClosedSection, Section
+
+
+class WandbConfig(ClosedSection):
+    """Weights & Biases."""
+
+    _path: ClassVar[str] = "wandb"
+
+    enabled: bool = False
+    """Log scalars to Weights & Biases."""
+    project: str | None = None
+    """Project; none takes the lineage."""
+    entity: str | None = None
+    """User or team."""
+    group: str | None = None
+    """Group; none takes the experiment."""
+    name: str | None = None
+    """Display name; none takes the run's id."""
+    job_type: str | None = None
+    """Job type."""
+    tags: list[str] | None = None
+    """Tags of the run."""
+    dir: str | None = None
+    """Local directory; none takes the run directory."""
+    mode: str | None = None
+    """Mode of wandb, such as online or offline."""
+
+
+class EmaConfig(ClosedSection):
+    """Exponential moving average of the weights."""
+
+    _path: ClassVar[str] = "ema"
+
+    enabled: bool = False
+    """Keep averaged weights, a state of their own; evaluation uses them and says so."""
+    decay: NonNegativeFloat = 0.999
+    """Weight of the past, in [0, 1)."""
+    warmup: bool = False
+    """Ramp the decay up over the first updates."""
+    interval: PositiveInt = 1
+    """Average once in so many updates."""
+
+
+class CheckpointConfig(ClosedSection):
+    """Checkpoint policy."""
+
+    _path: ClassVar[str] = "checkpoint"
+
+    dir_name: str = "checkpoints"
+    """Subdirectory of the run directory."""
+    backend: Literal["auto", "file", "dcp"] = "auto"
+    """Format: file, dcp (sharded); auto takes dcp for the parallel stack and file otherwise."""
+    interval: PositiveInt | None = None
+    """Epochs or steps between periodic saves; none: each epoch, or a twentieth of the steps."""
+    keep_latest_k: NonNegativeInt = 0
+    """History checkpoints to keep; 0 keeps all."""
+    load_only: bool = False
+    """Never write a checkpoint."""
+    verify: Literal["full", "size", "none"] = "full"
+    """What is checked on load: full (SHA-256 sums), size, or none."""
+    async_enabled: bool = True
+    """Write in the background."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | None = None
+    """How to write in the background; none follows async_enabled."""
+    dedicated_async_process_group: bool = True
+    """Give the background writer of sharded checkpoints a process group of its own."""
+    async_process_group_backend: str = "gloo"
+    """Backend of that process group."""
+    wait_timeout: NonNegativeFloat | None = None
+    """Seconds to wait for the writer at close; none waits until it is done."""
+    exclude_from_loading: list[str] | None = None
+    """Keys or dotted paths of a checkpoint that are not loaded."""
+    last_save_model_only: bool = False
+    """Write the trained model, without training state, as an export beside the last checkpoint."""
+    export_dtype: str | None = None
+    """Floating dtype of that export, such as bfloat16; none keeps each tensor's own."""
+    enable_ft_dataloader_checkpoints: bool = False
+    """Save the loader state of every replica group, for TorchFT."""
+    ft_replica_id: str | None = None
+    """Name of this replica group in those checkpoints; none takes ft.replica_id."""
+    ft_dataloader_checkpoint_prefix: str = "ft-replica"
+    """Prefix of their directories."""
+
+
+class AxesConfig(ClosedSection):
+    """Degrees of parallelism; one may be -1 and is filled from the world size."""
+
+    _path: ClassVar[str] = "parallel.axes"
+
+    replicate: int = 1
+    """Replicas of the model (DDP, HSDP)."""
+    shard: int = 1
+    """Shards of parameters and optimizer state (FSDP)."""
+    context: int = 1
+    """Ranks that share a sequence."""
+    pipeline: int = 1
+    """Pipeline stages' ranks."""
+    tensor: int = 1
+    """Ranks that share a layer."""
+    expert: int = 1
+    """Ranks that share the experts."""
+    expert_tensor: int = 1
+    """Ranks that share one expert."""
+
+
+class ParallelConfig(ClosedSection):
+    """The device mesh of the parallel stack."""
+
+    _path: ClassVar[str] = "parallel"
+
+    axes: AxesConfig
+    """Degrees of parallelism; one may be -1 and is filled from the world size."""
+    pipeline_schedule: str = "1F1B"
+    """Any schedule class of torch.distributed.pipelining, by name."""
+    pipeline_microbatch_size: PositiveInt = 1
+    """Samples of a pipeline micro-batch."""
+    pipeline_n_microbatches: PositiveInt | None = None
+    """Pipeline micro-batches of a batch; none follows from their size."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Module names of every stage; the outer length is the number of stages."""
+    mesh_device_type: str | None = None
+    """Device type of the mesh; none takes the runner's device."""
+    allow_degree_change: bool = False
+    """Resume at other degrees where that cannot be exact."""
+
+
+class FsdpConfig(ClosedSection):
+    """FSDP2 wrapping on the parallel stack."""
+
+    _path: ClassVar[str] = "fsdp"
+
+    enabled: bool = False
+    """Shard parameters, gradients and optimizer state."""
+    reshard_after_forward: bool | int | None = None
+    """Free the gathered parameters after the forward; an integer reshards to that many ranks."""
+    mp_policy: Any = None
+    """Mixed precision policy."""
+    offload_policy: Any = None
+    """CPU offload policy."""
+
+
+class CompileConfig(ClosedSection):
+    """torch.compile."""
+
+    _path: ClassVar[str] = "compile"
+
+    enable: bool = False
+    """Compile the model."""
+    backend: str | None = None
+    """Compiler backend; none takes torch's default."""
+    fullgraph: bool | None = None
+    """Require a single graph."""
+    dynamic: bool | None = None
+    """Compile for varying shapes."""
+    mode: str | None = None
+    """Mode of torch.compile, such as reduce-overhead."""
+    options: dict[str, Any] | None = None
+    """Options of the compiler backend."""
+    optimize_ddp: str | bool | None = "ddp_optimizer"
+    """How the compiler splits graphs for DDP."""
+    precompile_artifact_dir: str | None = None
+    """Directory of compiled artifacts."""
+    memory_policy: str | None = None
+    """Memory policy of the compiled graph."""
+
+
+class CommConfig(ClosedSection):
+    """Timeouts of process groups."""
+
+    _path: ClassVar[str] = "comm"
+
+    init_timeout_seconds: PositiveFloat | None = None
+    """Timeout during start-up; none takes torch's default."""
+    train_timeout_seconds: PositiveFloat | None = None
+    """Timeout from the first update of this process on."""
+
+
+class GcConfig(ClosedSection):
+    """Python's garbage collection."""
+
+    _path: ClassVar[str] = "gc"
+
+    interval: PositiveInt | None = None
+    """Steps between collections; none leaves collection to Python."""
+    generation: NonNegativeInt = 1
+    """Generation that is collected, 0 to 2."""
+    disable_automatic: bool = True
+    """Switch automatic collection off while collections are paced."""
+
+
+class ProfilingConfig(ClosedSection):
+    """torch.profiler."""
+
+    _path: ClassVar[str] = "profiling"
+
+    enabled: bool = False
+    """Trace some steps."""
+    wait: NonNegativeInt = 1
+    """Steps before warm-up."""
+    warmup: NonNegativeInt = 1
+    """Steps of warm-up."""
+    active: PositiveInt = 3
+    """Steps traced."""
+    repeat: NonNegativeInt | None = None
+    """How often that is repeated."""
+    record_shapes: bool = False
+    """Record the shapes of tensors."""
+    profile_memory: bool = False
+    """Record memory."""
+    with_stack: bool = False
+    """Record Python stacks."""
+    with_flops: bool = False
+    """Estimate floating-point operations."""
+    trace_dir: str = "profiles"
+    """Directory of the traces, in the run directory unless it is absolute."""
+
+
+class HeartbeatConfig(ClosedSection):
+    """A file that says how far each rank is."""
+
+    _path: ClassVar[str] = "heartbeat"
+
+    enabled: bool = False
+    """Write it."""
+    interval_seconds: PositiveFloat = 60.0
+    """Seconds between writes."""
+    dir_name: str = "heartbeats"
+    """Subdirectory of the run directory."""
+
+
+class FtConfig(ClosedSection):
+    """Fault tolerance by TorchFT."""
+
+    _path: ClassVar[str] = "ft"
+
+    enabled: bool = False
+    """Train in replica groups that may come and go."""
+    process_group: Literal["gloo", "nccl"] = "gloo"
+    """Backend of the groups' communication."""
+    process_group_timeout_ms: PositiveInt = 10000
+    """Its timeout, in milliseconds."""
+    replica_id: NonNegativeInt = 0
+    """This replica group."""
+    group_size: PositiveInt = 1
+    """Replica groups in all."""
+    min_replica_size: PositiveInt = 1
+    """Healthy replica groups that an update needs."""
+
+
+class OptimConfig(Section):
+    """The optimizer: `type` and its arguments. Open: what is here is passed on."""
+
+    _path: ClassVar[str] = "optim"
+
+    type: str
+    """Optimizer of torch by lower-case name, such as adamw or sgd."""
+    lr: float
+    """Learning rate."""
+    weight_decay: float
+    """Weight decay."""
+    betas: list[float]
+    """Betas of Adam and its kin."""
+    param_groups: list[dict[str, Any]] | None
+    """List of {pattern, options, lr_multiplier, weight_decay_multiplier, beta1, beta2}; pattern is a regular expression."""
+
+
+class SchedulerConfig(Section):
+    """The learning rate schedule: `type` and its arguments. Open: what is here is passed on."""
+
+    _path: ClassVar[str] = "scheduler"
+
+    type: str
+    """linear, cosine, constant, wsd, or a scheduler of torch by lower-case name."""
+    interval: Literal["step", "epoch", "validation"] | None
+    """When it advances; step, or epoch for schedulers that watch a metric."""
+    monitor: str | None
+    """What such a scheduler watches, such as val.loss."""
+
+
+class DataLoaderConfig(Section):
+    """Arguments of the loaders; a section named after a split overrides them for it. Open."""
+
+    _path: ClassVar[str] = "dataloader"
+
+    batch_size: int | None
+    """Samples of a batch, on each rank."""
+    shuffle: bool | None
+    """Shuffle; splits to train on are shuffled unless told otherwise."""
+    drop_last: bool | None
+    """Drop a ragged last batch; done for splits to train on unless told otherwise."""
+    num_workers: int
+    """Worker processes."""
+    persistent_workers: bool
+    """Keep the workers between epochs."""
+    prefetch_factor: int | None
+    """Batches each worker reads ahead."""
+    pin_memory: bool
+    """Use pinned memory; on by default with CUDA."""
+    in_order: bool
+    """Give batches out in order."""
+    snapshot_every_n_steps: int
+    """Steps between snapshots of a user's own stateful loader."""
+    timeout: float
+    """Seconds to wait for a batch."""
+
+    @classmethod
+    def section_type(cls) -> Any:
+        """Return the class of the sections of splits."""
+        return DataLoaderConfig
+
+
+class DeepSpeedConfig(Section):
+    """Merged over what the DeepSpeed runner derives from its own keys. Open; a contradiction is an error."""
+
+    _path: ClassVar[str] = "deepspeed"

@@ -1,0 +1,58 @@
+"""The runner that takes the class of the configured stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from .base_runner import BaseRunner
+from .config import RunnerConfig
+
+
+class Runner(BaseRunner):
+    """Picks the stack named by `config.stack` and is it.
+
+    `Runner(config)` and subclasses of `Runner` are instances of the stack's class too: `isinstance(runner, TorchRunner)` holds for
+    `stack="ddp"`. The configuration is found as the first mapping among the constructor's arguments; without one the default
+    stack is taken.
+
+    Raises:
+        ValueError: If the stack is unknown; the message lists the valid ones.
+    """
+
+    @classmethod
+    def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
+        """Return `cls` joined with the class of the configured stack."""
+        config = next((value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)), None)
+        settings = config if isinstance(config, RunnerConfig) else RunnerConfig(config or {})
+        return join_stack(cls, settings.stack_name())
+
+
+@lru_cache(maxsize=None)
+def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
+    """Return `cls` with the methods of the stack behind its own; the same class for the same pair.
+
+    Args:
+        cls: `Runner` or a subclass.
+        stack: Normalised stack name.
+    """
+    base = _stack_class(stack)
+    if issubclass(cls, base):
+        return cls
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls, base), body)
+
+
+def _stack_class(stack: str) -> type[BaseRunner]:
+    if stack == "parallel":
+        from .parallel_runner import ParallelRunner
+
+        return ParallelRunner
+    if stack == "deepspeed":
+        from .deepspeed_runner import DeepSpeedRunner
+
+        return DeepSpeedRunner
+    from .torch_runner import TorchRunner
+
+    return TorchRunner

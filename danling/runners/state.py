@@ -1,0 +1,97 @@
+"""What a run has done so far: the part of a runner that is saved and restored as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Progress of training, the same on all ranks.
+
+    Attributes:
+        global_step: Optimizer updates committed.
+        micro_step: Micro-batches that went through a backward on this rank.
+        epoch: Epochs completed.
+        samples: Samples of the data domain that committed or skipped updates consumed.
+        skipped_updates: Updates that were not committed.
+        consecutive_skips: Updates not committed since the last committed one.
+        weight_reference: Fixed scale of micro-batch weights in a run of several ranks; see `danling.training.Window`.
+    """
+
+    global_step: int = 0
+    micro_step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    skipped_updates: int = 0
+    consecutive_skips: int = 0
+    weight_reference: float | None = None
+
+
+@dataclass
+class ElasticState:
+    """The attempts of a run.
+
+    Attributes:
+        world_size: Number of processes of the attempt.
+        restart_count: How often torchrun has restarted the group in this attempt.
+        attempts: How many processes in a row have worked on the run, the first one counted.
+    """
+
+    world_size: int = 1
+    restart_count: int = 0
+    attempts: int = 1
+
+
+@dataclass
+class RngState:
+    """Random streams by global rank, as `danling.data.capture_random_state` returns them."""
+
+    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class RunnerState:
+    """Everything of a runner that is neither model, optimizer, scheduler nor data.
+
+    Attributes:
+        train: Counters.
+        elastic: Attempts.
+        rng: Random streams; filled when a checkpoint is made.
+    """
+
+    train: TrainState = field(default_factory=TrainState)
+    elastic: ElasticState = field(default_factory=ElasticState)
+    rng: RngState = field(default_factory=RngState)
+
+    @property
+    def train_state(self) -> TrainState:
+        """The counters, by their longer name."""
+        return self.train
+
+    @property
+    def elastic_state(self) -> ElasticState:
+        """The attempts, by their longer name."""
+        return self.elastic
+
+    @property
+    def rng_state(self) -> RngState:
+        """The random streams, by their longer name."""
+        return self.rng
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
+        return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": dict(self.rng.ranks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters; attempts are counted up, random streams are left to the runner, which restores them last."""
+        _fill(self.train, state["train"])
+        self.elastic.attempts = int(state.get("elastic", {}).get("attempts", 0)) + 1
+
+
+def _fill(target: Any, values: Mapping[str, Any]) -> None:
+    for item in fields(target):
+        if item.name in values:
+            setattr(target, item.name, values[item.name])

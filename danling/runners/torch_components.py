@@ -1,0 +1,347 @@
+"""Construction of a torch runner: devices, wrappers, optimizer, scheduler, loaders, trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from danling.data import BatchSource, build_dataloader, derive_seed, seed_streams
+from danling.distributed import Ballot
+from danling.metrics import MetricSet, ScoreBoard
+from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
+from danling.supervision import GcPacer, Heartbeat, SignalWatcher
+from danling.training import EMA, Precision, Window
+from danling.utils.names import canonical_name
+from danling.workspace import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+
+from .base_runner import BaseRunner
+
+logger = logging.getLogger("danling")
+
+_SCORE_SPLITS = ("val", "validate", "validation", "valid", "dev")
+_SCHEDULER_KEYS = ("interval", "monitor")
+
+
+class TorchComponents(BaseRunner):
+    """Turns what the user put on the runner into what training needs."""
+
+    stack = "ddp"
+
+    def __post_init__(self) -> None:
+        """Move and wrap the model, build optimizer, scheduler and loaders, restore the checkpoint, write the metadata.
+
+        Runs once on all ranks after the outermost `__init__`. Bad input is refused before the first file is written.
+        """
+        self._check_components()
+        self.precision = Precision(self.config.precision, self.device)
+        self.window = Window(self.data_domain, self.device)
+        self.ballot = Ballot(self.optimizer_domain, self.device)
+        self.materialize_model()
+        self._build_if_absent()
+        self._open_sources()
+        self._choose_score()
+        self.metric_set = MetricSet.wrap(self.metrics)
+        super().__post_init__()
+        self.init_checkpoint_manager()
+        self.init_fault_tolerance()
+        self._seed_forward()
+        self.restore()
+        self._write_metadata()
+        self._open_supervision()
+
+    def _check_components(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(
+                f"Expected `self.model` to be a torch.nn.Module when __init__ ends. Received: model={self.model!r} "
+                f"({type(self.model).__name__}). Assign it after super().__init__(config)."
+            )
+
+    def _build_if_absent(self) -> None:
+        if self.optimizer is None and self.config.get("optim", None):
+            self.optimizer = self.build_optimizer()
+        self.build_dataloaders()
+        if self.scheduler is None and self.optimizer is not None and self.config.get("scheduler", None):
+            self.scheduler = self.build_scheduler()
+
+    def _seed_forward(self) -> None:
+        # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
+        seed_streams(derive_seed(self.seed, "forward", self.data_domain.rank))
+
+    # Model
+
+    def materialize_model(self) -> None:
+        """Move model and criterion to the device, average, compile and wrap the model. Call on all ranks."""
+        self.model.to(self.device)
+        if isinstance(self.criterion, nn.Module):
+            self.criterion.to(self.device)
+        self._build_ema()
+        self._compile_model()
+        self.model = self.wrap_model(self.model)
+
+    def _build_ema(self) -> None:
+        settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
+        if self.config.ema.enabled and self.ema is None:
+            self.ema = EMA(self.model, **settings)
+
+    def _compile_model(self) -> None:
+        settings = self.config.compile
+        if not settings.enable:
+            return
+        options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
+        # In place: torch.compile(model) would put `_orig_mod.` before every name.
+        self.model.compile(**{name: value for name, value in options.items() if value is not None})
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks."""
+        if not self.distributed or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        return DistributedDataParallel(model, **self.ddp_kwargs())
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
+        return {"device_ids": [self.device] if self.device.type == "cuda" else None}
+
+    def unwrap(self, model: Any) -> Any:
+        """Return the user's module out of DistributedDataParallel."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion."""
+        for name, parameter in self.unwrapped_model.named_parameters():
+            yield canonical_name(name), parameter
+        if isinstance(self.criterion, nn.Module):
+            for name, parameter in self.criterion.named_parameters():
+                yield f"criterion.{name}", parameter
+
+    # Optimizer and scheduler
+
+    def build_optimizer(self) -> Any:
+        """Return the optimizer of `config.optim` over the parameters that require a gradient."""
+        settings = dict(self.config.optim.items())
+        groups = settings.pop("param_groups", None)
+        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        if groups:
+            params: Any = build_param_groups(
+                named, lr=settings.get("lr"), weight_decay=settings.get("weight_decay"), groups=groups
+            )
+        else:
+            params = [parameter for _, parameter in named]
+        return OPTIMIZERS.build(params=params, **settings)
+
+    def build_scheduler(self) -> Any:
+        """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length."""
+        settings = {key: value for key, value in self.config.scheduler.items() if key not in _SCHEDULER_KEYS}
+        length = self.epochs if self.scheduler_interval(settings.get("type", "")) == "epoch" else self.steps
+        if length is not None and "total_steps" not in settings and SCHEDULERS.accepts(settings["type"], "total_steps"):
+            settings["total_steps"] = length
+        return SCHEDULERS.build(self.optimizer, **settings)
+
+    def scheduler_interval(self, name: str = "") -> str:
+        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
+        asked = self.config.scheduler.get("interval", None) if "scheduler" in self.config else None
+        if asked:
+            return str(asked)
+        metric = needs_metric(self.scheduler) if self.scheduler is not None else "plateau" in name.lower()
+        return "epoch" if metric else "step"
+
+    # Data
+
+    @property
+    def train_splits(self) -> list[str]:
+        """Splits to train on: `config.train_splits`, else those whose name starts with `train`."""
+        return self._splits("train_splits", lambda name: name.startswith("train"))
+
+    @property
+    def evaluate_splits(self) -> list[str]:
+        """Splits to evaluate: `config.evaluate_splits`, else all but those to train on and those named for inference."""
+        return self._splits("evaluate_splits", lambda name: not name.startswith(("train", "infer", "predict")))
+
+    def _splits(self, key: str, chosen: Any) -> list[str]:
+        known = list(dict.fromkeys([*self.datasets, *self.dataloaders]))
+        asked = self.config.get(key, None)
+        if asked is None:
+            return [name for name in known if chosen(name)]
+        for name in asked:
+            self.check_split(name)
+        return list(asked)
+
+    def check_split(self, split: str) -> None:
+        """Raise a `ValueError` that lists the known splits when `split` is none of them."""
+        known = list(dict.fromkeys([*self.datasets, *self.dataloaders]))
+        if split not in known:
+            raise ValueError(
+                f"Expected a split out of {known}. Received: split={split!r}. Put it into `self.datasets` or `self.dataloaders`."
+            )
+
+    def build_dataloaders(self) -> None:
+        """Build a loader for every dataset that has none; loaders that the user made are left alone."""
+        for split, dataset in self.datasets.items():
+            if split not in self.dataloaders:
+                self.dataloaders[split] = self.build_dataloader(split, dataset)
+
+    def build_dataloader(self, split: str, dataset: Any) -> Any:
+        """Return the loader of one split over the data domain."""
+        return build_dataloader(
+            dataset,
+            self.loader_settings(split),
+            split=split,
+            train=split in self.train_splits,
+            seed=self.seed,
+            rank=self.data_domain.rank,
+            world_size=self.data_domain.size,
+            device=self.device,
+        )
+
+    def loader_settings(self, split: str) -> dict[str, Any]:
+        """Return `config.dataloader` with the overrides of one split merged in."""
+        settings = dict(self.config.dataloader.items()) if self.config.get("dataloader", None) else {}
+        own = settings.get(split)
+        names = {*self.datasets, *self.dataloaders}
+        common = {key: value for key, value in settings.items() if key not in names}
+        return {**common, **(dict(own.items()) if isinstance(own, Mapping) else {})}
+
+    @property
+    def batch_size(self) -> int | None:
+        """Batch size of a rank on the first split to train on, `None` when its loader does not say."""
+        splits = self.train_splits or list(self.dataloaders)
+        if not splits:
+            return None
+        loader = self.dataloaders.get(splits[0])
+        size = getattr(loader, "batch_size", None)
+        return size if size is not None else self.loader_settings(splits[0]).get("batch_size")
+
+    @property
+    def steps(self) -> int | None:
+        """Updates of the whole run; in epoch mode epochs times updates an epoch, `None` when the loaders have no length."""
+        if self.is_step_mode:
+            return self.config.steps
+        counts = [self.dataloaders[split] for split in self.train_splits if split in self.dataloaders]
+        try:
+            an_epoch = sum(-(-len(loader) // self.accum_steps) for loader in counts)
+        except TypeError:
+            return None
+        return an_epoch * (self.epochs or 0) or None
+
+    def _open_sources(self) -> None:
+        self.sources = {split: self._source(split, loader) for split, loader in self.dataloaders.items()}
+
+    def _source(self, split: str, loader: Any) -> BatchSource:
+        domain = self.data_domain
+        return BatchSource(loader, split=split, rank=domain.rank, world_size=domain.size, seed=self.seed)
+
+    # Scores
+
+    @property
+    def score_split(self) -> str | None:
+        """The split whose figures select the best checkpoint."""
+        if self.config.score_split is not None:
+            return str(self.config.score_split)
+        splits = self.evaluate_splits
+        return next((name for name in _SCORE_SPLITS if name in splits), splits[0] if splits else None)
+
+    def _choose_score(self) -> None:
+        config = self.config
+        split = self.score_split
+        if split is None:
+            return
+        self.check_split(split)
+        patience = config.patience
+        self.scoreboard = ScoreBoard(
+            config.score_name, mode=config.score_mode, split=split, patience=patience, min_delta=config.min_delta
+        )
+
+    # Supervision
+
+    def _open_supervision(self) -> None:
+        self.trackers: list[Tracker] = []
+        if self.is_main_process:
+            self._track(JsonlTracker(self.workspace.jsonl_file, resume_step=self.state.train.global_step))
+        self.init_tensorboard()
+        self.init_wandb()
+        self.init_heartbeat()
+        self.init_garbage_collection()
+        self.signals: SignalWatcher | None = None
+
+    def _track(self, tracker: Tracker) -> None:
+        self.trackers.append(tracker)
+        self._closers.callback(tracker.close)
+
+    def init_tensorboard(self) -> None:
+        """Open the TensorBoard writer on the main process when `config.tensorboard`."""
+        if self.config.tensorboard and self.is_main_process:
+            step = self.state.train.global_step
+            self._track(TensorBoardTracker(self.workspace.tensorboard_dir, purge_step=step or None))
+
+    def init_wandb(self) -> None:
+        """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
+        settings = self.config.wandb
+        if not settings.enabled or not self.is_main_process:
+            return
+        self._track(
+            WandbTracker(
+                project=settings.project or self.config.lineage,
+                entity=settings.entity,
+                group=settings.group or self.config.experiment,
+                name=settings.name or self.id,
+                job_type=settings.job_type,
+                tags=settings.tags,
+                dir=settings.dir or self.workspace.wandb_dir,
+                mode=settings.mode,
+                run_id=self.id,
+                config=self.config.plain(),
+            )
+        )
+
+    def init_signal_handlers(self) -> None:
+        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends."""
+        self.signals = SignalWatcher()
+        self.signals.install()
+
+    def init_heartbeat(self) -> None:
+        """Start the heartbeat file of this rank when `config.heartbeat.enabled`."""
+        settings = self.config.heartbeat
+        self.heartbeat: Heartbeat | None = None
+        if settings.enabled:
+            directory = self.workspace.dir / settings.dir_name
+            self.heartbeat = Heartbeat(directory, rank=self.rank, interval_seconds=settings.interval_seconds)
+            self._closers.callback(self.heartbeat.stop)
+
+    def init_garbage_collection(self) -> None:
+        """Pace Python's garbage collection when `config.gc.interval` is set."""
+        settings = self.config.gc
+        self.gc_pacer: GcPacer | None = None
+        if settings.interval is not None:
+            self.gc_pacer = GcPacer(
+                settings.interval, generation=settings.generation, disable_automatic=settings.disable_automatic
+            )
+            self._closers.callback(self.gc_pacer.close)
+
+    def _write_metadata(self) -> None:
+        if self.is_main_process:
+            config = self.config
+            defaults = type(config)().plain()
+            changed = {key: value for key, value in config.plain().items() if defaults.get(key) != value}
+            self.workspace.write_metadata(config.plain(), config.canonical(), changed, self._identity)
+
+    # Contexts
+
+    def train_context(self) -> Any:
+        """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
+        if self.reduces_gradients or not isinstance(self.model, DistributedDataParallel):
+            return _NO_CONTEXT
+        return self.model.no_sync()
+
+    def forward_context(self) -> Any:
+        """Return the context of a forward: autocast of `config.precision`."""
+        return self.precision.autocast()
+
+    reduces_gradients: bool = True
+    """Whether the open micro-batch is the last one of its window."""
+
+
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()

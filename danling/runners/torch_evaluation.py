@@ -1,0 +1,262 @@
+"""Evaluation and inference: exact figures over the whole set, and training's streams and weights left as they were."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from danling.data import Batch, BatchSource, derive_seed, move_to_device, preserved_random_state
+from danling.metrics import Meters
+from danling.training import call_model, count_samples, criterion_weight, peek_target, unpack_batch
+
+from .torch_state import TorchState
+
+logger = logging.getLogger("danling")
+
+
+class TorchEvaluation(TorchState):
+    """Evaluation and inference of a torch runner."""
+
+    # What a batch means
+
+    def to_device(self, data: Any) -> Any:
+        """Return the batch on the runner's device; copies from pinned memory do not block the host."""
+        return data if self.device.type == "cpu" else move_to_device(data, self.device)
+
+    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+        """Return what the mean-reduced loss of a batch is averaged over; override it where the criterion is your own.
+
+        The default counts the targets that the criterion does not ignore, else samples; see
+        `danling.training.criterion_weight`. Called on every rank for every batch, before its forward.
+
+        Args:
+            data: The batch, on the device.
+            target: Its target, `None` without one.
+
+        Returns:
+            A float, or a 0-dim tensor on the device that need not be waited for.
+        """
+        return criterion_weight(self.criterion, target, count_samples(data))
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned.
+
+        Raises:
+            ValueError: If there is neither.
+        """
+        if self.criterion is not None:
+            loss: Tensor = self.criterion(pred, target)
+            return loss
+        found = pred.get("loss") if isinstance(pred, dict) else getattr(pred, "loss", None)
+        if not isinstance(found, Tensor):
+            raise ValueError(
+                f"Expected a criterion, or a model that returns a loss. Received: criterion=None and a prediction of type "
+                f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
+            )
+        return found
+
+    def _weigh(self, batch: Batch, data: Any) -> tuple[float | Tensor, float]:
+        """Return weight and number of samples of a batch; padding has neither."""
+        if batch.samples == 0:
+            return 0.0, 0.0
+        samples = count_samples(data) if batch.samples is None else batch.samples
+        return self.batch_weight(data, peek_target(data)), samples
+
+    @property
+    def sums_loss(self) -> bool:
+        """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
+        return getattr(self.criterion, "reduction", "mean") == "sum"
+
+    # Evaluation
+
+    def evaluate(self, splits: str | Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+        """Evaluate whole splits. Call on all ranks.
+
+        Args:
+            splits: One split or several; `None` is `evaluate_splits`.
+
+        Returns:
+            Figures by split, the same on all ranks.
+
+        Raises:
+            ValueError: If a split is unknown, or there is none.
+        """
+        names = self._named_splits(splits, self.evaluate_splits, "evaluate")
+        return {split: self.evaluate_epoch(split) for split in names}
+
+    def _named_splits(self, splits: str | Sequence[str] | None, default: list[str], verb: str) -> list[str]:
+        names = default if splits is None else [splits] if isinstance(splits, str) else list(splits)
+        for split in names:
+            self.check_split(split)
+        if not names:
+            raise ValueError(
+                f"Expected at least one split to {verb}. Received: datasets={sorted(self.datasets)}, "
+                f"dataloaders={sorted(self.dataloaders)}. Put a dataset into `self.datasets`, or name the split."
+            )
+        return names
+
+    def evaluate_epoch(self, split: str) -> dict[str, float]:
+        """Evaluate all of one split. Call on all ranks.
+
+        Returns:
+            The mean loss and the metrics over every sample of every rank, each counted once; empty when there is none.
+        """
+        return self._evaluate(split, None)
+
+    def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
+        """Evaluate the first batches of one split. Call on all ranks.
+
+        Args:
+            split: The split.
+            steps: Batches of each rank; `None` is a twentieth of the run's steps, at least 1.
+        """
+        return self._evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
+
+    def _evaluate(self, split: str, limit: int | None) -> dict[str, float]:
+        self.check_split(split)
+        totals = Meters()
+        self.metric_set.reset()
+        with self._evaluating(split, "evaluate"), torch.no_grad():
+            for batch in islice(self._pass_over(split), limit):
+                self._evaluate_batch(batch, totals)
+        return self.summarize(split, totals)
+
+    def _evaluate_batch(self, batch: Batch, totals: Meters) -> None:
+        data = self.to_device(batch.data)
+        weight, samples = self._weigh(batch, data)
+        pred, loss = self.evaluate_step(data)
+        if loss is not None:
+            if self.sums_loss:
+                totals.add_totals("loss", loss, weight)
+            elif isinstance(weight, Tensor) or weight:
+                totals.update({"loss": loss}, weight)
+        if self.metric_set and pred is not None:
+            self.metric_set.update(pred, peek_target(data), samples)
+
+    def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
+        """Run one batch forward, without gradients.
+
+        Args:
+            data: The batch, on the device.
+
+        Returns:
+            The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
+        """
+        inputs, target = unpack_batch(data)
+        with self.forward_context():
+            pred = call_model(self.model, inputs)
+            if self.criterion is None or target is None:
+                return pred, None
+            return pred, self.compute_loss(pred, target)
+
+    def summarize(self, split: str, totals: Meters) -> dict[str, float]:
+        """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.
+
+        Call on all ranks. `super().summarize(split, totals)` returns means over all ranks, from which others follow:
+        `result["perplexity"] = math.exp(result["loss"])`.
+
+        Args:
+            split: The split that was evaluated.
+            totals: Sums and weights of this rank.
+        """
+        result = totals.averages(self.data_domain)
+        result.update(self.metric_set.compute(self.data_domain))
+        return result
+
+    @contextmanager
+    def _evaluating(self, split: str, mode: str) -> Iterator[None]:
+        """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
+        seed = derive_seed(self.seed, mode, split, self.data_domain.rank)
+        wrapped, training, before = self.model, self.model.training, self.mode
+        self._equalize_buffers()
+        with ExitStack() as stack:
+            stack.enter_context(preserved_random_state(self.device, seed=seed))
+            if self.ema is not None:
+                stack.enter_context(self.ema.applied())
+            # The wrapper's forward is a collective that a rank with fewer batches would miss.
+            self.model = self.unwrap(wrapped)
+            self.model.eval()
+            self.mode = mode
+            try:
+                yield
+            finally:
+                self.mode = before
+                self.model = wrapped
+                self.model.train(training)
+
+    def _equalize_buffers(self) -> None:
+        # DDP copies rank 0's buffers at the next training forward; until then those of the other ranks are their own.
+        if isinstance(self.model, DistributedDataParallel):
+            for buffer in self.model.module.buffers():
+                self.world.broadcast(buffer)
+
+    def _pass_over(self, split: str) -> Iterator[Batch]:
+        source = self._evaluation_source(split)
+        source.rewind()
+        yield from source.batches()
+        source.rewind()
+
+    def _evaluation_source(self, split: str) -> BatchSource:
+        if split in self.train_splits:
+            # A pass of its own, so that evaluating a training split does not move training's position.
+            loader = self.build_dataloader(split, self.datasets[split]) if split in self.datasets else self.dataloaders[split]
+            return self._source(split, loader)
+        if split not in self.sources:
+            self.build_dataloaders()
+            self.sources[split] = self._source(split, self.dataloaders[split])
+        return self.sources[split]
+
+    # Inference
+
+    def infer(self, split: str | None = None, *, stream: bool = False) -> Any:
+        """Predict every sample of a split. Call on all ranks.
+
+        Args:
+            split: The split; `None` is the first one named for inference, else the first one to evaluate.
+            stream: Yield predictions as they are made, of this rank's share only, instead of gathering them.
+
+        Returns:
+            The predictions in the order of the dataset, the same on all ranks: a list of tensors on the CPU, or of plain values
+            where a prediction is a single number. With `stream`, a generator.
+        """
+        named = [name for name in (*self.datasets, *self.dataloaders) if name.startswith(("infer", "predict"))]
+        chosen = self._named_splits(split, named[:1] or self.evaluate_splits[:1], "infer")[0]
+        if stream:
+            return self._stream(chosen)
+        mine = [_as_list(pred, samples) for pred, samples in self._predict(chosen)]
+        ranks = self.data_domain.gather_objects(mine)
+        rounds = max((len(batches) for batches in ranks), default=0)
+        return [item for i in range(rounds) for batches in ranks if i < len(batches) for item in batches[i]]
+
+    def _stream(self, split: str) -> Iterator[Any]:
+        for pred, samples in self._predict(split):
+            yield from _as_list(pred, samples)
+
+    def _predict(self, split: str) -> Iterator[tuple[Any, int]]:
+        with self._evaluating(split, "infer"):
+            for batch in self._pass_over(split):
+                data = self.to_device(batch.data)
+                with torch.no_grad():
+                    pred = self.infer_step(data)
+                yield pred, count_samples(data) if batch.samples is None else batch.samples
+
+    def infer_step(self, data: Any) -> Any:
+        """Return the prediction of one batch; a target that comes with it is left aside."""
+        inputs, _ = unpack_batch(data)
+        with self.forward_context():
+            return call_model(self.model, inputs)
+
+
+def _as_list(pred: Any, samples: int) -> list[Any]:
+    if isinstance(pred, Tensor):
+        rows = pred.detach().cpu()[:samples]
+        single = rows.ndim == 1 or rows.ndim == 2 and rows.shape[1] == 1
+        return rows.flatten().tolist() if single else list(rows.unbind(0))
+    return list(pred)[:samples] if isinstance(pred, (list, tuple)) else [pred]

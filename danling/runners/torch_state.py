@@ -1,0 +1,350 @@
+"""What a torch runner saves and restores, and in which order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+from danling.data import capture_random_state, derive_seed, restore_random_state, seed_streams
+from danling.optim.named_state import load_named_state_dict, named_state_dict
+from danling.utils.names import canonical_name
+
+from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude, read_config, read_model
+from .config import RunnerConfig
+from .torch_components import TorchComponents
+
+logger = logging.getLogger("danling")
+
+FORMAT_VERSION = 1
+
+
+class TorchState(TorchComponents):
+    """Checkpoints of a torch runner. Save, load and `state_dict` are called on all ranks."""
+
+    # Sources
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Any:
+        """Construct a runner with the configuration of a checkpoint and restore its full state. Call on all ranks.
+
+        Args:
+            checkpoint: A checkpoint file or directory.
+            config: Settings that override the stored ones, such as a larger `steps`.
+        """
+        own = RunnerConfig(cls.read_config(checkpoint))
+        own.merge(dict(config or {}))
+        own.resume = str(checkpoint)
+        return cls(own)
+
+    @classmethod
+    def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path) -> Any:
+        """Construct a runner and load only the model of a checkpoint into it. Call on all ranks.
+
+        Args:
+            config: The configuration of the new run.
+            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+        """
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config)
+        own.pretrained = str(checkpoint)
+        return cls(own)
+
+    @classmethod
+    def read_config(cls, checkpoint: str | Path) -> dict[str, Any]:
+        """Return the configuration stored in a checkpoint, as plain values."""
+        return read_config(Path(checkpoint))
+
+    def init_checkpoint_manager(self) -> None:
+        """Build the manager of `checkpoint.backend`: files, or torch's distributed checkpoint. Call on all ranks."""
+        settings = CheckpointSettings.from_config(self.config.checkpoint)
+        manager = self.manager_class()
+        self.checkpoint_manager = manager(
+            self.workspace.checkpoints,
+            domain=self.world,
+            run_id=self.id,
+            settings=settings,
+            step_mode=self.is_step_mode,
+        )
+        self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+        self._saved_at: tuple[int, int] | None = None
+
+    def manager_class(self) -> Any:
+        """Return the class of the checkpoint manager."""
+        if self.config.checkpoint.backend == "dcp":
+            from .checkpoints import TorchDistributedCheckpointManager
+
+            return TorchDistributedCheckpointManager
+        return FileCheckpointManager
+
+    def restore(self) -> None:
+        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Call on all ranks."""
+        config = self.config
+        if config.resume:
+            self.load_checkpoint(config.resume)
+            return
+        if config.auto_resume:
+            source = self.checkpoint_manager.find_latest()
+            if source is not None:
+                self.load_checkpoint(source)
+                return
+            logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", self.workspace.checkpoints)
+        if config.pretrained:
+            self.load_pretrained(config.pretrained)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state: tensors, not copied, and plain values. Call on all ranks.
+
+        The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
+        them.
+        """
+        splits = [split for split in self.train_splits if split in self.sources]
+        mine = {
+            "rng": capture_random_state(self.device),
+            "loaders": {s: self.sources[s].state_dict() for s in splits if self.sources[s].is_rank_local},
+        }
+        ranks = self.world.gather_objects(mine)
+        self.state.rng.ranks = {str(rank): entry["rng"] for rank, entry in enumerate(ranks)}
+        payload: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "runner": self.config.plain(),
+            "state": self._run_state(),
+            "model": self.model_state_dict(),
+            "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
+        }
+        if self.ema is not None:
+            payload["ema"] = self.ema.state_dict()
+        if self.optimizer is not None:
+            payload["optimizer"] = self.optimizer_state_dict()
+        if self.scheduler is not None:
+            payload["scheduler"] = self.scheduler.state_dict()
+        return payload
+
+    def _run_state(self) -> dict[str, Any]:
+        self.state.train.weight_reference = self.window.agreed_reference
+        state = self.state.state_dict()
+        state["results"] = {str(index): result for index, result in self.results.items()}
+        state["open_result"] = dict(self.open_result)
+        state["meters"] = self.meters.state_dict()
+        state["losses"] = self.losses.state_dict()
+        state["scores"] = self.scoreboard.state_dict() if self.scoreboard is not None else {}
+        state["scaler"] = self.precision.scaler.state_dict() if self.precision.scaler is not None else {}
+        return state
+
+    def _loader_state(self, split: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.sources[split].is_rank_local:
+            return cast("dict[str, Any]", self.sources[split].state_dict())
+        return {"ranks": {str(rank): entry["loaders"][split] for rank, entry in enumerate(ranks)}}
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the parameters and persistent buffers of the bare model, by canonical name."""
+        return {canonical_name(name): value for name, value in self.unwrapped_model.state_dict().items()}
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state by parameter name."""
+        return named_state_dict(self.optimizer, self.named_parameters())
+
+    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
+        """Save the full state as `latest`, and under the other names it deserves. Call on all ranks.
+
+        Args:
+            history: Also keep it under its history name.
+            save_best: Also make it `best` when the score of this very state is the best one.
+        """
+        if self.config.checkpoint.load_only:
+            return
+        train = self.state.train
+        best = save_best and self.is_best and next(reversed(self.scores)) == self.index
+        self.settle()
+        self.checkpoint_manager.save_checkpoint(
+            self.state_dict(), epoch=train.epoch, global_step=train.global_step, history=history, best=best
+        )
+        self._saved_at = (train.global_step, train.epoch)
+
+    @property
+    def index(self) -> int:
+        """The number results go under: completed epochs, or committed updates in step mode."""
+        return self.state.train.global_step if self.is_step_mode else self.state.train.epoch
+
+    # Loading
+
+    def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
+        """Return the verified payload of a checkpoint. Call on all ranks."""
+        payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint)
+        return payload
+
+    def load_checkpoint(self, checkpoint: str | Path) -> None:
+        """Restore the full state of a checkpoint. Call on all ranks.
+
+        Args:
+            checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), or a path.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+            CheckpointMismatch: If a component is missing, or the stored configuration means another run.
+        """
+        payload = self.read_checkpoint(checkpoint)
+        self._check_config(payload)
+        self.load_state_dict(payload)
+        self.checkpoint_manager.begin(checkpoint)
+        self._saved_at = (self.state.train.global_step, self.state.train.epoch)
+        where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
+        logger.info("Resumed from %s at %s.", checkpoint, where)
+
+    def _check_config(self, payload: Mapping[str, Any]) -> None:
+        stored = payload.get("runner", {})
+        if self.seed_was_drawn and stored.get("seed") is not None:
+            self.config.seed = self.seed = int(stored["seed"])
+        differences = self.config.differences(stored)
+        if differences:
+            listing = "\n  ".join(differences)
+            raise CheckpointMismatch(
+                f"Expected the configuration that the checkpoint was made with. Received other values for:\n  {listing}\n"
+                "Restore them, or start a new run from the weights with `pretrained`."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a payload: model, EMA, optimizer, scheduler, loaders, counters, and the random streams last.
+
+        Raises:
+            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
+        """
+        payload, excluded = exclude(state, self.config.checkpoint.exclude_from_loading)
+        self._check_complete(payload, excluded)
+        if "model" in payload:
+            self.load_model(payload["model"], partial="model" in {name.partition(".")[0] for name in excluded})
+        if self.ema is not None and "ema" in payload:
+            self.load_ema(payload["ema"])
+        if self.optimizer is not None and "optimizer" in payload:
+            self.load_optimizer(payload["optimizer"])
+        if self.scheduler is not None and "scheduler" in payload:
+            self.load_scheduler(payload["scheduler"])
+        if "dataloaders" in payload:
+            self.load_dataloaders(payload["dataloaders"])
+        if "state" in payload:
+            self._load_run_state(payload["state"])
+            self._load_random_state(payload["state"].get("rng", {}))
+
+    def _check_complete(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
+        needed = {"model": True, "state": True, "dataloaders": bool(self.sources)}
+        needed.update(ema=self.ema is not None, optimizer=self.optimizer is not None, scheduler=self.scheduler is not None)
+        missing = [name for name, wanted in needed.items() if wanted and name not in payload and name not in excluded]
+        if missing:
+            raise CheckpointMismatch(
+                f"Expected a full checkpoint. Received one without: {', '.join(missing)}. Name them in "
+                "checkpoint.exclude_from_loading to start them afresh, or load the weights only with `pretrained`."
+            )
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Load model weights by canonical name into the bare model.
+
+        Args:
+            state: Tensors by name.
+            partial: Allow names that were excluded from loading to be missing.
+
+        Raises:
+            CheckpointMismatch: If names or shapes are not those of the model.
+        """
+        model = self.unwrapped_model
+        names = {canonical_name(name): name for name in model.state_dict()}
+        missing = sorted(names.keys() - state.keys())
+        unexpected = sorted(state.keys() - names.keys())
+        if unexpected or (missing and not partial):
+            raise CheckpointMismatch(
+                f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
+                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from."
+            )
+        try:
+            model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
+        except RuntimeError as error:
+            raise CheckpointMismatch(f"Expected weights of this model's shapes. Received: {error}") from error
+
+    def load_ema(self, state: Mapping[str, Any]) -> None:
+        """Restore the averaged weights."""
+        self.ema.load_state_dict(state)
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer's state by parameter name."""
+        load_named_state_dict(self.optimizer, state, self.named_parameters())
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler."""
+        self.scheduler.load_state_dict(dict(state))
+
+    def load_dataloaders(self, states: Mapping[str, Any]) -> None:
+        """Restore the position in the loaders of the splits to train on.
+
+        Raises:
+            CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
+        """
+        for split in self.train_splits:
+            if split not in states:
+                raise CheckpointMismatch(
+                    f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
+                    f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
+                )
+            self.sources[split].load_state_dict(self._own_loader_state(split, states[split]))
+
+    def _own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "ranks" not in state:
+            return state
+        ranks = state["ranks"]
+        if len(ranks) != self.world_size:
+            raise CheckpointMismatch(
+                f"Expected {len(ranks)} processes: the loader of split {split!r} keeps a state of its own on each rank, which "
+                f"cannot be divided anew. Received: world_size={self.world_size}. Let the library build the loader from a "
+                "dataset, or exclude 'dataloaders' from loading."
+            )
+        own: Mapping[str, Any] = ranks[str(self.rank)]
+        return own
+
+    def _load_run_state(self, state: Mapping[str, Any]) -> None:
+        self.state.load_state_dict(state)
+        self.window.agreed_reference = self.state.train.weight_reference
+        self.results = {int(index): result for index, result in state.get("results", {}).items()}
+        self.open_result = dict(state.get("open_result", {}))
+        self.meters.load_state_dict(state.get("meters", {}))
+        self.losses.load_state_dict(state.get("losses", {}))
+        if self.scoreboard is not None and state.get("scores"):
+            self.scoreboard.load_state_dict(state["scores"])
+        if self.precision.scaler is not None and state.get("scaler"):
+            self.precision.scaler.load_state_dict(dict(state["scaler"]))
+
+    def _load_random_state(self, ranks: Mapping[str, Any]) -> None:
+        if not ranks:
+            return
+        if len(ranks) != self.world_size and self.is_main_process:
+            logger.info(
+                "The checkpoint holds random streams of %d ranks and this run has %d: old ranks keep theirs, new ones are "
+                "seeded from (seed, step, rank).",
+                len(ranks),
+                self.world_size,
+            )
+        own = ranks.get(str(self.rank))
+        if own is None:
+            seed_streams(derive_seed(self.seed, "resumed", self.state.train.global_step, self.rank))
+        else:
+            restore_random_state(own, self.device)
+
+    def load_pretrained(self, checkpoint: str | Path) -> None:
+        """Load only the model; everything else starts afresh. Call on all ranks.
+
+        Args:
+            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+        """
+        weights = read_model(self.checkpoint_manager, checkpoint)
+        payload, excluded = exclude({"model": weights}, _model_entries(self.config.checkpoint.exclude_from_loading))
+        self.load_model(payload["model"], partial=bool(excluded))
+        if self.ema is not None:
+            self.ema.reset()
+        logger.info("Loaded the weights of %s.", checkpoint)
+
+
+def _model_entries(entries: Any) -> list[str]:
+    # Only weights are read for finetuning, so other exclusions would match nothing there.
+    listed = [entries] if isinstance(entries, str) else list(entries or [])
+    return [entry for entry in listed if entry.startswith("model.")]

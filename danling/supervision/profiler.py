@@ -1,0 +1,107 @@
+"""Traces of some updates by `torch.profiler`, on a schedule."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("danling")
+
+
+class Profiler:
+    """Profiles updates in cycles of `wait`, `warmup` and `active` updates and exports one Chrome trace a cycle and
+    rank.
+
+    Profiling starts at construction, at whatever step the run is: a resumed run is profiled like a new one. When the
+    cycles are done the profiler is shut down and `step` costs nothing. Files are called
+    `rank-00000-step-000000000005.pt.trace.json`, after the last update in them; Perfetto, `chrome://tracing` and the
+    TensorBoard plugin read them.
+
+    Args:
+        directory: Directory of the traces; it is created.
+        rank: Global rank of this process.
+        wait: Updates to let pass at the start of a cycle.
+        warmup: Updates that are profiled and thrown away, so that the profiler's own start-up is not in the trace.
+        active: Updates in the trace.
+        repeat: Number of cycles; `None` is one, 0 goes on to the end of the run.
+        record_shapes: Record the shapes of operator inputs.
+        profile_memory: Record allocations.
+        with_stack: Record Python stacks.
+        with_flops: Estimate the FLOPs of matrix products and convolutions.
+
+    Raises:
+        ValueError: If a number of updates is negative, or `active` is not positive.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+    ) -> None:
+        cycles = 1 if repeat is None else repeat
+        _check_schedule(wait=wait, warmup=warmup, active=active, repeat=cycles)
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.rank = rank
+        self.traces: list[Path] = []
+        """Files that were written, in order."""
+        self._global_step = 0
+        self._left = cycles * (wait + warmup + active) or None
+        self._profile: Any = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=cycles),
+            on_trace_ready=self._export,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+        )
+        self._profile.start()
+
+    def step(self, global_step: int) -> None:
+        """Say that an update is done, committed or not.
+
+        Args:
+            global_step: Optimizer updates committed, for the names of the traces.
+        """
+        if self._profile is None:
+            return
+        self._global_step = global_step
+        self._profile.step()
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self.close()
+
+    def close(self) -> None:
+        """Stop profiling; updates of a cycle that is not full are exported as well. A second call does nothing."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+
+    def _export(self, profile: Any) -> None:
+        name = f"rank-{self.rank:05d}-step-{self._global_step:012d}.pt.trace.json"
+        path, staged = self.directory / name, self.directory / f".{name}.tmp"
+        profile.export_chrome_trace(str(staged))
+        os.replace(staged, path)
+        self.traces.append(path)
+        logger.info("Profiler trace written: %s", path)
+
+
+def _check_schedule(**counts: int) -> None:
+    for name, count in counts.items():
+        least = 1 if name == "active" else 0
+        if count < least:
+            raise ValueError(f"Expected profiling.{name} >= {least}. Received: {name}={count!r}.")

@@ -1,0 +1,27 @@
+"""How one update is made: the window and its weights, precision, gradients, averaging, and what came of it."""
+
+from __future__ import annotations
+
+from .batches import call_model, count_samples, criterion_weight, peek_target, unpack_batch
+from .ema import EMA
+from .gradients import clip_by_norm, gradients_of, nonfinite_parameters, scale_gradients
+from .outcome import NonFiniteError, UpdateOutcome
+from .precision import Precision
+from .window import Window
+
+__all__ = [
+    "EMA",
+    "NonFiniteError",
+    "Precision",
+    "UpdateOutcome",
+    "Window",
+    "call_model",
+    "clip_by_norm",
+    "count_samples",
+    "criterion_weight",
+    "gradients_of",
+    "nonfinite_parameters",
+    "peek_target",
+    "scale_gradients",
+    "unpack_batch",
+]

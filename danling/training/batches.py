@@ -1,0 +1,107 @@
+"""Reading a batch by its shape, and what its loss was averaged over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def unpack_batch(data: Any) -> tuple[Any, Any]:
+    """Return `(input, target)` of a batch; the target is `None` for a bare input.
+
+    Args:
+        data: A mapping with `input` and, optionally, `target`; a sequence `(input, target)`; or the input itself.
+
+    Raises:
+        ValueError: If a mapping has no `input`, or a sequence is empty or longer than two.
+    """
+    if isinstance(data, Mapping):
+        if "input" not in data:
+            raise ValueError(
+                f"Expected a batch mapping with the keys 'input' and 'target'. Received: keys={sorted(map(str, data))}. "
+                "Return these keys from the dataset, or override `train_step` and `evaluate_step`."
+            )
+        return data["input"], data.get("target")
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        if len(data) == 1:
+            return data[0], None
+        if len(data) != 2:
+            raise ValueError(
+                f"Expected a batch of the form (input, target). Received: a sequence of length {len(data)}. "
+                "Return two elements from the dataset, or override `train_step` and `evaluate_step`."
+            )
+        return data[0], data[1]
+    return data, None
+
+
+def peek_target(data: Any) -> Any:
+    """Return the target of a batch, or `None` where there is none or the batch has a shape of the user's own."""
+    if isinstance(data, Mapping):
+        return data.get("target")
+    if isinstance(data, (list, tuple)) and len(data) == 2:
+        return data[1]
+    return None
+
+
+def call_model(model: Any, inputs: Any) -> Any:
+    """Call `model`; a mapping is passed as keyword arguments."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def count_samples(data: Any) -> int:
+    """Return the number of samples of a batch: the first dimension of its first tensor, else 1."""
+    if isinstance(data, Tensor):
+        return data.shape[0] if data.ndim else 1
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        for item in data:
+            if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
+                return count_samples(item)
+        return len(data)
+    return 1
+
+
+def criterion_weight(criterion: Any, target: Any, samples: int) -> float | Tensor:
+    """Return what a mean-reduced `criterion` averages over.
+
+    `CrossEntropyLoss` and `NLLLoss` divide by the (class-weighted) count of targets other than `ignore_index`
+    (https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html); element-wise losses by the number of
+    elements; anything else, and a batch without a target tensor, counts samples.
+
+    Args:
+        criterion: The loss module or callable, or `None`.
+        target: The target of the batch, any type.
+        samples: Number of samples of the batch.
+
+    Returns:
+        A float, or a 0-dim tensor on the target's device that has not been waited for.
+    """
+    if not isinstance(target, Tensor):
+        return float(samples)
+    if target.is_floating_point():
+        return _dense_weight(criterion, target)
+    ignore_index = getattr(criterion, "ignore_index", None)
+    class_weight = getattr(criterion, "weight", None)
+    if isinstance(class_weight, Tensor):
+        return _class_weight(target, class_weight, ignore_index)
+    if ignore_index is None:
+        return float(target.numel())
+    counted = torch.count_nonzero(target != ignore_index)
+    return float(counted.item()) if counted.device.type == "cpu" else counted
+
+
+def _dense_weight(criterion: Any, target: Tensor) -> float:
+    if isinstance(criterion, nn.CrossEntropyLoss) and target.ndim > 1:
+        return float(target.numel() // target.shape[1])  # class probabilities: one term a position
+    if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
+        return float(target.shape[0])
+    return float(target.numel())
+
+
+def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None) -> Tensor:
+    counted = target if ignore_index is None else target[target != ignore_index]
+    return class_weight.to(target.device)[counted].sum()

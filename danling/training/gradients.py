@@ -1,0 +1,51 @@
+"""Norm, scaling, clipping and finiteness of the gradient of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that exist."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place; a factor of exactly 1.0 costs nothing.
+
+    Args:
+        gradients: Gradients of any shape and dtype.
+        factor: A float, or a 0-dim tensor on the gradients' device.
+    """
+    if not gradients or (isinstance(factor, float) and factor == 1.0):
+        return
+    if isinstance(factor, Tensor):
+        # foreach takes one dtype for the factor, and it must not promote the gradients.
+        for dtype in {gradient.dtype for gradient in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+        return
+    torch._foreach_mul_(list(gradients), factor)
+
+
+def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+
+
+def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], limit: int = 5) -> list[str]:
+    """Return the names of the first parameters whose gradient has a NaN or an infinity.
+
+    Args:
+        named_parameters: Names and parameters in model order.
+        limit: How many names at most.
+    """
+    names = []
+    for name, parameter in named_parameters:
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            names.append(name)
+            if len(names) == limit:
+                break
+    return names

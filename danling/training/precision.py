@@ -1,0 +1,47 @@
+"""Mixed precision: autocast, and the scaler that float16 needs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_DTYPES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+_FULL = (None, "fp32", "float32", "none", "no")
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+
+class Precision:
+    """Forward context and gradient scaler of one precision.
+
+    Attributes:
+        dtype: Autocast dtype, `None` for full precision.
+        scaler: `torch.amp.GradScaler` for float16, else `None`.
+
+    Args:
+        name: `"fp16"`, `"bf16"`, or `None`.
+        device: Device of the forward.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+
+    def __init__(self, name: str | None, device: torch.device) -> None:
+        key = name.lower() if isinstance(name, str) else name
+        if key not in _FULL and key not in _DTYPES:
+            raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
+        self.device = device
+        self.dtype = _DTYPES.get(key) if key is not None else None
+        self.scaler = torch.amp.GradScaler(device.type) if self.dtype is torch.float16 else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        if self.dtype is None:
+            return _NO_CONTEXT
+        return torch.autocast(self.device.type, dtype=self.dtype)

@@ -1,0 +1,114 @@
+"""The accumulation window: micro-batches that make one update, and what each of them weighs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from danling.distributed import Domain
+
+
+class Window:
+    """Weights and losses of the open window on this rank.
+
+    A mean-reduced loss of weight `w` is scaled by `w / reference` before backward, and the summed gradient by
+    `reference * averaged_over / W` before the update, where `W` is the global weight. The result is the weighted mean over
+    every micro-batch and rank; `reference` only keeps the numbers in between near those of a plain backward, and makes both
+    factors exactly 1 where the window is one full micro-batch a rank.
+
+    Args:
+        domain: Ranks that share an update; they must use one reference.
+        device: Where losses live.
+    """
+
+    def __init__(self, domain: Domain, device: torch.device) -> None:
+        self.domain = domain
+        self.on_host = device.type == "cpu"
+        self.agreed_reference: float | None = None
+        self.sum_reduced = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an empty window."""
+        self.count = 0
+        self.weight: float | Tensor = 0.0
+        self.loss: float | Tensor = 0.0
+        self.samples = 0.0
+        self.nonfinite: float | Tensor = 0.0
+        self.current: float | Tensor = 0.0
+        self._reference: float | Tensor = 1.0
+
+    def open(self, weight: float | Tensor, samples: float) -> None:
+        """Begin a micro-batch. The first one of a run is a collective of the domain.
+
+        Args:
+            weight: What its loss is averaged over; a 0-dim tensor stays on its device.
+            samples: Its number of samples.
+        """
+        if isinstance(weight, Tensor) and self.on_host:
+            weight = weight.item()
+        if self.count == 0:
+            self._reference = self._choose_reference(weight)
+        self.count += 1
+        self.current = weight
+        self.weight = self.weight + weight
+        self.samples += samples
+
+    def _choose_reference(self, weight: float | Tensor) -> float | Tensor:
+        if self.domain.size > 1:
+            return self._agree_reference(weight)
+        if isinstance(weight, Tensor):
+            return weight.clamp_min(1.0)
+        return weight or 1.0
+
+    def _agree_reference(self, weight: float | Tensor) -> float:
+        # A reference of its own on each rank would weigh the ranks against each other, so one is fixed for the whole run.
+        if self.agreed_reference is None:
+            largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
+            self.agreed_reference = largest or None
+        return self.agreed_reference or 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` scaled by the weight of the open micro-batch, and record it.
+
+        Args:
+            loss: 0-dim loss of the micro-batch, as its criterion reduced it.
+        """
+        self._record(loss)
+        if self.sum_reduced:
+            return loss
+        if isinstance(self.current, Tensor):
+            return loss * (self.current / self._reference).to(loss.dtype)
+        factor = self.current / self._reference
+        return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+
+    def _record(self, loss: Tensor) -> None:
+        weight = 1.0 if self.sum_reduced else self.current
+        if self.on_host:
+            # A micro-batch without a single target has a loss of 0/0 and says nothing.
+            if weight:
+                value = loss.item()
+                self.loss += value * weight
+                if not math.isfinite(value):
+                    self.nonfinite = 1.0
+            return
+        value = loss.detach().double()
+        weighs = torch.as_tensor(weight, device=value.device) > 0
+        self.loss = self.loss + torch.where(weighs, value * weight, 0.0)
+        bad = (weighs & ~torch.isfinite(value)).double()
+        self.nonfinite = torch.maximum(bad, torch.as_tensor(self.nonfinite, dtype=torch.float64, device=value.device))
+
+    def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
+        """Return what the accumulated gradient is to be multiplied with.
+
+        Args:
+            total_weight: Global weight of the window.
+            averaged_over: Number of ranks over which the gradient reduction took a mean; 1 where it took a sum.
+        """
+        if self.sum_reduced:
+            return float(averaged_over)
+        if isinstance(total_weight, Tensor):
+            return self._reference * averaged_over / total_weight.clamp_min(1e-12)
+        return self._reference * averaged_over / total_weight if total_weight else 0.0

@@ -1,0 +1,47 @@
+"""Small files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a small file beside its place and move it there, so that a reader sees the old one or the new one.
+
+    Args:
+        path: Where it goes; its directory exists.
+        data: Its contents.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    handle, staged = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(staged, 0o644)
+        os.replace(staged, path)
+    except BaseException:
+        Path(staged).unlink(missing_ok=True)
+        raise
+
+
+def json_text(value: Any) -> str:
+    """Return valid JSON; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
