@@ -17,9 +17,9 @@ from .cursors import Batch, Cursor
 from .randomness import derive_seed, preserved_random_state
 from .user_loader import (
     call_set_epoch,
+    equalize_draws,
     generator_states,
     order_is_of_rank,
-    replays_finished_pass,
     set_generator_states,
     shares_evenly,
 )
@@ -113,9 +113,16 @@ class LiveCursor(Cursor):
         apart = (self.rank,) if order_is_of_rank(self.loader) else ()
         return preserved_random_state(seed=derive_seed(self.seed, "pass", self.split, self.epoch, *apart))
 
-    def _first(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        # Many samplers draw their order only when the first batch is asked for.
+    def _first(self, iterator: Iterator[Any], *, again: bool = False) -> Iterator[Any]:
+        """Fetch the first batch of a pass, since many samplers draw their order only then.
+
+        Args:
+            iterator: The loader's iterator.
+            again: It may be that of a finished pass, after which the next one begins.
+        """
         first = next(iterator, _END)
+        if first is _END and again:
+            return self._first(iter(self.loader))
         return iterator if first is _END else chain([first], iterator)
 
     def _check_world_size(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +161,7 @@ class CountedCursor(LiveCursor):
             set_generator_states(self.loader, self._generators)
         self._generators = generator_states(self.loader)
         with self._seeded():
+            equalize_draws(self.loader)
             iterator = self._first(iter(self.loader))
             for read in range(self.consumed):
                 if next(iterator, _END) is _END:
@@ -220,10 +228,26 @@ class StatefulCursor(LiveCursor):
                 "checkpoint, or rewind."
             )
         call_set_epoch(self.loader, self.epoch)
+        loaded = self._load_pending()
         with self._seeded():
-            iterator = self._resume() if self._pending is not None else iter(self.loader)
-            self._touched, self._pending, self._fetched = True, None, self.consumed
-            return iterator if self.consumed else self._first(iterator)
+            equalize_draws(self.loader)
+            iterator = iter(self.loader)
+            self._touched, self._fetched = True, self.consumed
+            return iterator if self.consumed else self._first(iterator, again=loaded)
+
+    def _load_pending(self) -> bool:
+        """Put the loader into the state that was loaded; return whether there was one."""
+        if self._pending is None:
+            return False
+        pending, self._pending = self._pending, None
+        if pending["loader"] is not None:
+            with preserved_random_state():
+                self.loader.load_state_dict(pending["loader"])
+                if isinstance(self.loader, StatefulDataLoader):
+                    # Makes it restore now, since restoring draws from its generators, whose states follow.
+                    self.loader.state_dict()
+        set_generator_states(self.loader, pending["generators"])
+        return pending["loader"] is not None
 
     def _skip_lost(self) -> Iterator[Any]:
         assert self._live is not None
@@ -234,21 +258,6 @@ class StatefulCursor(LiveCursor):
         )
         self.consumed = self._fetched
         return self._live
-
-    def _resume(self) -> Iterator[Any]:
-        assert self._pending is not None
-        if self._pending["loader"] is not None:
-            self.loader.load_state_dict(self._pending["loader"])
-        iterator: Iterator[Any] = iter(self.loader)
-        set_generator_states(self.loader, self._pending["generators"])
-        if self.consumed or self._pending["loader"] is None:
-            return iterator
-        # The state is that of a finished pass, and the next one is to begin.
-        if replays_finished_pass(self.loader):
-            iterator = iter(self.loader)
-        first = next(iterator, _END)
-        fresh: Iterator[Any] = iter(self.loader) if first is _END else chain([first], iterator)
-        return fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's own state; take it between updates, when nothing is fetched that is not consumed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """Return a batch with its tensors on `device`.
 
-    Tensors are found in mappings, sequences and named tuples, at any depth; an object with a method `to` is asked to
+    Tensors are found in mappings, lists, tuples and named tuples, at any depth; an object with a method `to` is asked to
     move itself; anything else is returned as it is. For the CPU, where loaders put their batches, the batch itself is
     returned.
 
@@ -51,7 +51,7 @@ def _move_container(value: Any, device: torch.device, non_blocking: bool) -> Any
     kind: Any = type(value)
     if isinstance(value, Mapping):
         return kind({key: _move(item, device, non_blocking) for key, item in value.items()})
-    if isinstance(value, Sequence):
+    if isinstance(value, (tuple, MutableSequence)):
         items = [_move(item, device, non_blocking) for item in value]
         # A named tuple takes its fields one by one.
         return kind(*items) if hasattr(value, "_fields") else kind(items)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 def call_set_epoch(loader: Any, epoch: int) -> None:
@@ -61,9 +61,11 @@ def shares_evenly(loader: Any) -> bool:
     return isinstance(loader, TorchDataLoader) and isinstance(loader.sampler, DistributedSampler)
 
 
-def replays_finished_pass(loader: Any) -> bool:
-    """Return whether beginning a pass from the state of a finished one draws from the loader's generators twice.
+def equalize_draws(loader: Any) -> None:
+    """Draw what torch draws when it starts workers, if it will not start any because it has kept them.
 
-    torchdata replays the finished pass's sampler first.
+    Without it the order of a pass would depend on whether the workers are new, as they are in a resumed run.
     """
-    return isinstance(loader, StatefulDataLoader) and not isinstance(loader.dataset, IterableDataset)
+    kept = getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None
+    if kept and isinstance(loader, TorchDataLoader):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)

@@ -54,6 +54,14 @@ _OLDER_KEYS = {
     "checkpoint_async": "checkpoint.async_enabled",
     "checkpoint_interval": "checkpoint.interval",
 }
+_PRECISIONS: dict[str, str | None] = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "fp32": None,
+    "float32": None,
+    "no": None,
+}
 _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
 
 
@@ -95,7 +103,7 @@ class RunnerConfig(ClosedSection):
     """Seconds, or HH:MM:SS, after which training stops with a checkpoint."""
     accum_steps: PositiveInt = 1
     """Micro-batches of an optimizer update."""
-    precision: Literal["fp16", "bf16", "fp32", "float16", "bfloat16", "float32", "no"] | None = None
+    precision: Literal["fp16", "bf16"] | None = None
     """Autocast: fp16, bf16, or none."""
     max_grad_norm: PositiveFloat | None = None
     """Clip gradients to this norm."""
@@ -170,7 +178,7 @@ class RunnerConfig(ClosedSection):
 
     _given: ClassVar[Any] = None
 
-    def __init__(self, settings: Any = None, **kwargs: Any) -> None:
+    def __init__(self, settings: Any = None, /, **kwargs: Any) -> None:
         given = _as_mapping(settings)
         super().__init__(given, **kwargs)
         if type(self).__init__ is not RunnerConfig.__init__:
@@ -186,7 +194,7 @@ class RunnerConfig(ClosedSection):
 
     def _assign(self, name: Any, value: Any) -> None:
         if name in fields_of(RunnerConfig):
-            return super()._assign(name, value)
+            return super()._assign(name, _read_precision(value) if name == "precision" else value)
         if name in _OLDER_KEYS:
             return self.set(_OLDER_KEYS[name], _read_older(name, value))
         self._refuse_slip(name, f"={value!r}")
@@ -245,7 +253,8 @@ class RunnerConfig(ClosedSection):
         axes = {name: value for name, value in self.parallel.axes.items() if value != 1}
         wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
         if wrong or list(axes.values()).count(-1) > 1:
-            raise ValueError(f"Expected parallel.axes to be >= 1, at most one of them -1. Received: {wrong or axes}.")
+            received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
+            raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
         if not self.ema.decay < 1:
             raise ValueError(f"Expected ema.decay to be a number < 1. Received: ema.decay={self.ema.decay!r}.")
         if self.gc.generation > 2:
@@ -378,7 +387,7 @@ class RunnerConfig(ClosedSection):
         """Return a configuration of this class from a file; from a stream, `method` names the format."""
         if isinstance(file, (str, os.PathLike)) and method is None:
             return cls.from_file(file)
-        return super().load(file, str(method), *args, **kwargs)
+        return super().load(file, method, *args, **kwargs)  # type: ignore[arg-type]
 
     def merge_from_file(self, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Merge the settings of a file into this configuration; keys that it does not name stay as they are."""
@@ -438,6 +447,11 @@ def _as_mapping(settings: Any) -> Mapping[Any, Any]:
             f"Expected a mapping or the path of a file. Received: {settings!r} ({type(settings).__name__})."
         )
     return settings
+
+
+def _read_precision(value: Any) -> Any:
+    name = str(value).removeprefix("torch.").lower()
+    return _PRECISIONS.get(name, value)
 
 
 def _read_older(name: str, value: Any) -> Any:

@@ -19,27 +19,17 @@ _FORMATS = (".yaml", ".yml", ".json", ".toml")
 
 
 class SettingsLoader(YamlLoader):
-    """A safe YAML loader that reads `1e-3`, `inf` and `nan` as numbers, as people write them.
+    """A safe YAML loader that reads `1e-3` as a number, as people write it.
 
     YAML 1.1 takes `1e-3` for a string, and a learning rate that is a string fails far from the file.
     """
 
 
-# Ahead of what the base loader resolves: its own list of resolvers is copied by `add_implicit_resolver`, not changed.
 SettingsLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^(?:[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+|[-+]?(?:inf|nan))$"),
-    list("-+0123456789.in"),
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
 )
-SettingsLoader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _to_float(loader, node))
-
-
-def _to_float(loader: Any, node: Any) -> float:
-    text = loader.construct_scalar(node)
-    if text.lower().lstrip("+-") in ("inf", "nan"):
-        return float(text)
-    number: float = loader.construct_yaml_float(node)
-    return number
 
 
 def read_settings(file: str | os.PathLike[str]) -> dict[str, Any]:

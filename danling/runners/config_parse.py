@@ -116,7 +116,7 @@ def assign(config: Section, name: str, words: list[str], *, strict: bool = False
         strict: Refuse a key that does not exist.
     """
     key = name if name in config else name.replace("-", "_")
-    owner, field_hint = _declared(config, key)
+    field_hint = _declared(config, key)
     existing = config.get(key, MISSING)
     if strict and existing is MISSING and field_hint is None:
         raise ValueError(
@@ -125,8 +125,6 @@ def assign(config: Section, name: str, words: list[str], *, strict: bool = False
     if isinstance(existing, Config):
         config.merge({key: _section_value(key, words, existing)})
         return
-    if isinstance(owner, ClosedSection) and not key.rpartition(".")[2]:
-        raise ValueError(f"Expected a key. Received: --{name}.")
     try:
         value = _read_undeclared(words, existing) if field_hint in (None, Any) else read(words, field_hint)
     except (TypeError, ValueError) as error:
@@ -135,8 +133,8 @@ def assign(config: Section, name: str, words: list[str], *, strict: bool = False
     config.set(key, value)
 
 
-def _declared(config: Section, key: str) -> tuple[Any, Any]:
-    """Return the section that owns a dotted key and the key's hint, `None` where nothing declares it."""
+def _declared(config: Section, key: str) -> Any:
+    """Return the hint of a dotted key, `None` where nothing declares it."""
     node: Any = config
     *path, leaf = key.split(".")
     for part in path:
@@ -145,10 +143,10 @@ def _declared(config: Section, key: str) -> tuple[Any, Any]:
         if child is None and isinstance(node, Section) and not isinstance(node, ClosedSection):
             child = node.section_type()()
         if not isinstance(child, Mapping):
-            return node, (Any if field is not None else None)
+            return Any if field is not None else None
         node = child
     field = fields_of(type(node)).get(leaf) if isinstance(node, Config) else None
-    return node, None if field is None else field.hint
+    return None if field is None else field.hint
 
 
 def _section_value(key: str, words: list[str], section: Config) -> Any:
@@ -206,6 +204,8 @@ def _read_word(word: str, members: tuple[Any, ...]) -> Any:
             return _READERS.get(get_origin(member) or member, _read_other)(word, member)
         except (TypeError, ValueError):
             continue
+    if any(get_origin(member) is Literal for member in members):
+        return word  # an alias, or a wrong choice that `validate` names together with the choices
     raise TypeError(" or ".join(describe(member) for member in members))
 
 

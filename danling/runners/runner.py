@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .base_runner import BaseRunner
 from .config import RunnerConfig
+
+_STACKS = {
+    "ddp": ("torch_runner", "TorchRunner"),
+    "parallel": ("parallel_runner", "ParallelRunner"),
+    "deepspeed": ("deepspeed_runner", "DeepSpeedRunner"),
+}
 
 
 class Runner(BaseRunner):
@@ -45,14 +53,8 @@ def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
 
 
 def _stack_class(stack: str) -> type[BaseRunner]:
-    if stack == "parallel":
-        from .parallel_runner import ParallelRunner
-
-        return ParallelRunner
-    if stack == "deepspeed":
-        from .deepspeed_runner import DeepSpeedRunner
-
-        return DeepSpeedRunner
-    from .torch_runner import TorchRunner
-
-    return TorchRunner
+    module, name = _STACKS[stack]
+    if find_spec(f"danling.runners.{module}") is None:
+        raise ValueError(f"Expected a stack that this version of danling has: ddp. Received: stack={stack!r}.")
+    found: type[BaseRunner] = getattr(import_module(f"danling.runners.{module}"), name)
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -93,6 +94,8 @@ class TorchComponents(BaseRunner):
         if not settings.enable:
             return
         options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
+        if self.distributed and settings.optimize_ddp is not None:
+            torch._dynamo.config.optimize_ddp = settings.optimize_ddp
         # In place: torch.compile(model) would put `_orig_mod.` before every name.
         self.model.compile(**{name: value for name, value in options.items() if value is not None})
 
@@ -258,16 +261,25 @@ class TorchComponents(BaseRunner):
     # Supervision
 
     def _open_supervision(self) -> None:
-        self.trackers: list[Tracker] = []
+        self.trackers: list[Tracker] | None = None
+        self.signals: SignalWatcher | None = None
+        self.init_heartbeat()
+        self.init_garbage_collection()
+        for source in self.sources.values():
+            self._closers.callback(source.close)
+
+    def open_trackers(self) -> None:
+        """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone."""
+        if self.trackers is not None:
+            return
+        self.trackers = []
         if self.is_main_process:
             self._track(JsonlTracker(self.workspace.jsonl_file, resume_step=self.state.train.global_step))
         self.init_tensorboard()
         self.init_wandb()
-        self.init_heartbeat()
-        self.init_garbage_collection()
-        self.signals: SignalWatcher | None = None
 
     def _track(self, tracker: Tracker) -> None:
+        assert self.trackers is not None
         self.trackers.append(tracker)
         self._closers.callback(tracker.close)
 

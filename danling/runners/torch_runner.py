@@ -67,6 +67,11 @@ class TorchRunner(TorchEvaluation):
         self._pending_check: tuple[int, Tensor] | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._deadline = math.inf
+        self._rates: list[float] = []
+        """Learning rates of the update that is logged next: those it was made with."""
+        self._log_every = 1024
+        self._save_asked = False
+        self._steps_scheduler = False
 
     # Train
 
@@ -97,7 +102,7 @@ class TorchRunner(TorchEvaluation):
         """Train epoch by epoch until `epochs` are completed. Call on all ranks."""
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
         state = self.state.train
-        if state.epoch >= (self.epochs or 0):
+        if state.epoch >= (self.epochs or 0) or self._gave_up():
             return self.results
         with self._session():
             while state.epoch < (self.epochs or 0) and not self._stop_for:
@@ -135,7 +140,7 @@ class TorchRunner(TorchEvaluation):
         """Train update by update until `steps` are committed, pass after pass over the data. Call on all ranks."""
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
         state = self.state.train
-        if state.global_step >= (self.steps or 0):
+        if state.global_step >= (self.steps or 0) or self._gave_up():
             return self.results
         with self._session():
             while state.global_step < (self.steps or 0) and not self._stop_for:
@@ -159,6 +164,9 @@ class TorchRunner(TorchEvaluation):
                     state.epoch += 1
         return self.results
 
+    def _gave_up(self) -> bool:
+        return self.scoreboard is not None and self.scoreboard.should_stop
+
     def _check_ready(self, train_splits: Any, evaluate_splits: Any) -> tuple[list[str], list[str]]:
         if self.epochs is None and self.steps is None:
             raise ValueError(
@@ -179,7 +187,10 @@ class TorchRunner(TorchEvaluation):
         self._stop_for = None
         self._parameters = None
         self.window.sum_reduced = self.sums_loss
+        limit = self.config.max_time_seconds()
+        self._deadline = time.monotonic() + limit if limit is not None else math.inf
         self.model.train()
+        self.open_trackers()
         self.init_signal_handlers()
         self._open_progress()
         try:
@@ -195,6 +206,8 @@ class TorchRunner(TorchEvaluation):
         train = self.state.train
         if self._saved_at != (train.global_step, train.epoch):
             self.save_checkpoint()
+        if self._stop_for is None and self.config.checkpoint.last_save_model_only:
+            self.export_model()
         self._write_results()
         if self._stop_for in _BY_SIGNAL:
             logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
@@ -387,6 +400,8 @@ class TorchRunner(TorchEvaluation):
         if outcome.committed:
             train.global_step += 1
             train.consecutive_skips = 0
+            if train.global_step % self._log_every == 0:
+                self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             if self.scheduler is not None and self._steps_scheduler:
                 self.scheduler.step()
             if self.ema is not None:
@@ -465,13 +480,13 @@ class TorchRunner(TorchEvaluation):
         values = {"train/loss": float(outcome.loss) / float(outcome.weight)}
         if outcome.grad_norm is not None:
             values["train/grad_norm"] = float(outcome.grad_norm)
-        for index, group in enumerate(self.optimizer.param_groups):
-            values["train/lr" if index == 0 else f"train/lr.{index}"] = float(group["lr"])
+        for index, rate in enumerate(self._rates):
+            values["train/lr" if index == 0 else f"train/lr.{index}"] = rate
         self._emit(values)
 
     def _emit(self, values: dict[str, float]) -> None:
         step = self.state.train.global_step
-        for tracker in self.trackers:
+        for tracker in self.trackers or ():
             tracker.log(values, step)
         if self.progress_bar is not None:
             self.progress_bar.show(step, values)

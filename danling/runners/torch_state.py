@@ -8,6 +8,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from danling.data import capture_random_state, derive_seed, restore_random_state, seed_streams
 from danling.optim.named_state import load_named_state_dict, named_state_dict
 from danling.utils.names import canonical_name
@@ -164,6 +166,16 @@ class TorchState(TorchComponents):
         )
         self._saved_at = (train.global_step, train.epoch)
 
+    def export_model(self) -> None:
+        """Write the weights, and the averaged ones, as `model`, cast to `checkpoint.export_dtype`. Call on all ranks."""
+        payload: dict[str, Any] = {"format_version": FORMAT_VERSION, "runner": self.config.plain()}
+        dtype = export_dtype(self.config.checkpoint.export_dtype)
+        payload["model"] = cast_floating(self.model_state_dict(), dtype)
+        if self.ema is not None:
+            payload["ema"] = {"weights": cast_floating(self.ema.weights, dtype), "num_updates": self.ema.num_updates}
+        train = self.state.train
+        self.checkpoint_manager.export_model(payload, epoch=train.epoch, global_step=train.global_step)
+
     @property
     def index(self) -> int:
         """The number results go under: completed epochs, or committed updates in step mode."""
@@ -199,7 +211,8 @@ class TorchState(TorchComponents):
         stored = payload.get("runner", {})
         if self.seed_was_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
-        differences = self.config.differences(stored)
+        before = int(payload.get("state", {}).get("elastic", {}).get("world_size", self.world_size))
+        differences = self.config.differences(stored, stored_replicas=before, replicas=self.world_size)
         if differences:
             listing = "\n  ".join(differences)
             raise CheckpointMismatch(
@@ -348,3 +361,17 @@ def _model_entries(entries: Any) -> list[str]:
     # Only weights are read for finetuning, so other exclusions would match nothing there.
     listed = [entries] if isinstance(entries, str) else list(entries or [])
     return [entry for entry in listed if entry.startswith("model.")]
+
+
+def export_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype that `checkpoint.export_dtype` names, `None` to keep what there is."""
+    if name is None:
+        return None
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    dtype: torch.dtype = getattr(torch, short.get(name.lower(), name.lower()))
+    return dtype
+
+
+def cast_floating(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Return the weights with the floating ones in `dtype`."""
+    return {name: w.to(dtype) if dtype is not None and w.is_floating_point() else w for name, w in weights.items()}

@@ -90,8 +90,12 @@ def criterion_weight(criterion: Any, target: Any, samples: int) -> float | Tenso
         return _class_weight(target, class_weight, ignore_index)
     if ignore_index is None:
         return float(target.numel())
-    counted = torch.count_nonzero(target != ignore_index)
-    return float(counted.item()) if counted.device.type == "cpu" else counted
+    if target.device.type != "cpu":
+        return torch.count_nonzero(target != ignore_index)
+    # Most batches ignore nothing, and the smallest target tells that in one pass.
+    if ignore_index < 0 and target.numel() and target.min().item() > ignore_index:
+        return float(target.numel())
+    return float(torch.count_nonzero(target != ignore_index).item())
 
 
 def _dense_weight(criterion: Any, target: Tensor) -> float:

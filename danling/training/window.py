@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from danling.distributed import Domain
+from danling.utils.protocols import ReductionDomain
 
 
 class Window:
@@ -23,7 +23,7 @@ class Window:
         device: Where losses live.
     """
 
-    def __init__(self, domain: Domain, device: torch.device) -> None:
+    def __init__(self, domain: ReductionDomain, device: torch.device) -> None:
         self.domain = domain
         self.on_host = device.type == "cpu"
         self.agreed_reference: float | None = None
