@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from danling.utils.suggest import did_you_mean
 
 from .loader import DataLoader
-from .workers import WorkerInit, end_with_process
+from .workers import WorkerInit, end_with_process, quiet_torchdata
 
 logger = logging.getLogger("danling")
 
@@ -118,7 +118,8 @@ def _build_sampled(dataset: Any, options: dict[str, Any], *, train: bool) -> Any
 
 def _build_stateful(dataset: Any, options: dict[str, Any]) -> Any:
     options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-    loader = StatefulDataLoader(dataset, **options)
+    with quiet_torchdata():
+        loader = StatefulDataLoader(dataset, **options)
     if loader.num_workers:
         end_with_process(loader)
     return loader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ class KeyedDataset(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self.quiet = draws_nothing(dataset)
+        self.reads_batches = reads_batches(dataset)
         self.seeds_batch = self.quiet and collates
         self._epoch = -1
         self._base = 0
@@ -50,15 +51,12 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """Return the items of a batch of keys of one epoch."""
-        read_all = batch_reader(self.dataset)
-        if self.quiet:
-            if self.seeds_batch:
+        if self.quiet or self.reads_batches:
+            if self.seeds_batch or not self.quiet:
                 self._seed(*keys[0])
             indices = [index for _, index in keys]
-            return read_all(indices) if read_all else [self.dataset[index] for index in indices]
-        if read_all:
-            self._seed(*keys[0])
-            return read_all([index for _, index in keys])
+            dataset = self.dataset
+            return dataset.__getitems__(indices) if self.reads_batches else [dataset[index] for index in indices]
         return [self[key] for key in keys]
 
     def _seed(self, epoch: int, index: int) -> None:
@@ -67,17 +65,16 @@ class KeyedDataset(Dataset[Any]):
         seed_host_streams(mix_seed(self._base, index))
 
 
-def batch_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return the dataset's way to read a batch at once, `None` if it reads item by item.
+def reads_batches(dataset: Any) -> bool:
+    """Return whether the dataset reads a batch at once, by `__getitems__`.
 
-    A `Subset` has one of its own that only loops: unless what it is a part of reads batches, its items are asked for
-    one by one, and so are seeded one by one.
+    A `Subset` has one that only loops: unless what it is a part of reads batches, its items are asked for, and seeded,
+    one by one.
     """
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    reader = getattr(dataset, "__getitems__", None) if getattr(inner, "__getitems__", None) else None
-    return reader if callable(reader) else None
+    return callable(getattr(inner, "__getitems__", None)) and callable(getattr(dataset, "__getitems__", None))
 
 
 def draws_nothing(dataset: Any) -> bool:

@@ -135,23 +135,29 @@ class LiveCursor(Cursor):
             )
 
     def _common_state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed, "world_size": self.world_size}
+        state = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
+        return {**state, "seed": self.seed, "world_size": self.world_size}
 
     def _load_common(self, state: Mapping[str, Any]) -> None:
         self._check_world_size(state)
         self.set_epoch(state["epoch"])
         self.consumed = state["consumed"]
+        self._exhausted = state["exhausted"]
         self.seed = state["seed"]
 
 
 class CountedCursor(LiveCursor):
-    """Position in a loader without a state: after a resume what was consumed is read again, and dropped."""
+    """Position in a loader without a state: after a resume what was consumed is read again, and dropped.
+
+    Reading again from the same seeds gives the same order, and the same random numbers in new workers.
+    """
 
     kind = "counted"
 
     def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._started = False
+        # As the pass found them; None before it has begun.
         self._generators: dict[str, Tensor] | None = None
 
     def _begin(self) -> Iterator[Any]:
@@ -185,19 +191,22 @@ class CountedCursor(LiveCursor):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
+        if epoch != self.epoch:
+            self._generators = None
         super().set_epoch(epoch)
-        self._generators = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches consumed, and the loader's own generators as the pass found them."""
-        generators = generator_states(self.loader) if self._generators is None else self._generators
-        return {**self._common_state(), "generators": generators}
+        """Return the number of batches consumed, and the loader's generators as the pass found them and as they are."""
+        current = generator_states(self.loader)
+        found = current if self._generators is None else self._generators
+        return {**self._common_state(), "generators": current, "generators_found": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; says once that what was consumed will be read again."""
         self._load_common(state)
-        self._generators = dict(state["generators"])
-        if self.consumed and self.rank == 0:
+        set_generator_states(self.loader, state["generators"])
+        self._generators = dict(state["generators_found"])
+        if self.consumed and not self._exhausted and self.rank == 0:
             logger.warning(
                 "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
                 "dropped. Let the library build it from a dataset, or give it state_dict and load_state_dict.",
@@ -209,7 +218,10 @@ class CountedCursor(LiveCursor):
 
 
 class StatefulCursor(LiveCursor):
-    """Position in a loader with a state of its own, such as a user's `StatefulDataLoader`."""
+    """Position in a loader with a state of its own, such as a user's `StatefulDataLoader`.
+
+    It comes back as exactly as that state is: torchdata's leaves out the random streams of its workers.
+    """
 
     kind = "stateful"
 
@@ -267,8 +279,7 @@ class StatefulCursor(LiveCursor):
             own = self.loader.state_dict() if self._touched else None
             generators = generator_states(self.loader)
         workers = getattr(self.loader, "num_workers", None)
-        state = {**self._common_state(), "exhausted": self._exhausted, "workers": workers}
-        return {**state, "loader": own, "generators": generators}
+        return {**self._common_state(), "workers": workers, "loader": own, "generators": generators}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position.
@@ -284,7 +295,6 @@ class StatefulCursor(LiveCursor):
                 "Restore the number, or let the library build the loader from a map-style dataset."
             )
         self._load_common(state)
-        self._exhausted = state["exhausted"]
         self._pending = {"loader": state["loader"], "generators": dict(state["generators"])}
         if self._pending["loader"] is None:
             set_generator_states(self.loader, self._pending["generators"])

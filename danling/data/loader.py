@@ -12,10 +12,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing
 from .sampler import KeySampler, PositionedBatchSampler
-from .workers import WorkerInit, end_with_process, shut_down_workers
+from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
 
-class DataLoader(StatefulDataLoader[Any]):
+class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     """A `StatefulDataLoader` that comes back exactly.
 
     Its state is (seed, epoch, consumed): what is read is a function of them, and neither of the number of workers, of
@@ -80,15 +80,16 @@ class DataLoader(StatefulDataLoader[Any]):
         self._collates = collate_fn is not None
         self._draws = self._collates or not draws_nothing(dataset)
         samplers = {"sampler": KeySampler(self.positions)} if batch_size is None else {"batch_sampler": self.positions}
-        super().__init__(
-            dataset,
-            batch_size=None if batch_size is None else 1,
-            **samplers,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            worker_init_fn=WorkerInit(worker_init_fn),
-            **settings,
-        )
+        with quiet_torchdata():
+            super().__init__(
+                dataset,
+                batch_size=None if batch_size is None else 1,
+                **samplers,
+                collate_fn=collate_fn,
+                num_workers=num_workers,
+                worker_init_fn=WorkerInit(worker_init_fn),
+                **settings,
+            )
         # torch forgets both when it is given a batch sampler, and refuses to have them set.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
         if num_workers:

@@ -12,9 +12,9 @@ from torch import Tensor
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """Return a batch with its tensors on `device`.
 
-    Tensors are found in mappings, lists, tuples and named tuples, at any depth; an object with a method `to` is asked to
-    move itself; anything else is returned as it is. For the CPU, where loaders put their batches, the batch itself is
-    returned.
+    Tensors are found in mappings, lists, tuples and named tuples, at any depth; an object with a method `to` is asked
+    to move itself; anything else is returned as it is. For the CPU, where loaders put their batches, the batch itself
+    is returned.
 
     Args:
         batch: The batch.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -53,22 +56,30 @@ def shut_down_workers(loader: Any) -> None:
             worker.kill()
 
 
-_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+_loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def end_with_process(loader: Any) -> None:
-    """Shut the workers of a loader down when the process ends.
+    """Shut the workers of a loader down when this process ends.
 
     `multiprocessing` terminates them by SIGTERM and waits: for workers that ignore it, it would wait for ever.
     """
     if not _loaders:
-        # Registered late, because exit handlers run in reverse order and this one must precede multiprocessing's and
-        # torch's.
+        # Exit handlers run in reverse order: registered late, this one precedes those of multiprocessing and torch.
         atexit.unregister(_shut_down_all)
         atexit.register(_shut_down_all)
-    _loaders.add(loader)
+    _loaders[loader] = os.getpid()
 
 
 def _shut_down_all() -> None:
-    for loader in list(_loaders):
-        shut_down_workers(loader)
+    for loader, owner in list(_loaders.items()):
+        if owner == os.getpid():  # a forked process has copies of loaders that are not its own
+            shut_down_workers(loader)
+
+
+@contextmanager
+def quiet_torchdata() -> Iterator[None]:
+    """Leave out a warning about a call inside torchdata that a user can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        yield

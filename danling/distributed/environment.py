@@ -98,9 +98,28 @@ def init_process_group(
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     dist.init_process_group(
-        backend, init_method=init_method, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+        backend, store=_next_store(launch, init_method), rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
     return True
+
+
+_rendezvous: tuple[str, dist.Store] | None = None
+_groups_made = 0
+
+
+def _next_store(launch: LaunchEnvironment, init_method: str | None) -> dist.Store:
+    """Return a store of its own for the next group of this process.
+
+    Groups that follow one another in a process use the same keys, and one that finds the addresses of the last hangs. So the
+    store of the first rendezvous is kept, and every group gets a prefix.
+    """
+    global _rendezvous, _groups_made
+    url = init_method or "env://"
+    if _rendezvous is None or _rendezvous[0] != url:
+        store, _, _ = next(iter(dist.rendezvous(url, launch.rank, launch.world_size)))
+        _rendezvous = (url, store)
+    _groups_made += 1
+    return dist.PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
 
 
 def destroy_process_group() -> None:

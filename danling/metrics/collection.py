@@ -2,56 +2,89 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from danling.utils.protocols import ReductionDomain
 
 from .meters import Meters
+from .states import can_merge, compute_metric
 
 
 class MetricSet:
     """Metrics of an evaluation, exact over a domain.
 
-    Accepts a callable `f(pred, target)` that returns a mean over the batch (0-dim), one value a sample (1-D), or `(sum, weight)`; an
-    object with `update`, `compute` and `reset`, such as those of torchmetrics; or a mapping of these by name.
+    A metric is a callable `f(pred, target)` that returns a mean over the batch (a number), one value a sample (1-D), or
+    `(sum, weight)`; or an object with `update(pred, target)`, `compute()` and `reset()`, such as those of torchmetrics. Over
+    several ranks an object must hold its data in torchmetrics states, or have `merge_state(other)`, which takes in another
+    object of its class.
 
     Args:
-        metrics: Metrics by name; a name of `""` stands for an object that names its own figures.
+        metrics: Metrics by name; a name of `""` stands for an object whose figures have names of their own.
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
+        for name, metric in metrics.items():
+            _check_kind(name, metric)
         self._functions = {name: metric for name, metric in metrics.items() if not hasattr(metric, "compute")}
         self._objects = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         self._meters = Meters()
+        self._has_seen = False
 
     @classmethod
-    def wrap(cls, metrics: Any) -> MetricSet:
-        """Return a `MetricSet` of whatever the user gave.
+    def wrap(
+        cls, metrics: Any, *, domain: ReductionDomain | None = None, device: torch.device | None = None
+    ) -> MetricSet:
+        """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name.
+
+        Args:
+            metrics: The user's.
+            domain: Ranks that figures will be computed over, where they are known already.
+            device: Where predictions will be; objects that can be moved go there.
 
         Raises:
-            ValueError: If it is none of the accepted kinds.
+            ValueError: If it is none of the accepted kinds, or cannot be computed over the domain.
         """
-        if metrics is None:
-            return cls({})
-        if hasattr(metrics, "compute"):
-            return cls({_name_of(metrics): metrics})
-        if isinstance(metrics, Mapping):
-            for name, metric in metrics.items():
-                _check(name, metric)
-            return cls(dict(metrics))
-        _check("metrics", metrics)
-        return cls({_name_of(metrics): metrics})
+        if isinstance(metrics, MetricSet):
+            wrapped = metrics
+        elif metrics is None:
+            wrapped = cls({})
+        elif isinstance(metrics, (Mapping, nn.ModuleDict)) and not hasattr(metrics, "compute"):
+            wrapped = cls(dict(metrics.items()))
+        else:
+            _check_kind("metrics", metrics)
+            wrapped = cls({_name_of(metrics): metrics})
+        wrapped.check(domain)
+        return wrapped.to(device) if device is not None else wrapped
 
     def __bool__(self) -> bool:
         return bool(self._functions or self._objects)
 
+    def check(self, domain: ReductionDomain | None) -> None:
+        """Raise a `ValueError` when a metric cannot be computed over the domain."""
+        for name, metric in self._objects.items():
+            if domain is not None and domain.size > 1 and not can_merge(metric):
+                raise ValueError(
+                    f"Expected metric {name or 'metrics'!r} to hold torchmetrics states or to have merge_state(other), so that it can "
+                    f"be computed over {domain.size} ranks. Received: {metric!r} ({type(metric).__name__}). Derive it from "
+                    "torchmetrics.Metric, add merge_state, or use a callable that returns (sum, weight)."
+                )
+
+    def to(self, device: torch.device) -> MetricSet:
+        """Move the objects that can be moved, and return this set."""
+        for name, metric in self._objects.items():
+            if isinstance(metric, nn.Module):
+                self._objects[name] = metric.to(device)
+        return self
+
     def reset(self) -> None:
         """Forget everything."""
         self._meters.reset()
+        self._has_seen = False
         for metric in self._objects.values():
             metric.reset()
 
@@ -61,10 +94,14 @@ class MetricSet:
         Args:
             pred: Prediction of the batch.
             target: Its target.
-            samples: Its number of real samples; a batch of none is left out.
+            samples: Its number of real samples, which a mean over the batch is weighted by; a batch of none is left out.
+
+        Raises:
+            ValueError: If a callable returns something else than `MetricSet` says.
         """
         if not samples:
             return
+        self._has_seen = True
         for name, function in self._functions.items():
             total, weight = _as_totals(name, function(pred, target), samples)
             self._meters.add_totals(name, total, weight)
@@ -72,15 +109,25 @@ class MetricSet:
             metric.update(pred, target)
 
     def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
-        """Return the figures over the domain, by name. Call on all its members."""
+        """Return the figures over the domain, by name, the same on all its members. Call on all of them.
+
+        A figure that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
+
+        Raises:
+            ValueError: If a metric cannot be computed over the domain, or is no number.
+        """
+        self.check(domain)
         result = self._meters.averages(domain)
         for name, metric in self._objects.items():
-            result.update(_named(name, _compute_object(name, metric, domain)))
+            value = compute_metric(metric, domain, seen=self._has_seen)
+            if value is not None:
+                result.update(_figures(name, value))
         return result
 
 
-def _check(name: str, metric: Any) -> None:
-    if not callable(metric) and not (hasattr(metric, "update") and hasattr(metric, "compute")):
+def _check_kind(name: str, metric: Any) -> None:
+    methods = all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
+    if inspect.isclass(metric) or not (methods or callable(metric)):
         raise ValueError(
             f"Expected metric {name!r} to be a callable (pred, target) or an object with update, compute and reset. Received: "
             f"{metric!r} ({type(metric).__name__})."
@@ -88,82 +135,52 @@ def _check(name: str, metric: Any) -> None:
 
 
 def _name_of(metric: Any) -> str:
-    if type(metric).__name__ == "MetricCollection":
+    if isinstance(metric, nn.ModuleDict):
         return ""
-    return getattr(metric, "name", None) or getattr(metric, "__name__", None) or type(metric).__name__.lower()
+    named = getattr(metric, "name", None) or getattr(metric, "__name__", None)
+    return named if isinstance(named, str) else type(metric).__name__.lower()
 
 
 def _as_totals(name: str, value: Any, samples: float) -> tuple[Any, Any]:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and len(value) == 2:
         return value
-    if isinstance(value, Tensor) and value.ndim == 1:
-        return value.double().sum(), float(value.numel())
-    if isinstance(value, Tensor) and value.ndim > 1:
-        raise ValueError(
-            f"Expected metric {name!r} to return a mean, one value a sample, or (sum, weight). Received: a tensor of shape "
-            f"{tuple(value.shape)}."
-        )
-    return value * samples, samples
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
+    if isinstance(value, Tensor) and value.ndim == 1 and value.numel() == samples:
+        return value.double().sum(), samples
+    if isinstance(value, Tensor) and value.ndim == 0:
+        # Before the product: a half-precision one would be rounded.
+        return value.detach().double() * samples, samples
+    if isinstance(value, (int, float)):
+        return value * samples, samples
+    shape = (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"{value!r} ({type(value).__name__})"
+    )
+    raise ValueError(
+        f"Expected metric {name!r} to return a mean, one value for each of {samples:g} samples, or (sum, weight). Received: {shape}. "
+        "Return (values.sum(), values.numel()) for values of something else than samples."
+    )
 
 
-def _named(name: str, value: Any) -> dict[str, float]:
+def _figures(name: str, value: Any) -> dict[str, float]:
+    return {".".join(part for part in path if part): figure for path, figure in _flat((name,), value)}
+
+
+def _flat(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
     if isinstance(value, Mapping):
-        prefix = f"{name}." if name and name != "metriccollection" else ""
-        return {f"{prefix}{key}": float(item) for key, item in value.items()}
-    if value is None:
-        return {}
-    if isinstance(value, Tensor) and value.ndim == 1 and value.numel() > 1:
-        return {f"{name}.{i}": float(item) for i, item in enumerate(value)}
-    return {name: float(value)}
-
-
-def _compute_object(name: str, metric: Any, domain: ReductionDomain | None) -> Any:
-    """Compute a metric object over the domain by merging the states of all members on every one of them.
-
-    The object's own synchronisation is left out: it hangs or fails where a rank has seen nothing.
-    """
-    parts = list(metric.values()) if type(metric).__name__ == "MetricCollection" else [metric]
-    if domain is None or domain.size == 1:
-        return _compute_alone(metric) if any(_has_seen(part) for part in parts) else None
-    if type(metric).__name__ == "MetricCollection":
-        merged = {key: _merge(key, part, domain) for key, part in metric.items(keep_base=True, copy_state=True)}
-        seen = {key: part for key, part in merged.items() if part is not None}
-        result: dict[str, Any] = {}
-        for key, part in seen.items():
-            value = _compute_alone(part)
-            result.update(value if isinstance(value, Mapping) else {metric._set_name(key): value})
-        return result
-    part = _merge(name, metric, domain)
-    return None if part is None else _compute_alone(part)
-
-
-def _has_seen(metric: Any) -> bool:
-    return bool(getattr(metric, "_update_count", 1))
-
-
-def _compute_alone(metric: Any) -> Any:
-    if hasattr(metric, "sync_on_compute"):
-        before, metric.sync_on_compute = metric.sync_on_compute, False
-        try:
-            return metric.compute()
-        finally:
-            metric.sync_on_compute = before
-    return metric.compute()
-
-
-def _merge(name: str, metric: Any, domain: ReductionDomain) -> Any:
-    if not hasattr(metric, "merge_state"):
+        for key, item in value.items():
+            yield from _flat((*path, str(key)), item)
+    elif isinstance(value, Tensor) and value.numel() > 1:
+        for i, item in enumerate(value.tolist() if value.ndim == 1 else value):
+            yield from _flat((*path, str(i)), item)
+    elif hasattr(value, "__float__"):
+        yield path, float(value)
+    else:
         raise ValueError(
-            f"Expected metric {name!r} to have merge_state, so that it can be computed over {domain.size} ranks. Received: "
-            f"{type(metric).__name__}. Use a torchmetrics object, or a callable that returns (sum, weight)."
+            f"Expected metric {'.'.join(path)!r} to compute numbers. Received: {type(value).__name__}. Compute curves and the like in "
+            "an overridden `summarize`."
         )
-    mine = metric.clone() if hasattr(metric, "clone") else copy.deepcopy(metric)
-    if hasattr(mine, "to"):
-        mine = mine.to("cpu")
-    gathered = [member for member in domain.gather_objects(mine if _has_seen(mine) else None) if member is not None]
-    if not gathered:
-        return None
-    merged = gathered[0]
-    for other in gathered[1:]:
-        merged.merge_state(other)
-    return merged

@@ -1,35 +1,71 @@
-"""Common figures as `(sum, weight)`, so that they stay exact over batches and ranks."""
+"""Common figures as `(sum, weight)`, so that they stay exact over batches and ranks.
+
+What is no mean follows from one: the perplexity of a language model is `math.exp(result["loss"])`, the root mean squared error
+`math.sqrt(result["mse"])`; compute them in an overridden `summarize`.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def accuracy(pred: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def accuracy(
+    pred: Tensor, target: Tensor, ignore_index: int = -100, *, dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return `(number correct, number counted)` of a classification.
 
     Args:
-        pred: Scores of shape (N, C) or (N, ..., C) for targets of shape (N, ...), or (N, C, ...) as cross entropy takes them.
+        pred: Class scores of shape (N, C), (N, ..., C) or (N, C, ...) for targets of shape (N, ...), or classes of its shape.
         target: Class indices.
         ignore_index: Targets that do not count.
+        dim: Dimension of the classes; needed only where both the second and the last one fit.
+
+    Returns:
+        Two 0-dim integer tensors on the device of `pred`.
+
+    Raises:
+        ValueError: If the shapes do not fit, or fit in two ways.
     """
-    if pred.ndim == target.ndim + 1:
-        last = pred.shape[:-1] == target.shape
-        pred = pred.argmax(-1 if last else 1)
+    if pred.shape != target.shape:
+        pred = pred.argmax(_class_dim(pred, target) if dim is None else dim)
+    elif pred.is_floating_point():
+        raise ValueError(
+            f"Expected class scores with one dimension more than the target, or predicted classes. Received: floating pred of shape "
+            f"{tuple(pred.shape)}. For two classes and one score, pass (pred > threshold).long()."
+        )
     counted = target != ignore_index
     return ((pred == target) & counted).sum(), counted.sum()
 
 
-def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5) -> tuple[Tensor, float]:
-    """Return `(number of targets among the k best scores, number of targets)`.
+def _class_dim(pred: Tensor, target: Tensor) -> int:
+    fitting = [
+        d for d in sorted({1, pred.ndim - 1}) if pred.ndim == target.ndim + 1 and _without(pred, d) == target.shape
+    ]
+    if len(fitting) != 1 or pred.shape[fitting[0]] < 2:
+        ways = "in two ways; pass dim" if len(fitting) > 1 else "in no way, or one class only"
+        raise ValueError(
+            f"Expected scores of several classes, (N, C, ...) or (N, ..., C), for a target (N, ...). Received: pred of shape "
+            f"{tuple(pred.shape)} and target of shape {tuple(target.shape)}, which fit {ways}."
+        )
+    return fitting[0]
+
+
+def _without(pred: Tensor, dim: int) -> tuple[int, ...]:
+    return tuple(size for i, size in enumerate(pred.shape) if i != dim)
+
+
+def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Return `(number of targets among the k best scores, number counted)`.
 
     Args:
-        pred: Scores of shape (N, C).
-        target: Class indices of shape (N,).
-        k: How many scores count.
+        pred: Class scores of shape (..., C).
+        target: Class indices of shape (...).
+        k: How many scores count; all of them where there are fewer.
+        ignore_index: Targets that do not count.
     """
     best = pred.topk(min(k, pred.shape[-1]), dim=-1).indices
-    return (best == target.unsqueeze(-1)).any(-1).sum(), float(target.numel())
+    counted = target != ignore_index
+    return ((best == target.unsqueeze(-1)).any(-1) & counted).sum(), counted.sum()
 
 
 def mean_squared_error(pred: Tensor, target: Tensor) -> tuple[Tensor, float]:

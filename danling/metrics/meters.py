@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,51 +47,75 @@ class Meters:
     def __getitem__(self, name: str) -> Meter:
         return self._meters[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._meters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._meters)
+
     def __len__(self) -> int:
         return len(self._meters)
 
     def update(self, values: Mapping[str, float | Tensor], weight: float | Tensor = 1.0) -> None:
-        """Take in means over `weight`.
+        """Take in means over `weight`. Values on an accelerator are not waited for.
 
         Args:
-            values: Means by name, 0-dim.
+            values: Means by name, 0-dim. The mean of nothing, a NaN of weight 0, leaves no trace.
             weight: What they are means over.
+
+        Raises:
+            ValueError: If a value is not a single number.
         """
+        if isinstance(weight, Tensor):
+            weight = _number(weight)
         for name, value in values.items():
             if isinstance(value, Tensor):
-                value = value.item() if value.device.type == "cpu" else value.detach().double()
-            self.add_totals(name, value * weight, weight)
+                value = _number(value)
+            self._add(name, value * weight, weight)
 
     def add_totals(self, name: str, sum: float | Tensor, weight: float | Tensor) -> None:
-        """Take in a sum and its weight."""
+        """Take in a sum and its weight, both 0-dim; a sum of weight 0 leaves no trace.
+
+        Raises:
+            ValueError: If one of them is not a single number.
+        """
         if isinstance(sum, Tensor):
-            sum = sum.item() if sum.device.type == "cpu" else sum.detach().double()
-        if isinstance(weight, Tensor) and weight.device.type == "cpu":
-            weight = weight.item()
+            sum = _number(sum)
+        if isinstance(weight, Tensor):
+            weight = _number(weight)
+        self._add(name, sum, weight)
+
+    def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            total = torch.where(weight != 0, torch.as_tensor(total, dtype=torch.float64, device=weight.device), 0.0)
+        elif not weight:
+            return
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters[name] = Meter()
-        meter.sum = meter.sum + sum
+        # Not in place: what was made in inference mode may not be changed outside of it.
+        meter.sum = meter.sum + total
         meter.weight = meter.weight + weight
 
     def totals(self, domain: ReductionDomain | None = None) -> dict[str, tuple[float, float]]:
-        """Return `(sum, weight)` by name over the domain. Call on all its members.
+        """Return `(sum, weight)` by name over the domain; the local sums stay as they are. Call on all its members.
 
         Every member takes part in the same two collectives, whichever names it has seen.
 
         Args:
             domain: Ranks to sum over; `None` is this one alone.
         """
-        if domain is None or domain.size == 1:
-            return {name: (float(self._meters[name].sum), float(self._meters[name].weight)) for name in sorted(self._meters)}
-        names = sorted({name for members in domain.gather_objects(list(self._meters)) for name in members})
+        names = sorted(self._meters)
+        shared = domain is not None and domain.size > 1
+        if domain is not None and shared:
+            names = sorted({name for members in domain.gather_objects(names) for name in members})
         if not names:
             return {}
-        mine = [self._meters.get(name, Meter()) for name in names]
-        sums = [float(meter.sum) for meter in mine]
-        weights = [float(meter.weight) for meter in mine]
-        summed = domain.all_reduce(torch.tensor([sums, weights], dtype=torch.float64)).tolist()
-        return {name: (summed[0][i], summed[1][i]) for i, name in enumerate(names)}
+        mine = [self._meters.get(name) or Meter() for name in names]
+        figures = _read([*(meter.sum for meter in mine), *(meter.weight for meter in mine)])
+        if domain is not None and shared:
+            figures = domain.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
+        return dict(zip(names, zip(figures, figures[len(names) :])))
 
     def averages(self, domain: ReductionDomain | None = None) -> dict[str, float]:
         """Return the weighted means over the domain. Call on all its members.
@@ -104,10 +128,35 @@ class Meters:
         """Forget everything."""
         self._meters.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return `[sum, weight]` by name."""
-        return {name: [float(meter.sum), float(meter.weight)] for name, meter in self._meters.items()}
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return `[sum, weight]` by name, as floats."""
+        return {name: list(totals) for name, totals in self.totals().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._meters = {name: Meter(*values) for name, values in state.items()}
+
+
+def _number(value: Tensor) -> float | Tensor:
+    """Return a 0-dim value as a float, or on an accelerator as a float64 tensor that is not waited for."""
+    if value.is_cpu:
+        try:
+            return value.item()
+        except RuntimeError as error:
+            raise _not_a_number(value) from error
+    if value.numel() != 1:
+        raise _not_a_number(value)
+    return value.detach().reshape(()).double()
+
+
+def _not_a_number(value: Tensor) -> ValueError:
+    return ValueError(
+        f"Expected a single number for a meter. Received: a tensor of shape {tuple(value.shape)}. Reduce it, such as by .mean()."
+    )
+
+
+def _read(figures: Sequence[float | Tensor]) -> list[float]:
+    """Return numbers and 0-dim tensors as floats, waiting for a device once."""
+    waiting = [figure for figure in figures if isinstance(figure, Tensor)]
+    read = iter(torch.stack(waiting).tolist() if waiting else [])
+    return [next(read) if isinstance(figure, Tensor) else float(figure) for figure in figures]

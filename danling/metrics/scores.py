@@ -4,18 +4,55 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 logger = logging.getLogger("danling")
 
-_FALLING = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bits", "wer", "cer", "fid", "distance")
+# The first kind may end a longer word, as in "crossentropyloss"; the second would be found in "answer" and "cancer".
+_FALLING_ENDINGS = (
+    "loss",
+    "losses",
+    "error",
+    "errors",
+    "perplexity",
+    "perplexities",
+    "entropy",
+    "distance",
+    "divergence",
+)
+_FALLING_WORDS = frozenset(
+    {
+        "ppl",
+        "mse",
+        "mae",
+        "rmse",
+        "rmsle",
+        "mape",
+        "smape",
+        "nll",
+        "bpb",
+        "bpc",
+        "bits",
+        "wer",
+        "cer",
+        "ter",
+        "eer",
+        "fid",
+        "kl",
+    }
+    | {"brier", "ece", "lpips"}
+)
+_RISING_ENDINGS = ("accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "bleu", "iou")
 
 
 def infer_mode(name: str) -> str:
     """Return `"min"` for losses, errors and perplexities, `"max"` for anything else."""
-    words = name.lower().replace(".", "_").replace("-", "_").split("_")
-    return "min" if any(word.endswith(_FALLING) for word in words) else "max"
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    if words[-1].endswith(_RISING_ENDINGS):
+        return "max"
+    return "min" if any(word in _FALLING_WORDS or word.endswith(_FALLING_ENDINGS) for word in words) else "max"
 
 
 class ScoreBoard:
@@ -26,7 +63,16 @@ class ScoreBoard:
         split: Split it is taken from.
         mode: `"min"`, `"max"`, or `None` to infer it from the name.
         patience: Evaluations without a better score after which to stop.
-        min_delta: A score is better from this difference on.
+        min_delta: A score is better when it differs by more than this.
+
+    Attributes:
+        scores: Scores by index, in the order of the evaluations.
+        best_index: Index of the best score, `None` before there is one.
+        best_score: The best score, `None` before there is one. NaN is never the best.
+        bad_evaluations: Evaluations since the best one.
+
+    Raises:
+        ValueError: If the mode is unknown.
     """
 
     def __init__(
@@ -35,6 +81,8 @@ class ScoreBoard:
         self.name = name
         self.split = split
         self.mode = mode.lower() if mode else infer_mode(name)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Expected score_mode to be 'min', 'max' or None. Received: score_mode={mode!r}.")
         self.patience = patience
         self.min_delta = min_delta
         self.scores: dict[int, float] = {}
@@ -56,7 +104,7 @@ class ScoreBoard:
         """Take in an evaluation.
 
         Args:
-            index: Completed epoch or global step.
+            index: Completed epoch or global step. One that was recorded before is replaced, and counts once.
             result: Figures by split.
 
         Returns:
@@ -73,13 +121,15 @@ class ScoreBoard:
                 "score_split and score_name to one of them."
             )
         if not self.scores:
-            logger.info("Best means the %s of %s.%s.", "lowest" if self.mode == "min" else "highest", self.split, self.name)
+            logger.info(
+                "Best means the %s of %s.%s.", "lowest" if self.mode == "min" else "highest", self.split, self.name
+            )
         score = float(figures[self.name])
-        self.scores.pop(index, None)
+        again = self.scores.pop(index, None) is not None
         self.scores[index] = score
         if not self._is_better(score):
-            self.bad_evaluations += 1
-            return False
+            self.bad_evaluations += not again
+            return index == self.best_index and score == self.best_score
         self.best_index, self.best_score, self.bad_evaluations = index, score, 0
         return True
 

@@ -5,5 +5,16 @@ from __future__ import annotations
 from .optimizers import OPTIMIZERS
 from .param_groups import build_param_groups
 from .schedulers import SCHEDULERS, needs_metric
+from .warmup import ConstantSchedule, CosineSchedule, LinearSchedule, WarmupScheduler, WSDSchedule
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "build_param_groups", "needs_metric"]
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULERS",
+    "ConstantSchedule",
+    "CosineSchedule",
+    "LinearSchedule",
+    "WSDSchedule",
+    "WarmupScheduler",
+    "build_param_groups",
+    "needs_metric",
+]

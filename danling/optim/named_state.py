@@ -33,7 +33,11 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
     """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied."""
     names = parameter_names(optimizer, named_parameters)
     plain = optimizer.state_dict()
-    flat = {index: name for group, labels in zip(plain["param_groups"], names) for index, name in zip(group["params"], labels)}
+    flat = {
+        index: name
+        for group, labels in zip(plain["param_groups"], names)
+        for index, name in zip(group["params"], labels)
+    }
     return {
         "state": {flat[index]: dict(state) for index, state in plain["state"].items()},
         "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
@@ -53,7 +57,9 @@ def load_named_state_dict(
     stored = [list(group["params"]) for group in state["param_groups"]]
     _check_groups(names, stored)
     plain = optimizer.state_dict()
-    index_of = {name: i for group, labels in zip(plain["param_groups"], names) for i, name in zip(group["params"], labels)}
+    index_of = {
+        name: i for group, labels in zip(plain["param_groups"], names) for i, name in zip(group["params"], labels)
+    }
     groups = []
     for group, labels in zip(plain["param_groups"], names):
         match = next(entry for entry in state["param_groups"] if set(entry["params"]) == set(labels))

@@ -22,13 +22,14 @@ def build_param_groups(
     """Return one optimizer group for every entry, and one for what no entry matches.
 
     A parameter belongs to the first entry whose `pattern` is found in its name (`re.search`). Parameters that do not require a
-    gradient are left out.
+    gradient are left out, but a pattern that matches one of them has matched: hand in all parameters.
 
     Args:
         named_parameters: Names and parameters in model order.
         lr: Base rate, which `lr_multiplier` multiplies.
         weight_decay: Base decay, which `weight_decay_multiplier` multiplies.
-        groups: Entries with `pattern` and any of `options`, `lr_multiplier`, `weight_decay_multiplier`, `beta1`, `beta2`.
+        groups: Entries with `pattern` and any of `options`, `lr_multiplier`, `weight_decay_multiplier`, `beta1`, `beta2`. A
+            multiplier multiplies the entry's own option where `options` has it.
         betas: Base betas, of which `beta1` and `beta2` replace one.
 
     Raises:
@@ -36,26 +37,26 @@ def build_param_groups(
     """
     entries = [_checked(entry) for entry in groups]
     matched: list[list[nn.Parameter]] = [[] for _ in entries]
-    seen = [False] * len(entries)
-    rest = []
-    names = []
+    unmatched = set(range(len(entries)))
+    rest: list[nn.Parameter] = []
+    names: list[str] = []
     for name, parameter in named_parameters:
         names.append(name)
         index = next((i for i, entry in enumerate(entries) if re.search(entry["pattern"], name)), None)
-        if index is not None:
-            seen[index] = True
+        unmatched.discard(-1 if index is None else index)
         if parameter.requires_grad:
             (rest if index is None else matched[index]).append(parameter)
-    for entry, found in zip(entries, seen):
-        if not found:
-            raise ValueError(
-                f"Expected the pattern of an optim.param_groups entry to match a parameter that no earlier entry takes. Received: "
-                f"pattern={entry['pattern']!r}; the parameters begin with {names[:5]}."
-            )
-    built = [
-        {"params": params, **_options(entry, lr, weight_decay, betas)} for entry, params in zip(entries, matched) if params
-    ]
-    return [*([{"params": rest}] if rest else []), *built]
+    _check_all_matched([entries[i]["pattern"] for i in sorted(unmatched)], names)
+    built = [{"params": params, **_options(entry, lr, weight_decay, betas)} for entry, params in zip(entries, matched)]
+    return [group for group in ({"params": rest}, *built) if group["params"]]
+
+
+def _check_all_matched(unmatched: Sequence[str], names: Sequence[str]) -> None:
+    if unmatched:
+        raise ValueError(
+            f"Expected the pattern of an optim.param_groups entry to match a parameter that no earlier entry takes. Received: "
+            f"pattern={unmatched[0]!r}; the parameters begin with {list(names[:5])}."
+        )
 
 
 def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,14 +76,18 @@ def _options(
     entry: Mapping[str, Any], lr: float | None, weight_decay: float | None, betas: Sequence[float] | None
 ) -> dict[str, Any]:
     options = dict(entry.get("options") or {})
-    for name, base in (("lr", lr), ("weight_decay", weight_decay)):
+    for name, setting in (("lr", lr), ("weight_decay", weight_decay)):
         multiplier = entry.get(f"{name}_multiplier")
         if multiplier is None:
             continue
+        base = options.get(name, setting)
         if base is None:
-            raise ValueError(f"Expected optim.{name} to be set where {name}_multiplier is used. Received: optim.{name}=None.")
+            raise ValueError(
+                f"Expected optim.{name} to be set where {name}_multiplier is used. Received: optim.{name}=None."
+            )
         options[name] = base * multiplier
-    if "beta1" in entry or "beta2" in entry:
-        first, second = betas or (0.9, 0.999)
-        options["betas"] = (entry.get("beta1", first), entry.get("beta2", second))
+    beta1, beta2 = entry.get("beta1"), entry.get("beta2")
+    if beta1 is not None or beta2 is not None:
+        first, second = options.get("betas", betas) or (0.9, 0.999)
+        options["betas"] = (first if beta1 is None else beta1, second if beta2 is None else beta2)
     return options

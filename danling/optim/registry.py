@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from danling.utils.suggest import did_you_mean
 
 T = TypeVar("T", bound=Callable[..., Any])
+
+# The library passes these itself.
+_PASSED = ("params", "optimizer")
 
 
 class Registry:
@@ -19,7 +22,7 @@ class Registry:
         known: Builders by name.
     """
 
-    def __init__(self, kind: str, known: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, kind: str, known: Mapping[str, Callable[..., Any]]) -> None:
         self.kind = kind
         self._builders = {_key(name): builder for name, builder in known.items()}
         self._names = {_key(name): name for name in known}
@@ -32,7 +35,12 @@ class Registry:
         return sorted(self._names.values())
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that makes a class or function known under `name`."""
+        """Return a decorator that makes a class or function known under `name`; a name that is known is taken over.
+
+        Example:
+            >>> @OPTIMIZERS.register("lion")  # doctest: +SKIP
+            ... class Lion(torch.optim.Optimizer): ...
+        """
 
         def add(builder: T) -> T:
             self._builders[_key(name)] = builder
@@ -41,13 +49,13 @@ class Registry:
 
         return add
 
-    def lookup(self, name: str) -> Callable[..., Any]:
+    def lookup(self, name: str | None) -> Callable[..., Any]:
         """Return the builder called `name`.
 
         Raises:
             ValueError: If there is none; the message lists the known names.
         """
-        if not isinstance(name, str) or _key(name) not in self._builders:
+        if not isinstance(name, str) or name not in self:
             names = self.names()
             raise ValueError(
                 f"Expected {self.kind} type to be one of {', '.join(names)}. Received: type={name!r}."
@@ -55,23 +63,54 @@ class Registry:
             )
         return self._builders[_key(name)]
 
-    def accepts(self, name: str, option: str) -> bool:
-        """Whether the builder called `name` takes `option`."""
-        return option in inspect.signature(self.lookup(name)).parameters
-
-    def check_options(self, name: str, options: Iterable[str]) -> None:
-        """Raise a `ValueError` that lists the valid options when one of `options` is not among them."""
-        parameters = inspect.signature(self.lookup(name)).parameters
+    def options(self, name: str | None) -> list[str] | None:
+        """Return the options that the builder called `name` takes; `None` when it takes any."""
+        parameters = _parameters(self.lookup(name))
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return
-        valid = [option for option in parameters if option not in ("params", "optimizer", "self")]
-        for option in options:
-            if option not in valid:
+            return None
+        return [option for option in parameters if option not in _PASSED]
+
+    def accepts(self, name: str | None, option: str) -> bool:
+        """Whether the builder called `name` takes `option` by that very name."""
+        return option in _parameters(self.lookup(name))
+
+    def check_options(self, name: str | None, options: Iterable[str]) -> None:
+        """Check the names of options before anything is built.
+
+        Raises:
+            ValueError: If one is unknown, or one without a default is missing; the message lists the valid ones.
+        """
+        given = list(options)
+        valid = self.options(name)
+        for option in given:
+            if valid is not None and option not in valid:
                 raise ValueError(
                     f"Expected options of {self.kind} {name!r} out of {', '.join(valid)}. Received: {option!r}."
                     f"{did_you_mean(option, valid)}"
                 )
+        missing = [option for option in _required(self.lookup(name)) if option not in given]
+        if missing:
+            raise ValueError(
+                f"Expected {self.kind} {name!r} to be given {', '.join(missing)}, which it has no default for. "
+                f"Received: {', '.join(given) or 'no options'}."
+            )
 
 
 def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
+
+
+def _parameters(builder: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(builder).parameters
+
+
+def _required(builder: Callable[..., Any]) -> list[str]:
+    parameters = _parameters(builder)
+    # A registered function may call its first argument what it likes.
+    passed = [name for name in parameters if name in _PASSED] or list(parameters)[:1]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic and name not in passed
+    ]

@@ -24,7 +24,16 @@ from danling.distributed import (
     select_device,
 )
 from danling.metrics import Meters, ScoreBoard
-from danling.workspace import CodeIdentity, Progress, Workspace, close_run_log, make_timestamp, open_run_log, run_id
+from danling.workspace import (
+    CodeIdentity,
+    Printer,
+    Progress,
+    Workspace,
+    close_run_log,
+    make_timestamp,
+    open_run_log,
+    run_id,
+)
 
 from .config import RunnerConfig
 from .meta import MetaRunner
@@ -89,6 +98,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.checkpoint_manager: Any = None
         self.scoreboard: ScoreBoard | None = None
         self.init_distributed()
+        self._printer = Printer(self.is_main_process)
         self._name_run()
         self.set_seed()
         self.set_deterministic()
@@ -183,7 +193,9 @@ class BaseRunner(metaclass=MetaRunner):
             log_file=config.get("log_file", None),
         )
         self.workspace.create()
-        handler = open_run_log(self.workspace.log_file if config.log else None, is_main=self.is_main_process)
+        handler = open_run_log(
+            self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
+        )
         self._closers.callback(close_run_log, handler)
 
     def init_checkpoint_manager(self) -> None:
@@ -417,11 +429,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def print(self, *values: Any, **kwargs: Any) -> None:
         """Print on the main process only; the builtin is left alone."""
-        if self.is_main_process:
-            if self.progress_bar is not None:
-                self.progress_bar.print(*values, **kwargs)
-            else:
-                print(*values, **kwargs)
+        self._printer(*values, **kwargs)
 
     def unwrap(self, model: Any) -> Any:
         """Return the user's module out of the wrapper of a stack."""

@@ -46,7 +46,7 @@ class TorchComponents(BaseRunner):
         self._build_if_absent()
         self._open_sources()
         self._choose_score()
-        self.metric_set = MetricSet.wrap(self.metrics)
+        self.metric_set = MetricSet.wrap(self.metrics, domain=self.data_domain, device=self.device)
         super().__post_init__()
         self.init_checkpoint_manager()
         self.init_fault_tolerance()
@@ -127,13 +127,11 @@ class TorchComponents(BaseRunner):
         """Return the optimizer of `config.optim` over the parameters that require a gradient."""
         settings = dict(self.config.optim.items())
         groups = settings.pop("param_groups", None)
-        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         if groups:
-            params: Any = build_param_groups(
-                named, lr=settings.get("lr"), weight_decay=settings.get("weight_decay"), groups=groups
-            )
+            bases = {name: settings.get(name) for name in ("lr", "weight_decay", "betas")}
+            params: Any = build_param_groups(self.named_parameters(), groups=groups, **bases)
         else:
-            params = [parameter for _, parameter in named]
+            params = [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
         return OPTIMIZERS.build(params=params, **settings)
 
     def build_scheduler(self) -> Any:
@@ -302,7 +300,7 @@ class TorchComponents(BaseRunner):
                 name=settings.name or self.id,
                 job_type=settings.job_type,
                 tags=settings.tags,
-                dir=settings.dir or self.workspace.wandb_dir,
+                dir=settings.dir or self.workspace.dir,
                 mode=settings.mode,
                 run_id=self.id,
                 config=self.config.plain(),

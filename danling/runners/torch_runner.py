@@ -9,38 +9,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from danling.data import Batch, BatchSource
-from danling.distributed import Verdict, agree
-from danling.metrics import Meters
+from danling.distributed import agree
 from danling.optim import needs_metric
-from danling.supervision import EXIT_CODES
-from danling.training import (
-    NonFiniteError,
-    UpdateOutcome,
-    call_model,
-    clip_by_norm,
-    gradients_of,
-    nonfinite_parameters,
-    scale_gradients,
-    unpack_batch,
-)
+from danling.supervision import EXIT_CODES, Profiler, Telemetry
+from danling.training import UpdateOutcome
 from danling.workspace import Progress, format_scores
 
 from .base_runner import Results
 from .config import RunnerConfig
-from .torch_evaluation import TorchEvaluation
+from .torch_update import TorchUpdate
 
 logger = logging.getLogger("danling")
 
-_NOTHING: frozenset[str] = frozenset()
+_SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second")
 _PRECEDENCE = ("terminate", "interrupt", "user_signal", "stop")
 _BY_SIGNAL = ("terminate", "interrupt", "user_signal")
 
 
-class TorchRunner(TorchEvaluation):
+class TorchRunner(TorchUpdate):
     """Trains on one process, or on several with DistributedDataParallel.
 
     Subclass it, set `model`, `criterion`, `datasets` (and, if you like, `optimizer`, `scheduler`, `dataloaders`) in `__init__` after
@@ -58,20 +45,13 @@ class TorchRunner(TorchEvaluation):
 
     def __init__(self, config: RunnerConfig | dict[str, Any] | None = None) -> None:
         super().__init__(config)
-        self.losses = Meters()
-        """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
         self.open_result: dict[str, dict[str, float]] = {}
         """Figures of the epoch that is not finished yet."""
-        self._asked: set[str] = set()
         self._stop_for: str | None = None
-        self._pending_check: tuple[int, Tensor] | None = None
-        self._parameters: list[nn.Parameter] | None = None
         self._deadline = math.inf
-        self._rates: list[float] = []
-        """Learning rates of the update that is logged next: those it was made with."""
-        self._log_every = 1024
         self._save_asked = False
-        self._steps_scheduler = False
+        self._profiler: Profiler | None = None
+        self.telemetry: Telemetry | None = None
 
     # Train
 
@@ -221,9 +201,14 @@ class TorchRunner(TorchEvaluation):
         source = self.sources[split]
         batches = source.batches()
         accum_steps = self.accum_steps
+        telemetry = self.telemetry
+        assert telemetry is not None
+        clock = telemetry.clock
         found = source.consumed > 0
         while True:
+            asked_at = clock()
             batch = next(batches, None)
+            telemetry.loaded(asked_at, clock())
             if not self._all_have(source, batch):
                 break
             found = True
@@ -236,6 +221,7 @@ class TorchRunner(TorchEvaluation):
                 batch = upcoming
             outcome = self.step()
             source.commit(consumed)
+            telemetry.stepped(1.0, committed=outcome.committed)
             yield outcome
         if not found:
             raise ValueError(
@@ -258,172 +244,6 @@ class TorchRunner(TorchEvaluation):
         self.train_step(data)
         self.state.train.micro_step += 1
 
-    def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
-
-        Override it for a loop of your own; call `self.backward(loss)` with the mean-reduced loss of the batch.
-
-        Args:
-            data: The batch, on the device.
-
-        Returns:
-            The prediction and the loss.
-        """
-        inputs, target = unpack_batch(data)
-        with self.train_context():
-            with self.forward_context():
-                pred = call_model(self.model, inputs)
-                loss = self.compute_loss(pred, target)
-            self.backward(loss)
-        return pred, loss
-
-    def backward(self, loss: Tensor) -> None:
-        """Back-propagate the loss of the open micro-batch with its weight.
-
-        Args:
-            loss: 0-dim, as the criterion reduced it.
-        """
-        scaled = self.window.scale(loss)
-        if self.precision.scaler is not None:
-            scaled = self.precision.scaler.scale(scaled)
-        scaled.backward()
-
-    def step(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks."""
-        verdict = self.ballot.cast(
-            weight=self.window.weight,
-            loss=self.window.loss,
-            samples=self.window.samples,
-            nonfinite=self.window.nonfinite,
-            requests=self._requests(),
-        )
-        gradients = self.unscale_gradients(verdict)
-        grad_norm = self.gradient_norm(gradients)
-        reason = self._objection(verdict, grad_norm)
-        if reason is None:
-            self.clip_gradients(grad_norm)
-            self.optimizer_step()
-        outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
-        self._conclude(outcome)
-        self._heed(verdict.requests)
-        return outcome
-
-    def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
-        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
-
-        Returns:
-            The gradients of the parameters that have one.
-        """
-        if self.precision.scaler is not None:
-            self.precision.scaler.unscale_(self.optimizer)
-        gradients = gradients_of(self.parameters)
-        scale_gradients(gradients, self.window.gradient_factor(verdict.weight, self.gradient_mean_over))
-        return gradients
-
-    @property
-    def gradient_mean_over(self) -> int:
-        """Number of ranks over which the gradient reduction takes a mean, as DistributedDataParallel does."""
-        return self.data_domain.size if self.model is not self.unwrapped_model else 1
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Parameters that the optimizer updates, read once a session."""
-        if self._parameters is None:
-            self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return self._parameters
-
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain."""
-        return nn.utils.get_total_norm(gradients)
-
-    def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`."""
-        if self.config.max_grad_norm is not None:
-            clip_by_norm(self.parameters, self.config.max_grad_norm, grad_norm)
-        if self.config.max_grad_value is not None:
-            nn.utils.clip_grad_value_(self.parameters, self.config.max_grad_value)
-
-    def _objection(self, verdict: Verdict, grad_norm: Tensor) -> str | None:
-        """Why the update must not be made; `None` commits it. The same answer on all ranks."""
-        if isinstance(verdict.weight, float) and verdict.weight == 0.0:
-            return "weightless"
-        if self._is_finite(verdict, grad_norm):
-            return None
-        if self.precision.scaler is not None:
-            return "overflow"
-        if self.config.skip_nonfinite_grad:
-            return "nonfinite"
-        raise self._nonfinite_error(self.state.train.global_step + 1)
-
-    def _is_finite(self, verdict: Verdict, grad_norm: Tensor) -> bool:
-        if self.device.type == "cpu":
-            return not verdict.nonfinite and math.isfinite(grad_norm.item())
-        healthy = torch.isfinite(grad_norm) & (torch.as_tensor(verdict.nonfinite, device=self.device) == 0)
-        if self.precision.scaler is not None or self.config.skip_nonfinite_grad:
-            return bool(healthy)
-        # A run that may not skip has nothing to decide before the optimizer steps: it looks one update later, when the answer has
-        # long arrived, and in any case before anything is saved.
-        self.settle()
-        self._pending_check = (self.state.train.global_step + 1, healthy)
-        return True
-
-    def settle(self) -> None:
-        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
-        pending, self._pending_check = self._pending_check, None
-        if pending is not None and not bool(pending[1]):
-            raise self._nonfinite_error(pending[0])
-
-    def _nonfinite_error(self, step: int) -> NonFiniteError:
-        names = nonfinite_parameters((n, p) for n, p in self.named_parameters())
-        bad_ranks = self.optimizer_domain.gather_objects(bool(self.window.nonfinite))
-        ranks = [rank for rank, bad in enumerate(bad_ranks) if bad]
-        return NonFiniteError(
-            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
-            f"gradients that are not finite for {names or 'no parameter'}. Lower the learning rate, set max_grad_norm, or set "
-            "skip_nonfinite_grad to leave such updates out."
-        )
-
-    def optimizer_step(self) -> None:
-        """Apply a committed update to the weights."""
-        if self.precision.scaler is not None:
-            self.precision.scaler.step(self.optimizer)
-        else:
-            self.optimizer.step()
-
-    def _conclude(self, outcome: UpdateOutcome) -> None:
-        """Advance everything that moves with an update, or nothing."""
-        self.optimizer.zero_grad()
-        train = self.state.train
-        if self.precision.scaler is not None and outcome.reason != "weightless":
-            self.precision.scaler.update()
-        train.samples += int(outcome.samples)
-        if outcome.committed:
-            train.global_step += 1
-            train.consecutive_skips = 0
-            if train.global_step % self._log_every == 0:
-                self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            if self.scheduler is not None and self._steps_scheduler:
-                self.scheduler.step()
-            if self.ema is not None:
-                self.ema.update()
-            self.losses.add_totals("loss", outcome.loss, outcome.weight)
-        else:
-            self._count_skip(outcome)
-        self.window.reset()
-
-    def _count_skip(self, outcome: UpdateOutcome) -> None:
-        train = self.state.train
-        train.skipped_updates += 1
-        train.consecutive_skips += 1
-        logger.warning("Update %d was skipped (%s).", train.global_step + 1, outcome.reason)
-        limit = self.config.max_skipped_updates
-        if limit is not None and train.consecutive_skips > limit:
-            raise NonFiniteError(
-                f"Expected at most {limit} skipped updates in a row. Received: {train.consecutive_skips} before step "
-                f"{train.global_step + 1} (the last one: {outcome.reason}). Look at the data and the learning rate, or raise "
-                "max_skipped_updates."
-            )
-
     # Requests
 
     def stop(self) -> None:
@@ -439,15 +259,11 @@ class TorchRunner(TorchEvaluation):
 
     def _requests(self) -> frozenset[str]:
         signalled = self.signals.request if self.signals is not None and self.signals.received is not None else None
-        if signalled is None and not self._asked and time.monotonic() < self._deadline:
-            return _NOTHING
-        asked = set(self._asked)
         if signalled is not None:
-            asked.add(signalled)
+            self._asked.add(signalled)
         if time.monotonic() >= self._deadline:
-            asked.add("stop")
-        self._asked.clear()
-        return frozenset(asked)
+            self._asked.add("stop")
+        return super()._requests()
 
     def _heed(self, requests: frozenset[str]) -> None:
         if not requests:
@@ -469,27 +285,31 @@ class TorchRunner(TorchEvaluation):
                 self.heartbeat.beat(step, self.state.train.epoch)
             if self.gc_pacer is not None:
                 self.gc_pacer.step()
+            if self._profiler is not None:
+                self._profiler.step(step)
         if self._save_asked:
             self._save_asked = False
             self.save_checkpoint()
 
     def _log(self, outcome: UpdateOutcome) -> None:
-        """Write one line of figures of the update; called on all ranks, written on the main process."""
+        """Write the figures of the update and the pace since the last line, on the main process; no communication."""
+        samples, self._logged_samples = self.state.train.samples - self._logged_samples, self.state.train.samples
         if not self.is_main_process:
             return
-        values = {"train/loss": float(outcome.loss) / float(outcome.weight)}
-        if outcome.grad_norm is not None:
-            values["train/grad_norm"] = float(outcome.grad_norm)
-        for index, rate in enumerate(self._rates):
-            values["train/lr" if index == 0 else f"train/lr.{index}"] = rate
-        self._emit(values)
-
-    def _emit(self, values: dict[str, float]) -> None:
+        assert self.telemetry is not None
         step = self.state.train.global_step
-        for tracker in self.trackers or ():
-            tracker.log(values, step)
+        loss = float(outcome.loss) / (float(outcome.weight) if not self.sums_loss else 1.0)
+        values = {"train/loss": loss}
+        pace = self.telemetry.report(step, learning_rates=self._rates, grad_norm=outcome.grad_norm, samples=samples)
+        values.update({f"train/{name}": value for name, value in pace.items()})
+        self._track_values(values)
         if self.progress_bar is not None:
-            self.progress_bar.show(step, values)
+            shown = {name: values[f"train/{name}"] for name in _SHOWN if f"train/{name}" in values}
+            self.progress_bar.show(step, shown)
+
+    def _track_values(self, values: dict[str, float]) -> None:
+        for tracker in self.trackers or ():
+            tracker.log(values, self.state.train.global_step)
 
     def _training_figures(self) -> dict[str, float]:
         self.settle()
@@ -549,8 +369,9 @@ class TorchRunner(TorchEvaluation):
         figures = "  ".join(f"{split} {format_scores(values)}" for split, values in result.items())
         unit = "step" if self.is_step_mode else "epoch"
         logger.info("%s %d: %s", unit, self.index, figures)
-        flat = {f"{split}/{name}": value for split, values in result.items() for name, value in values.items()}
-        self._emit({key: value for key, value in flat.items() if not key.startswith("train/loss") or not self.is_step_mode})
+        # A key of its own: `train/loss` is the loss of single updates.
+        named = {split if split not in self.train_splits else f"{split}_mean": values for split, values in result.items()}
+        self._track_values({f"{split}/{name}": value for split, values in named.items() for name, value in values.items()})
 
     def _checkpoint_when_due(self, index: int, *, final: bool) -> None:
         due = index % self.checkpoint_interval == 0
@@ -568,11 +389,26 @@ class TorchRunner(TorchEvaluation):
     def _open_progress(self) -> None:
         self._log_every = self.log_interval
         self._save_asked = False
+        self._logged_samples = self.state.train.samples
+        step = self.state.train.global_step
+        self.telemetry = Telemetry(total_steps=self.steps, global_step=step, device=self.device)
+        self._profiler = self.build_profiler()
         self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
         if self.is_main_process:
-            self.progress_bar = Progress(total=self.steps, initial=self.state.train.global_step, desc=self.config.experiment)
+            self.progress_bar = Progress(self.steps, initial=step, desc=self.config.experiment)
+
+    def build_profiler(self) -> Profiler | None:
+        """Return the profiler of `config.profiling`, `None` when it is off."""
+        settings = dict(self.config.profiling.items())
+        if not settings.pop("enabled"):
+            return None
+        directory = self.workspace.dir / settings.pop("trace_dir")
+        return Profiler(directory, rank=self.rank, **settings)
 
     def _close_progress(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
         if self.progress_bar is not None:
             self.progress_bar.close()
             self.progress_bar = None

@@ -1,9 +1,20 @@
-"""What watches over a run: signals, heartbeat, garbage collection."""
+"""What watches over a run from beside it: signals, heartbeat, garbage collection, profiler, telemetry."""
 
 from __future__ import annotations
 
 from .garbage import GcPacer
 from .heartbeat import Heartbeat
-from .signals import EXIT_CODES, SignalWatcher
+from .profiler import Profiler
+from .signals import EXIT_CODES, SIGNAL_REQUESTS, SignalWatcher
+from .telemetry import Telemetry, memory_figures
 
-__all__ = ["EXIT_CODES", "GcPacer", "Heartbeat", "SignalWatcher"]
+__all__ = [
+    "EXIT_CODES",
+    "SIGNAL_REQUESTS",
+    "GcPacer",
+    "Heartbeat",
+    "Profiler",
+    "SignalWatcher",
+    "Telemetry",
+    "memory_figures",
+]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -31,21 +29,3 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return to_plain(value.tolist())
     return str(value)
-
-
-def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON that every reader accepts: NaN and infinities, which JSON lacks, become `null`.
-
-    Args:
-        value: Anything `to_plain` takes.
-        indent: Spaces a level; `None` for one line.
-    """
-    return json.dumps(_finite(to_plain(value)), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value

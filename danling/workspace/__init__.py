@@ -1,24 +1,30 @@
-"""The run directory: names, metadata, logs, figures and progress."""
+"""The directory of a run and all that is written for people to read: metadata, logs, curves, progress."""
 
 from __future__ import annotations
 
 from .identity import CodeIdentity, make_timestamp, run_id
-from .logging import close_run_log, open_run_log
-from .progress import Progress, format_scores
-from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from .logging import RunLog, close_run_log, open_run_log
+from .printing import Printer
+from .progress import Progress, format_duration, format_number, format_scores
+from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker, read_jsonl
 from .workspace import Workspace
 
 __all__ = [
     "CodeIdentity",
     "JsonlTracker",
+    "Printer",
     "Progress",
+    "RunLog",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",
     "Workspace",
     "close_run_log",
+    "format_duration",
+    "format_number",
     "format_scores",
     "make_timestamp",
     "open_run_log",
+    "read_jsonl",
     "run_id",
 ]

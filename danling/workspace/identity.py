@@ -1,59 +1,138 @@
-"""What code a run was made with, and what the run is called."""
+"""Which code and which attempt a run is: the git state of the working directory, the run id, the timestamp."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("danling")
+
+_SHORT = 7
+_NAMED_UNTRACKED = 100
+_GIT_TIMEOUT_SECONDS = 60.0
+_LISTING_TIMEOUT_SECONDS = 5.0
+# Every option that a user's git configuration could change is fixed: the same tree must give the same bytes everywhere.
+_DIFF = (
+    *("-c", "core.quotePath=true", "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames"),
+    *("--no-relative", "--binary", "--full-index", "--unified=3", "--inter-hunk-context=0", "--diff-algorithm=myers"),
+    *("--indent-heuristic", "--submodule=short", "--src-prefix=a/", "--dst-prefix=b/", "HEAD"),
+)
 
 
 @dataclass(frozen=True)
 class CodeIdentity:
-    """The state of a git repository.
+    """The state of the code that a run was started from.
+
+    Untracked files do not count: a run that writes below its own repository would otherwise change its identity from
+    one attempt to the next, and `auto_resume` would never find it. Their names are kept in `git.yaml`, so that nobody
+    is misled.
 
     Attributes:
-        code_id: `<short sha>`, or `<short sha>-d<ten digits of the diff's sha256>` when tracked files were changed; `None` without git.
-        sha: Full commit hash.
-        branch: Branch name; `None` on a detached head.
-        diff: Changes of tracked files against the commit; untracked files are not part of it.
+        sha: Commit of the working directory, 40 or 64 hexadecimal digits; `None` without git or before the first
+            commit.
+        branch: Name of the branch; `None` when the head is detached.
+        diff: `git diff HEAD` of the whole repository, staged and unstaged changes, applicable by `git apply`; empty
+            when clean. Bytes, since tracked files may be in any encoding.
+        untracked: Names of untracked files and directories that are not ignored, at most 100.
     """
 
-    code_id: str | None = None
     sha: str | None = None
     branch: str | None = None
-    diff: str = ""
+    diff: bytes = b""
+    untracked: tuple[str, ...] = ()
 
     @classmethod
-    def of_directory(cls, directory: Path | None = None) -> CodeIdentity:
-        """Read the repository that `directory`, by default the working directory, lies in; empty when there is none."""
-        where = directory or Path.cwd()
-        sha = _git(where, "rev-parse", "HEAD")
-        if sha is None:
+    def of_directory(cls, directory: str | os.PathLike[str] | None = None) -> CodeIdentity:
+        """Read the identity of the repository around `directory`.
+
+        Nothing is raised and nothing is said when there is no git, no repository or no commit; the identity is then
+        empty.
+
+        Args:
+            directory: A directory; `None` is the working directory.
+        """
+        where = Path(directory or ".")
+        head = _git(where, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+        if head is None:
             return cls()
-        sha = sha.strip()
-        diff = _git(where, "diff", "HEAD", "--binary") or ""
-        branch = (_git(where, "symbolic-ref", "--short", "-q", "HEAD") or "").strip() or None
-        code_id = sha[:7]
-        if diff:
-            code_id += f"-d{hashlib.sha256(diff.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
-        return cls(code_id, sha, branch, diff)
+        sha, branch = head.decode().split()
+        diff = _git(where, *_DIFF)
+        if diff is None:
+            return cls()
+        return cls(sha, None if branch == "HEAD" else branch, diff, _untracked(where))
 
+    @property
+    def dirty(self) -> bool:
+        """Whether a tracked file differs from the commit."""
+        return bool(self.diff)
 
-def _git(directory: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *words], cwd=directory, capture_output=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else None
+    @cached_property
+    def diff_sha(self) -> str | None:
+        """First 10 hexadecimal digits of the SHA-256 of the diff; `None` when clean."""
+        return hashlib.sha256(self.diff).hexdigest()[:10] if self.diff else None
+
+    @property
+    def short_sha(self) -> str | None:
+        """First 7 digits of the commit: not git's own abbreviation, whose length differs from clone to clone."""
+        return self.sha[:_SHORT] if self.sha else None
+
+    @property
+    def code_id(self) -> str | None:
+        """`<short_sha>`, or `<short_sha>-d<diff_sha>` when dirty; `None` without git."""
+        return self.short_sha if self.diff_sha is None else f"{self.short_sha}-d{self.diff_sha}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `git.yaml` holds: plain values, without the diff itself."""
+        return {
+            "code_id": self.code_id,
+            "sha": self.sha,
+            "branch": self.branch,
+            "dirty": self.dirty,
+            "diff_sha": self.diff_sha,
+            "untracked": list(self.untracked),
+        }
 
 
 def run_id(code_id: str | None, config_id: str) -> str:
-    """Return `code_id-config_id`, or `config_id` without git: the same for every attempt at a run."""
+    """Return the id of a run, the same for all its attempts: `code_id-config_id`, or `config_id` without git.
+
+    Args:
+        code_id: `CodeIdentity.code_id`.
+        config_id: Hash of the canonical configuration.
+    """
     return f"{code_id}-{config_id}" if code_id else config_id
 
 
 def make_timestamp() -> str:
-    """Return the present time in UTC to the microsecond, fit for a file name: one attempt of a run."""
+    """Return the name of an attempt: the time in UTC to the microsecond, which sorts by name and suits file systems.
+
+    Ranks must share the one of the main process.
+    """
     return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+
+
+def _untracked(directory: Path) -> tuple[str, ...]:
+    listing = ("ls-files", "--others", "--exclude-standard", "--directory", "--full-name", "-z", "--", ":/")
+    names = _git(directory, *listing, timeout=_LISTING_TIMEOUT_SECONDS) or b""
+    return tuple(os.fsdecode(name) for name in names.split(b"\0") if name)[:_NAMED_UNTRACKED]
+
+
+def _git(directory: Path, *arguments: str, timeout: float = _GIT_TIMEOUT_SECONDS) -> bytes | None:
+    # Without optional locks, reading never disturbs a git command that the user runs meanwhile.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, check=True, stdin=subprocess.DEVNULL, timeout=timeout, env=environment
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("git %s gave nothing: %s", arguments[0], error)
+        return None
+    return done.stdout

@@ -1,55 +1,144 @@
-"""The log of a run: one file on the main process, lines on the console, the root logger left alone."""
+"""The log of a run: one file and one console on the main process, on the library's logger only."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
 from pathlib import Path
 
-_LOGGER = logging.getLogger("danling")
+from .printing import bar_is_open, beside_bar
+
+LOGGER = logging.getLogger("danling")
+SHOWN_ON_BAR = "shown_on_bar"
+"""Attribute of records that a progress bar shows as well: the console skips them beside a bar, the file never."""
+
+_FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_CONSOLE_FORMAT = "%(asctime)s %(message)s"
+_lock = threading.Lock()
+_open_logs: list[RunLog] = []
 
 
 class RunLog:
-    """The handlers of one run on the library's logger.
+    """What `open_run_log` opened, for `close_run_log` to close."""
 
-    Attributes:
-        handlers: What was added, to be taken off again.
-    """
+    def __init__(self, console: logging.Handler, file_handler: logging.FileHandler | None) -> None:
+        self.console = console
+        self.file_handler = file_handler
+        self.level_before = LOGGER.level
 
-    def __init__(self) -> None:
-        self.handlers: list[logging.Handler] = []
-        self.level_before = _LOGGER.level
+    @property
+    def file(self) -> Path | None:
+        """Path of the log file, `None` when there is none."""
+        return Path(self.file_handler.baseFilename) if self.file_handler is not None else None
 
 
-def open_run_log(file: Path | None, *, is_main: bool) -> RunLog:
-    """Add a console handler and, on the main process, a file handler to the logger `danling`.
+class ConsoleHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the moment, beside an open progress bar.
 
-    Other processes show warnings and errors only.
+    It is silent where the program has configured the root logger to write to the terminal: the line is there already.
 
     Args:
-        file: The log file, or `None` for none.
-        is_main: Whether this is the main process.
+        rank: Rank to name in front of the line; `None` for none.
     """
-    log = RunLog()
-    console = logging.StreamHandler(sys.stderr)
-    console.setLevel(logging.INFO if is_main else logging.WARNING)
-    console.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    log.handlers.append(console)
-    if file is not None and is_main:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(file, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.handlers.append(handler)
-    for added in log.handlers:
-        _LOGGER.addHandler(added)
-    if _LOGGER.getEffectiveLevel() > logging.INFO:
-        _LOGGER.setLevel(logging.INFO)
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        prefix = "" if rank is None else f"[rank {rank}] "
+        self.setFormatter(logging.Formatter(prefix + _CONSOLE_FORMAT, datefmt="%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, with its level in front when it is a warning or worse."""
+        if (bar_is_open() and getattr(record, SHOWN_ON_BAR, False)) or _root_writes_to_terminal():
+            return
+        try:
+            text = self.format(record)
+            if record.levelno >= logging.WARNING:
+                text = f"{record.levelname}: {text}"
+            stream = sys.stderr
+            with beside_bar(stream):
+                stream.write(text + "\n")
+                stream.flush()
+        except (AttributeError, OSError, TypeError, ValueError):
+            self.handleError(record)
+
+
+def open_run_log(
+    file: str | os.PathLike[str] | None,
+    *,
+    is_main: bool = True,
+    rank: int | None = None,
+    level: int = logging.INFO,
+) -> RunLog:
+    """Let the `danling` logger speak: on the console, and into `file`. The root logger is left alone.
+
+    On the main process the console shows `level` and above. On the others it shows warnings and errors only, with the
+    rank in front, and no file is written.
+
+    Args:
+        file: The log file, appended to; its directory is created. `None` writes none.
+        is_main: Whether this process is the main one.
+        rank: Rank of this process, named in its lines when it is not the main one.
+        level: Lowest level of the file and of the main process's console.
+
+    Returns:
+        A handle for `close_run_log`. Runs that are open at the same time share one console.
+
+    Raises:
+        OSError: If the file cannot be opened; nothing stays open then.
+    """
+    file_handler = _open_file(Path(file), level) if file is not None and is_main else None
+    with _lock:
+        log = RunLog(_shared_console(is_main, rank, level), file_handler)
+        if file_handler is not None:
+            LOGGER.addHandler(file_handler)
+        LOGGER.addHandler(log.console)
+        if LOGGER.level == logging.NOTSET or LOGGER.level > level:
+            LOGGER.setLevel(level)
+        _open_logs.append(log)
     return log
 
 
 def close_run_log(log: RunLog) -> None:
-    """Take the handlers off and close the file."""
-    for handler in log.handlers:
-        _LOGGER.removeHandler(handler)
-        handler.close()
-    _LOGGER.setLevel(log.level_before)
+    """Close what `open_run_log` opened; a second call does nothing. With the last one, the logger's level is put back.
+
+    Args:
+        log: The handle.
+    """
+    with _lock:
+        if log not in _open_logs:
+            return
+        oldest = _open_logs[0]
+        _open_logs.remove(log)
+        if log.file_handler is not None:
+            LOGGER.removeHandler(log.file_handler)
+            log.file_handler.close()
+        if all(other.console is not log.console for other in _open_logs):
+            LOGGER.removeHandler(log.console)
+        if _open_logs:
+            # Closed out of order, the oldest log hands on the level that was there before any of them.
+            _open_logs[0].level_before = oldest.level_before
+        else:
+            LOGGER.setLevel(log.level_before)
+
+
+def _open_file(path: Path, level: int) -> logging.FileHandler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+    return handler
+
+
+def _shared_console(is_main: bool, rank: int | None, level: int) -> logging.Handler:
+    if _open_logs:
+        return _open_logs[-1].console
+    console = ConsoleHandler(rank=None if is_main else rank)
+    console.setLevel(level if is_main else logging.WARNING)
+    return console
+
+
+def _root_writes_to_terminal() -> bool:
+    streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
+    return LOGGER.propagate and any(stream in (sys.stderr, sys.stdout) for stream in streams if stream is not None)

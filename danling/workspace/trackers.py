@@ -1,122 +1,232 @@
-"""Where figures are kept: a JSON Lines file that is always there, TensorBoard, Weights & Biases."""
+"""Where curves go: a JSONL file that needs no package and is always there, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from danling.utils.files import write_atomically
+PathLike = str | os.PathLike[str]
 
 
 class Tracker(Protocol):
-    """Takes figures by name and step."""
+    """A place for curves, opened on the main process only."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Keep figures of an update."""
+        """Record figures.
+
+        Args:
+            values: Figures by name, usually `split/name`.
+            step: Global step: optimizer updates committed.
+        """
+        ...
 
     def close(self) -> None:
-        """Write what is left and end."""
+        """Write what is pending and let go of files and processes. A second call does nothing."""
+        ...
 
 
 class JsonlTracker:
-    """One JSON object a line. On a resume it is cut back to the step that is resumed, so that no step stands there twice.
+    """Writes one JSON object a line: `{"step": 10, "time": 1767225600.0, "train/loss": 0.5}`.
+
+    All attempts of a run share the file. At the first `log`, what an earlier attempt wrote after the step that the run
+    resumes from is cut off, and so is a line that a kill left unfinished: every step stands there once. An attempt that
+    logs nothing, since it only evaluates, leaves the file alone. A line is handed to the operating system before `log`
+    returns, so that a killed process loses none. `time` is in seconds since 1970; NaN and infinities are `null`.
 
     Args:
-        file: The file.
-        resume_step: Step the run goes on from; 0 begins the file anew.
+        file: The file; its directory is created at the first `log`.
+        resume_step: Global step of the checkpoint that the run resumes from; 0 or `None` starts the file anew.
     """
 
-    def __init__(self, file: Path, *, resume_step: int = 0) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            _cut_back(file, resume_step)
-        self._file = file.open("a", encoding="utf-8", buffering=1)
+    def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
+        self.file = Path(file)
+        self.resume_step: int | None = resume_step or 0
+        self._stream: io.FileIO | None = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append a line with `step`, `time` (seconds since the epoch) and the figures; one that is not finite is null."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        """Append one line.
+
+        Raises:
+            ValueError: If a figure is called `step` or `time`.
+        """
+        for name in ("step", "time"):
+            if name in values:
+                raise ValueError(
+                    "Expected names of figures other than 'step' and 'time', which every line has. "
+                    f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
+                )
+        if self._stream is None:
+            self._stream = self._open()
+        line = {"step": int(step), "time": round(time.time(), 3), **{name: _finite(x) for name, x in values.items()}}
+        self._stream.write((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. A `log` after it opens it again and keeps what is there."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
-
-def _cut_back(file: Path, step: int) -> None:
-    kept = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the half line of a process that was killed while writing it
-        if isinstance(entry, dict) and entry.get("step", 0) <= step:
-            kept.append(line)
-    if not step:
-        kept = []
-    write_atomically(file, "".join(f"{line}\n" for line in kept))
+    def _open(self) -> io.FileIO:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        if self.file.exists() and self.resume_step is not None:
+            _cut_back(self.file, self.resume_step)
+        # What this attempt has written is never cut.
+        self.resume_step = None
+        return io.FileIO(self.file, "ab")
 
 
 class TensorBoardTracker:
-    """Event files for TensorBoard.
+    """Writes TensorBoard events.
 
     Args:
-        directory: Where they go.
-        purge_step: Step from which an earlier attempt's curves are hidden.
+        directory: Directory of the events of this attempt; it is created.
+        purge_step: When a run is resumed, the first step that is going to be written again: TensorBoard then hides what
+            an earlier attempt wrote from there on *into the same directory*.
+        flush_seconds: After how many seconds, at the latest, events are on the disk.
 
     Raises:
-        ImportError: If TensorBoard is not installed.
+        ImportError: If `tensorboard` is not installed.
     """
 
-    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("Expected TensorBoard for tensorboard=true. Install it: pip install 'danling[tensorboard]'.") from error
-        self.writer: Any = SummaryWriter(str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call]
+    def __init__(self, directory: PathLike, *, purge_step: int | None = None, flush_seconds: int = 30) -> None:
+        _require("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter
+        self._writer: Any = writer(os.fspath(directory), purge_step=purge_step, flush_secs=flush_seconds)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to every curve."""
+        """Write one scalar a name, all with the same time."""
+        now = time.time()
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, float(value), step, walltime=now)
 
     def close(self) -> None:
-        """Flush and close."""
-        self.writer.close()
+        """Write pending events and close the file."""
+        self._writer.close()
 
 
 class WandbTracker:
-    """A Weights & Biases run; a resumed run continues its own.
+    """Writes to a Weights & Biases run whose id is the run's own, so that a resumed run continues its own curves.
+
+    A run that the program opened before with `wandb.init` is used as it is, and is left open.
 
     Args:
-        run_id: Identity of the run, the same for every attempt.
-        config: Settings to show.
-        **settings: Arguments of `wandb.init`.
+        project: Project of the run.
+        run_id: Id of the run, the same for all its attempts; at most 128 characters, none of `/\\#?%:`.
+        entity: User or team.
+        group: Group of runs.
+        name: Display name.
+        job_type: Kind of run.
+        tags: One tag, or several.
+        dir: Directory in which the directory `wandb` with local files is created: the run directory.
+        mode: `online`, `offline`, `disabled` or `shared`; `None` leaves it to wandb, and so to `WANDB_MODE`.
+        config: The configuration, as plain values.
 
     Raises:
-        ImportError: If wandb is not installed.
+        ImportError: If `wandb` is not installed.
     """
 
-    def __init__(self, *, run_id: str, config: Mapping[str, Any], **settings: Any) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("Expected wandb for wandb.enabled=true. Install it: pip install 'danling[wandb]'.") from error
-        directory = Path(settings.pop("dir"))
-        directory.mkdir(parents=True, exist_ok=True)
-        tags = settings.pop("tags", None)
-        options = {name: value for name, value in settings.items() if value is not None}
-        self.run: Any = wandb.init(
-            id=run_id, resume="allow", dir=str(directory), config=dict(config), tags=[tags] if isinstance(tags, str) else tags, **options
-        )
+    def __init__(
+        self,
+        *,
+        project: str | None,
+        run_id: str,
+        entity: str | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] | str | None = None,
+        dir: PathLike | None = None,
+        mode: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        _require("wandb")
+        import wandb
+
+        self._owned = wandb.run is None
+        self.run: Any = wandb.run
+        if not self._owned:
+            return
+        if dir is not None:
+            Path(dir).mkdir(parents=True, exist_ok=True)
+        settings: dict[str, Any] = {
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "name": name,
+            "job_type": job_type,
+            "tags": [tags] if isinstance(tags, str) else list(tags) if tags is not None else None,
+            "dir": os.fspath(dir) if dir is not None else None,
+            "mode": mode,
+            "config": dict(config) if config is not None else None,
+        }
+        self.run = wandb.init(id=run_id, resume=_resume_policy(mode), **settings)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to every curve."""
-        self.run.log(dict(values), step=step)
+        """Send figures; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
+        self.run.log({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self) -> None:
-        """Finish the run."""
-        self.run.finish()
+        """Upload what is pending and finish the run, unless the program opened it."""
+        if self._owned and self.run is not None:
+            self.run.finish()
+        self.run = None
+
+
+def read_jsonl(file: PathLike) -> list[dict[str, Any]]:
+    """Return the lines of a JSONL file that are complete; one that a kill left unfinished is skipped.
+
+    Args:
+        file: A file of `JsonlTracker`.
+    """
+    with open(file, "rb") as lines:
+        return [record for record in map(_parse, lines) if record is not None]
+
+
+def _cut_back(file: Path, resume_step: int) -> None:
+    staged = file.with_name(f".{file.name}.tmp")
+    with open(file, "rb") as old, open(staged, "wb") as new:
+        for line in old:
+            record = _parse(line)
+            if record is not None and resume_step > 0 and record["step"] <= resume_step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(staged, file)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _finite(value: float) -> float | None:
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _resume_policy(mode: str | None) -> Literal["allow"] | None:
+    # Offline, wandb cannot look for the run and only warns; when they are synchronised, the id joins the attempts.
+    offline = (mode or os.environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled")
+    return None if offline else "allow"
+
+
+def _require(package: str) -> None:
+    if find_spec(package) is None:
+        raise ImportError(
+            f"Expected the package {package!r} to be installed. Received: no such package. "
+            f"Run `pip install 'danling[{package}]'`."
+        )

@@ -1,7 +1,8 @@
-"""The directory of a run and the small files in it."""
+"""The directory of a run: where everything lies, and the small files that describe it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,78 +10,159 @@ from typing import Any
 import yaml
 
 from danling.utils.files import json_text, write_atomically
+from danling.utils.plain import to_plain
 
 from .identity import CodeIdentity
 
+PathLike = str | os.PathLike[str]
+
 
 class Workspace:
-    """`workspace_root/lineage[-code_id]/id/` and what lies in it.
+    """Paths of one attempt of a run, and the writing of its metadata and results.
+
+        workspace_root/lineage[-code_id]/id/
+          checkpoints/  logs/{timestamp}.log  tensorboard/{timestamp}/  wandb/
+          metrics.jsonl  results.json  latest.json  best.json
+          metadata/ config.full.yaml config.canonical.yaml config.diff.yaml git.yaml git.diff
+
+    Constructing touches no file. Paths are absolute, so that a later change of the working directory moves nothing.
+    Every rank may read the paths; only the main process creates and writes, and on the others these calls do nothing.
+
+    Attributes:
+        dir: The run directory.
+        checkpoints: Directory of the checkpoints.
+        log_file: Log of this attempt.
+        tensorboard_dir: TensorBoard events of this attempt.
+        wandb_dir: Where Weights & Biases keeps its files; it makes this directory itself, below the `dir` it is given.
+        metadata_dir: What the run was made of.
+        jsonl_file: Curves of the run over all attempts, one JSON object a line.
+        results_file: All figures by completed epoch or global step, then by split.
+        latest_file: Figures of the last evaluation.
+        best_file: Figures of the best evaluation.
 
     Args:
-        workspace_root: Root of all runs.
-        lineage: Namespace of related runs.
-        code_id: Identity of the code, or `None`.
-        id: Identity of the run.
-        timestamp: Identity of the attempt.
-        is_main: Whether this process writes; the others know the paths only.
-        dir: The run directory, instead of the one above.
-        checkpoint_dir: Directory of checkpoints, instead of `checkpoint_dir_name` in the run directory.
-        checkpoint_dir_name: Its name there.
-        log_file: The log, instead of `logs/{timestamp}.log`.
+        lineage: Name under which the runs of one line of work are kept.
+        id: Id of the run, the same for all its attempts.
+        timestamp: Name of this attempt, the same on all ranks.
+        workspace_root: Directory of all runs.
+        code_id: Identity of the code, or `None` without git.
+        is_main: Whether this process is the main one.
+        dir: Replaces `workspace_root/lineage[-code_id]/id`.
+        checkpoint_dir: Replaces the directory of checkpoints.
+        checkpoint_dir_name: Name of the directory of checkpoints below the run directory.
+        log_file: Replaces `logs/{timestamp}.log`.
     """
 
     def __init__(
         self,
         *,
-        workspace_root: str | Path,
         lineage: str,
-        code_id: str | None,
         id: str,
         timestamp: str,
+        workspace_root: PathLike = "experiments",
+        code_id: str | None = None,
         is_main: bool = True,
-        dir: str | Path | None = None,
-        checkpoint_dir: str | Path | None = None,
+        dir: PathLike | None = None,
+        checkpoint_dir: PathLike | None = None,
         checkpoint_dir_name: str = "checkpoints",
-        log_file: str | Path | None = None,
+        log_file: PathLike | None = None,
     ) -> None:
-        namespace = f"{lineage}-{code_id}" if code_id else lineage
-        self.dir = Path(dir) if dir else Path(workspace_root) / namespace / id
-        self.checkpoints = Path(checkpoint_dir) if checkpoint_dir else self.dir / checkpoint_dir_name
-        self.log_file = Path(log_file) if log_file else self.dir / "logs" / f"{timestamp}.log"
+        family = f"{lineage}-{code_id}" if code_id else lineage
+        self.is_main = is_main
+        self.dir = _absolute(dir or Path(workspace_root, family, id))
+        self.checkpoints = _absolute(checkpoint_dir or self.dir / checkpoint_dir_name)
+        self.log_file = _absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
         self.tensorboard_dir = self.dir / "tensorboard" / timestamp
         self.wandb_dir = self.dir / "wandb"
         self.metadata_dir = self.dir / "metadata"
         self.jsonl_file = self.dir / "metrics.jsonl"
-        self.is_main = is_main
+        self.results_file = self.dir / "results.json"
+        self.latest_file = self.dir / "latest.json"
+        self.best_file = self.dir / "best.json"
 
     def create(self) -> None:
-        """Make the run directory; nothing on other processes than the main one."""
-        if self.is_main:
+        """Create the run directory on the main process; what lies below it is created by those who write it.
+
+        Raises:
+            ValueError: If a file stands where the directory should be.
+            PermissionError: If the directory cannot be created or written.
+        """
+        if not self.is_main:
+            return
+        try:
             self.dir.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            file = next(path for path in (self.dir, *self.dir.parents) if path.is_file())
+            raise ValueError(
+                "Expected a directory, or nothing yet, on the way to the run directory. "
+                f"Received: dir={str(self.dir)!r}, where {str(file)!r} is a file. "
+                "Move it, or set `workspace_root` or `dir`."
+            ) from None
+        if not os.access(self.dir, os.W_OK | os.X_OK):
+            raise PermissionError(
+                f"Expected a run directory that can be written. Received: dir={str(self.dir)!r}. "
+                "Set `workspace_root` or `dir`."
+            )
 
     def write_metadata(
-        self, full: Mapping[str, Any], canonical: Mapping[str, Any], changed: Mapping[str, Any], identity: CodeIdentity | None
+        self,
+        full: Mapping[str, Any],
+        canonical: Mapping[str, Any],
+        diff: Mapping[str, Any],
+        identity: CodeIdentity | None = None,
     ) -> None:
-        """Write the configuration in its three forms and the state of the code. Main process only.
+        """Write what the run was made of as YAML, on the main process; an earlier attempt's files are replaced.
 
         Args:
             full: The whole configuration.
-            canonical: What changes the result.
-            changed: What differs from the defaults.
-            identity: The state of the code.
+            canonical: What of it changes the result.
+            diff: What of it differs from the defaults.
+            identity: State of the code. Without git, `git.yaml` and `git.diff` are left out.
         """
+        if not self.is_main:
+            return
         self.metadata_dir.mkdir(parents=True, exist_ok=True)
-        code = identity or CodeIdentity()
-        files = {"config.full.yaml": full, "config.canonical.yaml": canonical, "config.diff.yaml": changed}
-        files["git.yaml"] = {"code_id": code.code_id, "sha": code.sha, "branch": code.branch, "dirty": bool(code.diff)}
-        for name, values in files.items():
-            write_atomically(self.metadata_dir / name, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
-        write_atomically(self.metadata_dir / "git.diff", code.diff.encode("utf-8", "surrogateescape"))
+        for name, values in (("full", full), ("canonical", canonical), ("diff", diff)):
+            write_atomically(self.metadata_dir / f"config.{name}.yaml", _to_yaml(values))
+        described, patch = self.metadata_dir / "git.yaml", self.metadata_dir / "git.diff"
+        if identity is None or identity.sha is None:
+            described.unlink(missing_ok=True)
+            patch.unlink(missing_ok=True)
+            return
+        write_atomically(described, _to_yaml(identity.describe()))
+        write_atomically(patch, identity.diff)
 
-    def write_results(self, results: Mapping[int, Any], latest: Mapping[str, Any], best: Mapping[str, Any]) -> None:
-        """Write `results.json`, `latest.json` and `best.json`, each of them whole at any instant. Main process only."""
-        for name, values in (("results.json", results), ("latest.json", latest), ("best.json", best)):
-            text = json_text(values)
-            path = self.dir / name
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                write_atomically(path, text)
+    def write_results(
+        self, results: Mapping[Any, Any], latest: Mapping[str, Any] | None, best: Mapping[str, Any] | None
+    ) -> None:
+        """Write `results.json`, `latest.json` and `best.json` on the main process, each replaced as a whole.
+
+        They are JSON for every reader: keys are strings, and NaN and infinities, which JSON lacks, are `null`. A file
+        whose content stays the same is left alone.
+
+        Args:
+            results: All figures by completed epoch or global step, then by split.
+            latest: The last evaluation; `None` removes the file of an earlier attempt.
+            best: The best evaluation; `None` removes the file of an earlier attempt.
+        """
+        if not self.is_main:
+            return
+        for path, content in ((self.results_file, results), (self.latest_file, latest), (self.best_file, best)):
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                _write_changed(path, json_text(to_plain(content)))
+
+
+def _write_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_bytes() != text.encode():
+        write_atomically(path, text)
+
+
+def _absolute(path: PathLike) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _to_yaml(values: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(to_plain(values), sort_keys=False, allow_unicode=True, width=120)
+    return text

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import storage
 from .errors import CheckpointDamaged
 from .policy import Record
-from .storage import hash_file
 
-HEADER = "danling-manifest 1"
+HEADER = "# danling-manifest 1"
+_SEAL = "# sha256 of the lines above: "
 
 
 @dataclass(frozen=True)
@@ -28,45 +31,59 @@ class Manifest:
     def text(self) -> str:
         """Return the manifest; what `sha256sum -c` does not know stands in comments."""
         record = self.record
-        lines = [f"# {HEADER}", f"# name: {record.name}", f"# run: {record.run}", f"# sequence: {record.sequence}"]
-        lines += [f"# branch: {record.branch}", f"# step: {record.step}", f"# epoch: {record.epoch}"]
+        line = " ".join(f"{branch}:{last}" for branch, last in record.line)
+        lines = [HEADER, f"# name: {record.name}", f"# run: {record.run}", f"# sequence: {record.sequence}"]
+        lines += [
+            f"# branch: {record.branch}",
+            f"# continues: {line}",
+            f"# step: {record.step}",
+            f"# epoch: {record.epoch}",
+        ]
         lines += [f"# size: {size} {name}" for name, (size, _) in sorted(self.files.items())]
         lines += [f"{digest}  {name}" for name, (_, digest) in sorted(self.files.items())]
-        return "\n".join(lines) + "\n"
+        body = "\n".join(lines) + "\n"
+        return f"{body}{_SEAL}{hashlib.sha256(body.encode()).hexdigest()}\n"
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointDamaged: If it is cut or is not one.
+            CheckpointDamaged: If it is cut, changed or not one.
         """
+        try:
+            return cls._parse(text)
+        except (KeyError, ValueError) as error:
+            raise CheckpointDamaged(f"Expected a whole manifest. Received one that cannot be read: {error}.") from error
+
+    @classmethod
+    def _parse(cls, text: str) -> Manifest:
+        body, seal, digest = text.rpartition(_SEAL)
+        if not text.startswith(f"{HEADER}\n"):
+            raise ValueError("its first line is not a manifest's")
+        if not seal or digest != f"{hashlib.sha256(body.encode()).hexdigest()}\n":
+            raise ValueError("it is not as it was written")
         fields: dict[str, str] = {}
         sizes: dict[str, int] = {}
         sums: dict[str, str] = {}
-        try:
-            lines = text.splitlines()
-            if not lines or lines[0] != f"# {HEADER}":
-                raise ValueError("its first line is not a manifest's")
-            for line in lines[1:]:
-                if line.startswith("# size: "):
-                    size, _, name = line[8:].partition(" ")
-                    sizes[name] = int(size)
-                elif line.startswith("# "):
-                    key, _, value = line[2:].partition(": ")
-                    fields[key] = value
-                else:
-                    digest, _, name = line.partition("  ")
-                    if len(digest) != 64:
-                        raise ValueError(f"a line of it is not a sum: {line[:80]!r}")
-                    sums[name] = digest
-            if sizes.keys() != sums.keys() or not sums:
-                raise ValueError("its sizes and sums name different files")
-            numbers = {key: int(fields[key]) for key in ("sequence", "branch", "step", "epoch")}
-            record = Record(name=fields["name"], run=fields["run"], **numbers)
-        except (KeyError, ValueError) as error:
-            raise CheckpointDamaged(f"Expected a whole manifest. Received one that cannot be read: {error}.") from error
-        return cls(record, {name: (sizes[name], sums[name]) for name in sums})
+        for line in body.splitlines()[1:]:
+            if line.startswith("# size: "):
+                size, _, name = line[8:].partition(" ")
+                sizes[name] = int(size)
+            elif line.startswith("# "):
+                key, _, value = line[2:].partition(": ")
+                fields[key] = value
+            else:
+                digest, _, name = line.partition("  ")
+                sums[name] = digest
+        return cls(_record(fields), {name: (sizes[name], sums[name]) for name in sums})
+
+
+def _record(fields: dict[str, str]) -> Record:
+    pairs = [part.split(":") for part in fields["continues"].split()]
+    line = tuple((int(branch), int(last)) for branch, last in pairs)
+    sequence, branch, step, epoch = (int(fields[key]) for key in ("sequence", "branch", "step", "epoch"))
+    return Record(fields["name"], sequence, branch, line, fields["run"], step, epoch)
 
 
 def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
@@ -77,21 +94,29 @@ def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
         directory: Where its files lie.
         level: `"full"` compares sizes and sums, `"size"` sizes only, `"none"` looks whether the files exist.
     """
-    found = []
-    for name, (size, digest) in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif level != "none" and path.stat().st_size != size:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
-        elif level == "full" and hash_file(path) != digest:
-            found.append(f"{name} has another SHA-256 than was written")
-    return found
+
+    def complaint(name: str) -> str | None:
+        size, digest = manifest.files[name]
+        found = storage.size_of(directory / name)
+        if found is None:
+            return f"{name} is missing"
+        if level != "none" and found != size:
+            return f"{name} has {found} bytes instead of {size}"
+        if level == "full" and storage.hash_file(directory / name) != digest:
+            return f"{name} has another SHA-256 than was written"
+        return None
+
+    if len(manifest.files) == 1 or level != "full":
+        found = [complaint(name) for name in manifest.files]
+    else:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(complaint, manifest.files))
+    return [problem for problem in found if problem is not None]
 
 
-def describe(problems: Iterable[str], source: Path) -> CheckpointDamaged:
+def damaged(problems: Iterable[str], source: Path) -> CheckpointDamaged:
     """Return the error for a checkpoint that does not verify."""
     return CheckpointDamaged(
-        f"Expected {source} as it was written. Received: {'; '.join(problems)}. Resume from another checkpoint, or set auto_resume to "
-        "find the newest one that verifies."
+        f"Expected {source} as it was written. Received: {'; '.join(dict.fromkeys(problems))}. Resume from another checkpoint, or set "
+        "auto_resume to find the newest one that verifies."
     )

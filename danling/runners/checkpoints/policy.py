@@ -16,7 +16,8 @@ class Record:
     Attributes:
         name: `latest`, `best`, `model` or a history name.
         sequence: Number of the save that made it, in the order saves were made; names of one save share it.
-        branch: Number of the line of saves it belongs to.
+        branch: Number of the line of saves it belongs to. Going back to an older checkpoint begins a new line.
+        line: `(branch, last sequence)` of the lines that this one continues, from the oldest.
         run: Identity of the run.
         step: Committed updates.
         epoch: Completed epochs.
@@ -25,24 +26,25 @@ class Record:
     name: str
     sequence: int
     branch: int
+    line: tuple[tuple[int, int], ...]
     run: str
     step: int
     epoch: int
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A line of saves.
+class Line:
+    """Where the saves of this process belong.
 
     Attributes:
-        number: Its number.
-        base: Sequence of the save that it continues from; later saves of the line before are abandoned. `None` for the first.
-        parent: Number of the line it left.
+        branch: Their branch.
+        ancestors: As `Record.line`.
+        sequence: Number of the last save in the directory.
     """
 
-    number: int
-    base: int | None = None
-    parent: int | None = None
+    branch: int
+    ancestors: tuple[tuple[int, int], ...]
+    sequence: int
 
 
 def history_name(*, step_mode: bool, epoch: int, global_step: int) -> str:
@@ -55,32 +57,49 @@ def is_history(name: str) -> bool:
     return _HISTORY.fullmatch(name) is not None
 
 
-def belongs(record: Record, branches: Iterable[Branch]) -> bool:
-    """Whether a record lies on the line that the last branch ends.
+def newest(records: Iterable[Record]) -> Record | None:
+    """Return a record of the last save; `None` when there are no records."""
+    return max(records, key=lambda record: record.sequence, default=None)
+
+
+def on_line(record: Record, branch: int, ancestors: Iterable[tuple[int, int]]) -> bool:
+    """Whether a record lies on a line of saves, and not on one that was abandoned.
 
     Args:
         record: The record.
-        branches: All branches in the order they were made.
+        branch: The branch that the line ends with.
+        ancestors: What the branch continues, as `Record.line`.
     """
-    by_number = {branch.number: branch for branch in branches}
-    current = max(by_number, default=0)
-    limit: float = float("inf")
-    while current in by_number:
-        if record.branch == current and record.sequence <= limit:
-            return True
-        branch = by_number[current]
-        if branch.base is None or branch.parent is None:
-            break
-        limit = min(limit, branch.base)
-        current = branch.parent
-    return False
+    if record.branch == branch:
+        return True
+    return any(record.branch == number and record.sequence <= last for number, last in ancestors)
+
+
+def next_line(records: Collection[Record], resumed: Record | None) -> Line:
+    """Return where a process saves that goes on from `resumed`, or from scratch.
+
+    Args:
+        records: Everything in the directory.
+        resumed: The checkpoint of this directory that the process goes on from.
+
+    Returns:
+        The line of `resumed` when it is the newest save, else a new one: what was saved after it is abandoned.
+    """
+    last = newest(records)
+    if last is None:
+        return Line(0, (), 0)
+    if resumed is not None and resumed.sequence == last.sequence:
+        return Line(resumed.branch, resumed.line, last.sequence)
+    branch = max(record.branch for record in records) + 1
+    ancestors = () if resumed is None else (*resumed.line, (resumed.branch, resumed.sequence))
+    return Line(branch, ancestors, last.sequence)
 
 
 def to_delete(records: Iterable[Record], *, keep: int, protected: Collection[int]) -> list[str]:
     """Return the history names that retention gives up, oldest first.
 
     Args:
-        records: Complete checkpoints of the line.
+        records: Complete checkpoints of one line.
         keep: How many to keep; 0 keeps all.
         protected: Sequences that stay whatever their age.
     """

@@ -2,44 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .errors import CheckpointError
 
-def snapshot(value: Any, memo: dict[Any, Tensor] | None = None) -> Any:
-    """Return `value` with every tensor copied to the CPU; tensors that share memory share their copy.
+_PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+_KEPT = (type(None), torch.dtype, torch.device, torch.Size, *_PLAIN)
+
+
+def convert(value: Any, on_tensor: Callable[[Tensor], Tensor], path: str = "") -> Any:
+    """Return nested mappings, lists and tuples as dicts, lists and tuples, with `on_tensor` applied to every tensor.
 
     Args:
-        value: Nested mappings, lists and tuples of tensors and plain values.
-        memo: Copies made so far.
+        value: The state.
+        on_tensor: What is done to a tensor.
+        path: Dotted path of `value`, for errors.
+
+    Raises:
+        CheckpointError: If a value is neither a tensor nor of a plain type: `torch.load(weights_only=True)` would refuse the file.
     """
-    memo = {} if memo is None else memo
     if isinstance(value, Tensor):
-        return _copy(value, memo)
+        return on_tensor(value.detach())
     if isinstance(value, Mapping):
-        return {key: snapshot(item, memo) for key, item in value.items()}
+        return {
+            _plain(key, path): convert(item, on_tensor, f"{path}.{key}" if path else str(key))
+            for key, item in value.items()
+        }
+    if isinstance(value, torch.Size):
+        return value
     if isinstance(value, (list, tuple)):
-        return type(value)(snapshot(item, memo) for item in value)
-    return value
+        items = [convert(item, on_tensor, f"{path}.{index}") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, set):
+        return {_plain(item, path) for item in value}
+    return _plain(value, path)
 
 
-def _copy(tensor: Tensor, memo: dict[Any, Tensor]) -> Tensor:
-    key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-    if tensor.numel() == 0 or key not in memo:
-        # Through empty_like and copy_, so that a slice of a large storage does not take all of it along.
-        copied = torch.empty_like(tensor.detach(), device="cpu")
-        copied.copy_(tensor.detach())
-        memo[key] = copied
-    return memo[key]
+def _plain(value: Any, path: str) -> Any:
+    if type(value) in _KEPT:
+        return value
+    for kind in _PLAIN:
+        # Subclasses such as numpy's float64 and enumerations, which a safe reader does not know.
+        if isinstance(value, kind):
+            return kind(value)
+    raise CheckpointError(
+        f"Expected tensors and plain values in a checkpoint. Received: {path}={value!r} ({type(value).__name__}). Save it as a tensor, a "
+        "number, a string, or a list or dict of these."
+    )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; nobody has one who has not imported its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return type(tensor) is not Tensor and module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: the shard of a DTensor, else the tensor."""
+    local: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor like `tensor` whose local part is `local`, on whatever device that is."""
+    if not is_sharded(tensor):
+        return local
+    # from_local() would move it to the device of the mesh, which is where a copy in host memory must not go.
+    kind: Any = type(tensor)
+    rebuilt: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return rebuilt
+
+
+class SnapshotBuffers:
+    """Host memory for copies of a state.
+
+    One set of buffers is kept between saves, since fresh memory costs several times the copy itself: it is taken by the first
+    save and by every later one that finds it free. A save that comes while it is taken gets memory of its own.
+
+    Args:
+        shared: Allocate in shared memory, so that another process can write it.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
+        self._spare: dict[Any, list[Tensor]] | None = {}
+        self._lock = threading.Lock()
+
+    def copy(self, value: Any) -> tuple[Any, Callable[[], None]]:
+        """Copy a state; tensors that are one and the same share their copy.
+
+        Returns:
+            The copy, and what to call when it is no longer needed.
+        """
+        with self._lock:
+            spare, self._spare = self._spare, None
+        used: dict[Any, list[Tensor]] = {}
+        copies: dict[Any, Tensor] = {}
+        devices = set()
+
+        def on_tensor(tensor: Tensor) -> Tensor:
+            local = local_part(tensor)
+            if local.layout != torch.strided:
+                return tensor.cpu().clone()
+            key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            if local.numel() == 0 or key not in copies:
+                copies[key] = self._buffer(local, spare, used)
+                copies[key].copy_(local, non_blocking=True)
+                devices.add(local.device)
+            return with_local_part(tensor, copies[key])
+
+        copied = convert(value, on_tensor)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        return copied, lambda: self._give_back(spare is not None, used)
+
+    def _buffer(self, tensor: Tensor, spare: dict[Any, list[Tensor]] | None, used: dict[Any, list[Tensor]]) -> Tensor:
+        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type)
+        free = spare.get(key) if spare else None
+        # Through empty_like, so that a slice of a large storage does not take all of it along.
+        buffer = free.pop() if free else self._allocate(tensor)
+        used.setdefault(key, []).append(buffer)
+        return buffer
+
+    def _allocate(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.device.type == "cuda" and not self._shared
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        if self._shared:
+            buffer.share_memory_()  # type: ignore[no-untyped-call]
+        return buffer
+
+    def _give_back(self, reusable: bool, used: dict[Any, list[Tensor]]) -> None:
+        if reusable:
+            with self._lock:
+                self._spare = used
+
+
+def to_host(value: Any) -> Any:
+    """Return a state ready to be written at once: on the CPU, and no tensor that drags a larger storage along."""
+
+    def on_tensor(tensor: Tensor) -> Tensor:
+        local = local_part(tensor)
+        if local.device.type != "cpu":
+            return with_local_part(tensor, local.cpu())
+        if local.layout == torch.strided and local.untyped_storage().nbytes() > local.numel() * local.element_size():
+            return with_local_part(tensor, local.clone())
+        return tensor
+
+    return convert(value, on_tensor)
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes that the tensors of a state take."""
+    """Return the bytes that the tensors of a state take on this rank."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        local = local_part(value)
+        return local.numel() * local.element_size()
     if isinstance(value, Mapping):
         return sum(count_bytes(item) for item in value.values())
     if isinstance(value, (list, tuple)):

@@ -1,0 +1,57 @@
+# Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
+#   make train   set up .venv and train a small GPT for about two minutes
+#   make test    set up .venv and run the tests
+PYTHON ?= python3
+VENV ?= .venv
+TRAIN_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := danling examples benchmarks tests
+
+.PHONY: train test lint format docs clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.core
+	$(BIN)/python examples/gpt.py $(TRAIN_ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site experiments *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make a second call quick; a changed requirement installs again.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt scripts/install_torch.sh | $(BIN)/python
+	scripts/install_torch.sh $(BIN)/python $(TORCH)
+	touch $@
+
+$(VENV)/.core: pyproject.toml constraints.txt $(VENV)/.torch
+	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt $(VENV)/.core
+	$(INSTALL) -e '.[docs]'
+	touch $@

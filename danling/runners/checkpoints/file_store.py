@@ -1,0 +1,160 @@
+"""Checkpoints that are single files, each with its sums beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import storage
+from .errors import CheckpointDamaged
+from .manifest import Manifest, complaints, damaged
+from .policy import Record
+from .store import CheckpointStore
+
+SUFFIX = ".pth"
+SUMS = ".sha256"
+NEXT = ".sha256.next"
+
+
+class FileStore(CheckpointStore):
+    """`{name}.pth` with `{name}.pth.sha256`.
+
+    A file and its sums cannot change at one instant. The new sums wait in `{name}.pth.sha256.next` while the file is replaced, so
+    that at every instant one of the two describes the file that is there.
+    """
+
+    def path(self, name: str) -> Path:
+        """Return `{name}.pth`."""
+        return self.directory / f"{name}{SUFFIX}"
+
+    def locate(self, source: Path) -> Path | None:
+        """Return the file itself, or `latest.pth` in a checkpoint or run directory."""
+        for candidate in (source, source / f"latest{SUFFIX}", source / self.directory.name / f"latest{SUFFIX}"):
+            if storage.size_of(candidate) is not None:
+                return candidate
+        return None
+
+    def write(self, write: Callable[[storage.HashingWriter], object], records: Sequence[Record]) -> None:
+        """Write one file durably and publish it under the names of the records, which come in the order they become visible.
+
+        Args:
+            write: Writes the contents.
+            records: One for each name.
+        """
+        self._settle_all()
+        staged = storage.staged_name(self.directory)
+        size, digest = storage.write_file(staged, write)
+        try:
+            for record in records:
+                path = self.path(record.name)
+                manifest = Manifest(record, {path.name: (size, digest)})
+                storage.write_new_text(_beside(path, NEXT), manifest.text())
+            storage.sync_directory(self.directory)
+            for record in records:
+                storage.link(staged, self.path(record.name))
+            storage.sync_directory(self.directory)
+            for record in records:
+                path = self.path(record.name)
+                storage.replace(_beside(path, NEXT), _beside(path, SUMS))
+            storage.sync_directory(self.directory)
+        finally:
+            storage.discard(staged)
+
+    def recover(self) -> None:
+        """Remove unfinished files and settle every change of names that was interrupted."""
+        storage.clean(self.directory)
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        for name in sorted(storage.names(self.directory)):
+            if name.endswith(f"{SUFFIX}{NEXT}"):
+                self._settle(self.directory / name.removesuffix(NEXT))
+
+    def _settle(self, path: Path) -> None:
+        waiting = _beside(path, NEXT)
+        if _problems(path, waiting, "full"):
+            storage.remove(waiting)
+        else:
+            storage.replace(waiting, _beside(path, SUMS))
+
+    def records(self, *, complete: bool) -> list[Record]:
+        """Return what the manifests record, oldest first."""
+        present = storage.names(self.directory)
+        files = {name for name in present if name.endswith(SUFFIX)}
+        files |= {name.removesuffix(SUMS) for name in present if name.endswith(f"{SUFFIX}{SUMS}")}
+        found = [self._recorded(self.directory / name, complete) for name in sorted(files)]
+        return sorted((r for r in found if r is not None), key=lambda record: (record.sequence, record.name))
+
+    def _recorded(self, path: Path, complete: bool) -> Record | None:
+        try:
+            return read_manifest(path, "size").record
+        except CheckpointDamaged as error:
+            self.pass_over(path, error)
+        try:
+            return None if complete else self.record(path)
+        except CheckpointDamaged:
+            return None
+
+    def record(self, path: Path) -> Record:
+        """Return what the manifest beside a file records."""
+        if storage.size_of(_beside(path, NEXT)) is not None:
+            return read_manifest(path, "full").record
+        return _parsed(path, _beside(path, SUMS)).record
+
+    def verify(self, path: Path, level: str) -> None:
+        """Compare a file with its sums; level `"none"` needs no sums."""
+        if level != "none":
+            read_manifest(path, level)
+
+    def delete(self, name: str) -> None:
+        """Remove a file and its sums."""
+        # Sums last: a file that lost them alone would lie there for ever, neither a checkpoint nor removed by retention.
+        storage.remove(self.path(name))
+        storage.remove(_beside(self.path(name), SUMS))
+
+    def sweep(self, protected: set[int]) -> None:
+        """Nothing: a file that has no name is gone."""
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.parent / f"{path.name}{suffix}"
+
+
+def read_manifest(path: Path, level: str) -> Manifest:
+    """Return the manifest that describes a checkpoint file as it is now.
+
+    Args:
+        path: The file.
+        level: How thoroughly file and manifest are compared.
+
+    Raises:
+        CheckpointDamaged: If there is no manifest, or none that fits.
+    """
+    waiting = storage.size_of(_beside(path, NEXT)) is not None
+    problems: list[str] = []
+    for suffix in (SUMS, NEXT) if waiting else (SUMS,):
+        # A save was killed between file and sums: only the contents tell which of the two the file is described by.
+        found = _problems(path, _beside(path, suffix), "full" if waiting else level)
+        if not found:
+            return Manifest.parse(storage.read_text(_beside(path, suffix)))
+        problems += found
+    raise damaged(problems, path)
+
+
+def _problems(path: Path, sums: Path, level: str) -> list[str]:
+    try:
+        return complaints(_parsed(path, sums), path.parent, level)
+    except CheckpointDamaged as error:
+        return [str(error)]
+
+
+def _parsed(path: Path, sums: Path) -> Manifest:
+    if storage.size_of(sums) is None:
+        raise CheckpointDamaged(f"{sums.name} is missing")
+    try:
+        manifest = Manifest.parse(storage.read_text(sums))
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{sums.name}: {error}") from error
+    if set(manifest.files) != {path.name}:
+        raise CheckpointDamaged(f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}")
+    return manifest

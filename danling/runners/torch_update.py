@@ -1,0 +1,220 @@
+"""One update of a torch runner, read from top to bottom, and the one place that decides whether it is made."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danling.distributed import Verdict
+from danling.metrics import Meters
+from danling.training import (
+    NonFiniteError,
+    UpdateOutcome,
+    call_model,
+    clip_by_norm,
+    gradients_of,
+    nonfinite_parameters,
+    scale_gradients,
+    unpack_batch,
+)
+
+from .torch_evaluation import TorchEvaluation
+
+logger = logging.getLogger("danling")
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class TorchUpdate(TorchEvaluation):
+    """Forward, backward, decision and everything that advances with an update."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.losses = Meters()
+        """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
+        self._asked: set[str] = set()
+        self._pending_check: tuple[int, Tensor] | None = None
+        self._parameters: list[nn.Parameter] | None = None
+        self._log_every = 1024
+        self._steps_scheduler = False
+        self._rates: list[float] = []
+        """Learning rates of the update that is logged next: those it was made with."""
+
+    def _requests(self) -> frozenset[str]:
+        """What this rank asks the others for; taken once an update."""
+        asked = frozenset(self._asked) if self._asked else _NOTHING
+        self._asked.clear()
+        return asked
+
+    def _heed(self, requests: frozenset[str]) -> None:
+        """Do what any rank asked for; overridden by the loops."""
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
+
+        Override it for a loop of your own; call `self.backward(loss)` with the mean-reduced loss of the batch.
+
+        Args:
+            data: The batch, on the device.
+
+        Returns:
+            The prediction and the loss.
+        """
+        inputs, target = unpack_batch(data)
+        with self.train_context():
+            with self.forward_context():
+                pred = call_model(self.model, inputs)
+                loss = self.compute_loss(pred, target)
+            self.backward(loss)
+        return pred, loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate the loss of the open micro-batch with its weight.
+
+        Args:
+            loss: 0-dim, as the criterion reduced it.
+        """
+        scaled = self.window.scale(loss)
+        if self.precision.scaler is not None:
+            scaled = self.precision.scaler.scale(scaled)
+        scaled.backward()
+
+    def step(self) -> UpdateOutcome:
+        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks."""
+        verdict = self.ballot.cast(
+            weight=self.window.weight,
+            loss=self.window.loss,
+            samples=self.window.samples,
+            nonfinite=self.window.nonfinite,
+            requests=self._requests(),
+        )
+        gradients = self.unscale_gradients(verdict)
+        grad_norm = self.gradient_norm(gradients)
+        reason = self._objection(verdict, grad_norm)
+        if reason is None:
+            self.clip_gradients(grad_norm)
+            self.optimizer_step()
+        outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
+        self._conclude(outcome)
+        self._heed(verdict.requests)
+        return outcome
+
+    def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
+        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
+
+        Returns:
+            The gradients of the parameters that have one.
+        """
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(self.optimizer)
+        gradients = gradients_of(self.parameters)
+        scale_gradients(gradients, self.window.gradient_factor(verdict.weight, self.gradient_mean_over))
+        return gradients
+
+    @property
+    def gradient_mean_over(self) -> int:
+        """Number of ranks over which the gradient reduction takes a mean, as DistributedDataParallel does."""
+        return self.data_domain.size if self.model is not self.unwrapped_model else 1
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that the optimizer updates, read once a session."""
+        if self._parameters is None:
+            self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self._parameters
+
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain."""
+        return nn.utils.get_total_norm(gradients)
+
+    def clip_gradients(self, grad_norm: Tensor) -> None:
+        """Clip by `max_grad_norm`, then by `max_grad_value`."""
+        if self.config.max_grad_norm is not None:
+            clip_by_norm(self.parameters, self.config.max_grad_norm, grad_norm)
+        if self.config.max_grad_value is not None:
+            nn.utils.clip_grad_value_(self.parameters, self.config.max_grad_value)
+
+    def _objection(self, verdict: Verdict, grad_norm: Tensor) -> str | None:
+        """Why the update must not be made; `None` commits it. The same answer on all ranks."""
+        if isinstance(verdict.weight, float) and verdict.weight == 0.0:
+            return "weightless"
+        if self._is_finite(verdict, grad_norm):
+            return None
+        if self.precision.scaler is not None:
+            return "overflow"
+        if self.config.skip_nonfinite_grad:
+            return "nonfinite"
+        raise self._nonfinite_error(self.state.train.global_step + 1)
+
+    def _is_finite(self, verdict: Verdict, grad_norm: Tensor) -> bool:
+        if self.device.type == "cpu":
+            return not verdict.nonfinite and math.isfinite(grad_norm.item())
+        healthy = torch.isfinite(grad_norm) & (torch.as_tensor(verdict.nonfinite, device=self.device) == 0)
+        if self.precision.scaler is not None or self.config.skip_nonfinite_grad:
+            return bool(healthy)
+        # A run that may not skip has nothing to decide before the optimizer steps: it looks one update later, when the answer has
+        # long arrived, and in any case before anything is saved.
+        self.settle()
+        self._pending_check = (self.state.train.global_step + 1, healthy)
+        return True
+
+    def settle(self) -> None:
+        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
+        pending, self._pending_check = self._pending_check, None
+        if pending is not None and not bool(pending[1]):
+            raise self._nonfinite_error(pending[0])
+
+    def _nonfinite_error(self, step: int) -> NonFiniteError:
+        names = nonfinite_parameters((n, p) for n, p in self.named_parameters())
+        bad_ranks = self.optimizer_domain.gather_objects(bool(self.window.nonfinite))
+        ranks = [rank for rank, bad in enumerate(bad_ranks) if bad]
+        return NonFiniteError(
+            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
+            f"gradients that are not finite for {names or 'no parameter'}. Lower the learning rate, set max_grad_norm, or set "
+            "skip_nonfinite_grad to leave such updates out."
+        )
+
+    def optimizer_step(self) -> None:
+        """Apply a committed update to the weights."""
+        if self.precision.scaler is not None:
+            self.precision.scaler.step(self.optimizer)
+        else:
+            self.optimizer.step()
+
+    def _conclude(self, outcome: UpdateOutcome) -> None:
+        """Advance everything that moves with an update, or nothing."""
+        self.optimizer.zero_grad()
+        train = self.state.train
+        if self.precision.scaler is not None and outcome.reason != "weightless":
+            self.precision.scaler.update()
+        train.samples += int(outcome.samples)
+        if outcome.committed:
+            train.global_step += 1
+            train.consecutive_skips = 0
+            if train.global_step % self._log_every == 0:
+                self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            if self.scheduler is not None and self._steps_scheduler:
+                self.scheduler.step()
+            if self.ema is not None:
+                self.ema.update()
+            self.losses.add_totals("loss", outcome.loss, outcome.weight)
+        else:
+            self._count_skip(outcome)
+        self.window.reset()
+
+    def _count_skip(self, outcome: UpdateOutcome) -> None:
+        train = self.state.train
+        train.skipped_updates += 1
+        train.consecutive_skips += 1
+        logger.warning("Update %d was skipped (%s).", train.global_step + 1, outcome.reason)
+        limit = self.config.max_skipped_updates
+        if limit is not None and train.consecutive_skips > limit:
+            raise NonFiniteError(
+                f"Expected at most {limit} skipped updates in a row. Received: {train.consecutive_skips} before step "
+                f"{train.global_step + 1} (the last one: {outcome.reason}). Look at the data and the learning rate, or raise "
+                "max_skipped_updates."
+            )

@@ -1,0 +1,47 @@
+"""Rules for every test: one thread, a directory of its own, a time limit (pyproject.toml), no process left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch is imported: it reads some of these once.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+os.environ.setdefault("WANDB_MODE", "offline")
+if os.environ.get("DANLING_TEST_GPU") != "1":
+    # Bitwise comparisons and several ranks on one machine are meant for the CPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import pytest
+import torch
+from support.process_tree import adopt_orphans, descendants, kill_all, reap
+from support.processes import server_processes
+
+torch.set_num_threads(1)
+adopt_orphans()
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left() -> Iterator[None]:
+    before = descendants(os.getpid())
+    yield
+    end = time.monotonic() + 3.0
+    while (left := _new_processes(before)) and time.monotonic() < end:
+        time.sleep(0.02)
+    kill_all(left)
+    reap()
+    assert not left, f"Expected no process to outlive the test. Received: {left}."
+
+
+def _new_processes(before: dict[int, str]) -> dict[int, str]:
+    everything = descendants(os.getpid(), without=server_processes())
+    return {pid: command for pid, command in everything.items() if pid not in before}

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.datasets import Augmented, Stream, drain
+from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from danling.data import BatchSource, DataLoader, build_dataloader
+from danling.data.workers import WorkerInit
+
+
+def build(dataset: Any, settings: dict[str, Any] | None = None, *, train: bool = True, **others: Any) -> Any:
+    return build_dataloader(dataset, settings or {}, **{"split": "train", "train": train, "seed": 0, **others})
+
+
+def test_defaults_follow_the_split() -> None:
+    dataset = Augmented(10)
+    train, test = build(dataset, {"batch_size": 4}), build(dataset, {"batch_size": 4}, train=False)
+    assert isinstance(train, DataLoader) and isinstance(test, DataLoader)
+    assert (train.positions.shuffle, train.drop_last, train.positions.pad) == (True, True, True)
+    assert (test.positions.shuffle, test.drop_last, test.positions.pad) == (False, False, False)
+    assert (len(train), len(test)) == (2, 3)
+    assert not train.pin_memory
+    assert build(dataset, device=torch.device("cuda")).pin_memory
+    assert not build(dataset, {"pin_memory": False}, device=torch.device("cuda")).pin_memory
+
+
+def test_settings_win_over_defaults() -> None:
+    loader = build(Augmented(10), {"batch_size": 4, "shuffle": False, "drop_last": False, "generator": None})
+    assert (loader.positions.shuffle, loader.drop_last) == (False, False)
+    assert build(Augmented(10), {"shuffle": None}).positions.shuffle is True
+
+
+def test_ranks_share_a_dataset() -> None:
+    loaders = [build(range(10), {"batch_size": 2}, rank=rank, world_size=2) for rank in range(2)]
+    seen = [int(index) for loader in loaders for batch in loader for index in batch]
+    assert len(seen) == len(set(seen)) == 8
+
+
+def test_loaders_are_returned_untouched() -> None:
+    generator = (number for number in range(3))
+    for loader in (TorchDataLoader(range(3)), StatefulDataLoader(range(3)), generator):  # type: ignore[arg-type]
+        assert build(loader, {"batch_size": 7}) is loader
+
+
+def test_sequences_are_datasets() -> None:
+    assert isinstance(build([1, 2, 3]), DataLoader)
+
+
+def test_iterable_dataset_keeps_its_own_state() -> None:
+    loader = build(Stream(10), {"batch_size": 4})
+    assert type(loader) is StatefulDataLoader
+    source = BatchSource(loader, split="train", rank=0, world_size=1)
+    assert source.kind == "stateful"
+    assert [batch.tolist() for batch in drain(source)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    test = build(Stream(10), {"batch_size": 4, "num_workers": 1}, train=False)
+    assert [batch.tolist() for batch in test][-1] == [8, 9]
+    assert isinstance(test.worker_init_fn, WorkerInit)
+
+
+def test_samplers_of_the_user_are_used() -> None:
+    data = TensorDataset(torch.arange(10))
+    sampled = build(data, {"batch_size": 4, "sampler": SequentialSampler(data)})
+    batched = build(data, {"batch_sampler": BatchSampler(SequentialSampler(data), 3, False)})
+    for loader, count in ((sampled, 2), (batched, 4)):
+        assert type(loader) is StatefulDataLoader
+        assert BatchSource(loader, split="train", rank=0, world_size=1).kind == "stateful"
+        assert len(list(loader)) == count
+
+
+def test_without_batch_size() -> None:
+    assert len(list(build(range(5), {"batch_size": None}))) == 5
+    assert len(list(build(Stream(5), {"batch_size": None}))) == 5
+
+
+def test_unknown_settings_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"Received: 'batchsize' for split 'train'\. Did you mean 'batch_size'\?"):
+        build(range(4), {"batchsize": 3})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefetch_factor": 2},
+        {"persistent_workers": True},
+        {"num_workers": -1},
+        {"sampler": SequentialSampler(range(4)), "shuffle": True},
+    ],
+)
+def test_settings_that_do_not_go_together_name_the_split(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Expected dataloader settings of split 'train' that go together\. Received"):
+        build(range(4), settings)
+
+
+def test_empty_and_small_datasets_are_refused() -> None:
+    with pytest.raises(ValueError, match="Expected split 'train' to have samples"):
+        build([])
+    with pytest.raises(ValueError, match=r"global batch of 8 samples.*Received: 5 samples"):
+        build(range(5), {"batch_size": 4}, world_size=2)

@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.datasets import Augmented, BatchAugmented, drain, host_state, ids
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from danling.data import BatchSource, DataLoader, preserved_random_state
+
+LENGTH = 23
+
+
+def make(workers: int = 0, **settings: Any) -> DataLoader:
+    settings.setdefault("dataset", Augmented(LENGTH))
+    return DataLoader(**{"batch_size": 4, "shuffle": True, "seed": 7, "num_workers": workers, "pad": True, **settings})
+
+
+def source_of(loader: Any, rank: int = 0, world_size: int = 1) -> BatchSource:
+    return BatchSource(loader, split="train", rank=rank, world_size=world_size, seed=7)
+
+
+def passes(source: BatchSource, count: int) -> list[Tensor]:
+    taken = []
+    for _ in range(count):
+        taken += drain(source)
+        source.finish_pass()
+    return taken
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def straight() -> list[Tensor]:
+    return passes(source_of(make()), 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumes_at_every_position_of_three_passes(workers: int, straight: list[Tensor]) -> None:
+    """Saved in one loader, resumed in a new one, with the same and with another number of workers."""
+    a_pass = len(straight) // 3
+    for stop in range(0, 2 * a_pass, 1 if workers == 0 else 4):
+        epoch, batches = divmod(stop, a_pass)
+        first = source_of(make(0))
+        passes(first, epoch)
+        drain(first, batches)
+        dataset = Augmented(LENGTH)
+        second = source_of(make(workers, dataset=dataset))
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert second.remaining_batches() == a_pass - batches
+        rest = drain(second)
+        if workers == 0:
+            assert sorted(dataset.reads) == sorted(ids(rest)), "a consumed sample was read again"
+        second.finish_pass()
+        assert same(rest + passes(second, 1), straight[stop : (epoch + 2) * a_pass])
+
+
+def test_last_batch_consumed_but_pass_not_finished(straight: list[Tensor]) -> None:
+    first = source_of(make())
+    drain(first)
+    second = source_of(make(2))
+    second.load_state_dict(first.state_dict())
+    assert second.remaining_batches() == 0
+    assert drain(second) == []
+    second.finish_pass()
+    assert same(drain(second), straight[6:12])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"workers": 2},
+        {"workers": 3, "prefetch_factor": 4},
+        {"workers": 2, "persistent_workers": True},
+        {"workers": 1, "multiprocessing_context": "spawn"},
+    ],
+)
+def test_workers_read_what_this_process_reads(settings: dict[str, Any], straight: list[Tensor]) -> None:
+    loader = make(**settings)
+    assert same(passes(source_of(loader), 3), straight)
+    loader.close()
+
+
+def test_persistent_workers_follow_the_position(straight: list[Tensor]) -> None:
+    loader = make(2, persistent_workers=True)
+    source = source_of(loader)
+    assert same(drain(source, 2), straight[:2])
+    assert same(drain(source, 2), straight[2:4]), "an abandoned iterator must not spoil the next one"
+    source.set_epoch(2)
+    assert same(drain(source), straight[12:])
+    other = make(seed=8)
+    source.load_state_dict({"kind": "position", **other.state_dict(), "consumed": 4})
+    expected = source_of(make(seed=8))
+    drain(expected, 1)
+    assert same(drain(source), drain(expected))
+    loader.close()
+
+
+def test_prefetched_batches_do_not_count() -> None:
+    source = source_of(make(2))
+    iterator = source.batches()
+    next(iterator)
+    batch = next(iterator)
+    source.commit([batch])
+    assert source.consumed == 4
+    assert source.state_dict()["consumed"] == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_then_one_then_three_ranks(workers: int) -> None:
+    """The global order of samples stays, none is lost or repeated, and each looks the same."""
+    straight = passes(source_of(make(batch_size=2)), 1)
+    rows = {int(row[0]): row for batch in straight for row in batch}
+    seen: list[Tensor] = []
+    state: dict[str, Any] | None = None
+    for world, batch_size, updates in ((2, 3, 2), (1, 2, 1), (3, 2, 9)):
+        sources = [
+            source_of(make(workers, batch_size=batch_size, rank=rank, world_size=world), rank, world)
+            for rank in range(world)
+        ]
+        for source in sources:
+            if state is not None:
+                source.load_state_dict(state)
+            assert source.even
+        streams = [source.batches() for source in sources]
+        for _ in range(min(updates, sources[0].remaining_batches() or 0)):
+            batches = [next(stream) for stream in streams]
+            assert batches[0].total == sum(batch.samples or 0 for batch in batches)
+            for source, batch in zip(sources, batches, strict=True):
+                seen += list(batch.data[: batch.samples])
+                source.commit([batch])
+        states = [source.state_dict() for source in sources]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert [int(row[0]) for row in seen] == ids(straight)
+    assert all(torch.equal(row, rows[int(row[0])]) for row in seen)
+
+
+def test_reading_leaves_training_streams_alone() -> None:
+    def noisy(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + torch.rand(())
+
+    for settings in (
+        {},
+        {"collate_fn": noisy},
+        {"workers": 2},
+        {"dataset": BatchAugmented(LENGTH)},
+        {"batch_size": None},
+    ):
+        before = host_state()
+        for _ in make(**settings):
+            assert host_state() == before
+        assert host_state() == before
+
+
+def test_streams_are_put_back_after_an_error() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Tensor:
+            torch.rand(3)
+            raise KeyError(index)
+
+    before = host_state()
+    with pytest.raises(KeyError):
+        next(iter(make(dataset=Broken(4))))
+    assert host_state() == before
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(LENGTH)), BatchAugmented(LENGTH)])
+def test_collate_function_that_draws_is_the_same_with_workers(dataset: Any) -> None:
+    def mixed(samples: list[Any]) -> Tensor:
+        rows = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
+        return torch.stack(rows) + torch.rand(())
+
+    here = list(make(dataset=dataset, collate_fn=mixed))
+    with preserved_random_state(seed=1):
+        there = list(make(2, dataset=dataset, collate_fn=mixed))
+    assert same(here, there)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_batch_size_items_are_delivered(workers: int) -> None:
+    source = source_of(make(workers, batch_size=None))
+    items = drain(source, 5)
+    assert [item.shape for item in items] == [(4,)] * 5
+    assert source.consumed == 5
+    resumed = source_of(make(batch_size=None))
+    resumed.load_state_dict(source.state_dict())
+    whole = passes(source_of(make(batch_size=None)), 1)
+    assert same(items + drain(resumed), whole)
+    uneven = source_of(make(batch_size=None, rank=1, world_size=2), 1, 2)
+    counted = [(batch.samples, batch.total) for batch in uneven.batches()]
+    assert counted == [(None, None)] * 11 + [(0, None)]
+
+
+def test_evaluation_gives_each_sample_once_and_nothing_to_idle_ranks() -> None:
+    loaders = [make(dataset=Augmented(5), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
+    sources = [source_of(loader, loader.positions.rank, 4) for loader in loaders]
+    counts = [[(batch.samples, batch.total) for batch in source.batches()] for source in sources]
+    assert counts == [[(2, 5)], [(1, 5)], [(1, 5)], [(1, 5)]]
+    loaders = [make(dataset=Augmented(2), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
+    assert [len(list(loader)) for loader in loaders] == [1, 1, 0, 0]
+    assert not loaders[0].even
+
+
+def test_it_looks_like_a_loader_of_torch() -> None:
+    dataset = Augmented(LENGTH)
+    loader = make(dataset=dataset, drop_last=True)
+    assert loader.dataset is dataset
+    assert (loader.batch_size, loader.drop_last, len(loader)) == (4, True, 5)
+    assert make(batch_size=None).batch_size is None
+
+
+def test_dataset_hears_of_the_epoch_also_in_persistent_workers() -> None:
+    class Curriculum(Augmented):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor(self.epoch)
+
+    source = source_of(make(1, dataset=Curriculum(4), persistent_workers=True))
+    assert [int(batch[0]) for batch in passes(source, 3)] == [0, 1, 2]
+    source.close()
+
+
+def test_another_length_is_refused_by_name() -> None:
+    state = make().state_dict()
+    with pytest.raises(ValueError, match=r"Expected split 'val' to have 23 samples.*Received: 24 samples"):
+        make(dataset=Augmented(24), split="val").load_state_dict(state)
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    state = {**make().state_dict(), "consumed": 8}
+    with pytest.raises(ValueError, match="Expected shuffle=True for split 'train'"):
+        make(shuffle=False).load_state_dict(state)
+    with pytest.raises(ValueError, match="between 0 and 23"):
+        make().load_state_dict({**state, "consumed": 24})
+    with pytest.raises(ValueError, match=r"without consumed, epoch"):
+        make().load_state_dict({"_num_yielded": 3})
+    make(shuffle=False).load_state_dict({**state, "consumed": 0})
+
+
+def test_bad_datasets_and_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Expected split 'val' to have samples\. Received: an empty dataset"):
+        make(dataset=Augmented(0), split="val")
+    with pytest.raises(
+        ValueError, match=r"at least one global batch of 32 samples \(batch_size 16 x 2 ranks\).*Received: 23"
+    ):
+        make(batch_size=16, world_size=2, drop_last=True)
+    with pytest.raises(ValueError, match="positive integer or None"):
+        make(batch_size=0)
+    with pytest.raises(ValueError, match="in_order=True"):
+        make(2, in_order=False)
+    with pytest.raises(ValueError, match=r"no dataloader\.generator"):
+        make(generator=torch.Generator())
+    with pytest.raises(ValueError, match="without __len__"):
+        make(dataset=iter([1]))
+
+
+def _ignored(signals: tuple[int, ...]) -> list[bool]:
+    return [signal.getsignal(number) is signal.SIG_IGN for number in signals]
+
+
+class SignalReport(Augmented):
+    def __getitem__(self, index: int) -> Tensor:
+        parts = [*_ignored((signal.SIGTERM, signal.SIGINT)), os.environ.get("WORKER_SAID") == "hello"]
+        return torch.tensor(parts)
+
+
+def _say_hello(_: int) -> None:
+    os.environ["WORKER_SAID"] = "hello"
+
+
+def test_workers_ignore_signals_and_call_the_users_function() -> None:
+    loader = make(2, dataset=SignalReport(4), batch_size=2, worker_init_fn=_say_hello)
+    assert all(batch.all() for batch in loader)
+    assert "WORKER_SAID" not in os.environ
+
+
+def test_workers_survive_a_signal_to_the_group(straight: list[Tensor]) -> None:
+    loader = make(2)
+    iterator = iter(loader)
+    taken = [next(iterator)]
+    for worker in iterator._workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    assert same(taken + list(iterator), straight[:6])
+
+
+SCRIPT = """
+import os, sys, time, torch
+from danling.data import DataLoader
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        {body}
+        return torch.tensor(index)
+if __name__ == "__main__":
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers={persistent})
+    iterator = iter(loader)
+    next(iterator)
+    print(*(worker.pid for worker in iterator._workers), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "persistent"),
+    [("pass", False), ("pass", True), ("raise SystemExit(3)", False), ("os.kill(os.getpid(), 9)", True)],
+)
+def test_process_ends_and_leaves_no_worker(tmp_path: Any, persistent: bool, end: str) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body="pass"))
+    environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    begin = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode in (0, 3, -9)
+    pids = [int(word) for word in result.stdout.split()]
+    assert len(pids) == 2
+    assert _eventually(lambda: not any(_alive(pid) for pid in pids), 15)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.slow
+def test_a_stuck_worker_does_not_keep_the_process(tmp_path: Any) -> None:
+    script = tmp_path / "job.py"
+    body = "__import__('time').sleep(100 if index > 3 else 0)"
+    script.write_text(textwrap.dedent(SCRIPT).format(persistent=False, end="pass", body=body))
+    environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    output = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, timeout=60, check=True)
+    assert not any(_alive(int(word)) for word in output.stdout.split())
+
+
+def _eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"

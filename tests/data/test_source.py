@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.datasets import Augmented, Stream, drain, host_state, ids
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from danling.data import Batch, BatchSource, DataLoader, capture_random_state, restore_random_state, seed_streams
+
+LENGTH = 22
+
+
+def source_of(loader: Any, **settings: Any) -> BatchSource:
+    return BatchSource(loader, **{"split": "train", "rank": 0, "world_size": 1, "seed": 3, **settings})
+
+
+def distributed_sampler(dataset: Any) -> DistributedSampler[Any]:
+    return DistributedSampler(dataset, num_replicas=2, rank=1, seed=2)
+
+
+def user_loaders() -> dict[str, Callable[[], Any]]:
+    """Return factories of loaders as users write them; each call stands for a new process."""
+    data = Augmented(LENGTH)
+    plain: dict[str, Any] = {"batch_size": 4}
+    return {
+        "torch": lambda: TorchDataLoader(data, shuffle=True, **plain),
+        "torch, 2 workers": lambda: TorchDataLoader(data, shuffle=True, num_workers=2, **plain),
+        "torch, persistent": lambda: TorchDataLoader(
+            data, shuffle=True, num_workers=2, persistent_workers=True, **plain
+        ),
+        "torch, generator": lambda: TorchDataLoader(
+            data, shuffle=True, generator=torch.Generator().manual_seed(1), **plain
+        ),
+        "torch, sampler with a generator": lambda: TorchDataLoader(
+            data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1)), **plain
+        ),
+        "torch, distributed": lambda: TorchDataLoader(data, sampler=distributed_sampler(data), **plain),
+        "stateful": lambda: StatefulDataLoader(data, shuffle=True, **plain),
+        "stateful, generator": lambda: StatefulDataLoader(
+            data, shuffle=True, generator=torch.Generator().manual_seed(1), **plain
+        ),
+        "stateful, distributed": lambda: StatefulDataLoader(data, sampler=distributed_sampler(data), **plain),
+        "stateful, 2 workers": lambda: StatefulDataLoader(data, shuffle=True, num_workers=2, **plain),
+        "stateful, persistent": lambda: StatefulDataLoader(
+            data, shuffle=True, num_workers=2, persistent_workers=True, **plain
+        ),
+        "stateful, stream": lambda: StatefulDataLoader(Stream(LENGTH), **plain),
+    }
+
+
+@pytest.mark.parametrize("by_counting", [False, True])
+@pytest.mark.parametrize("name", sorted(user_loaders()))
+def test_user_loader_resumes_at_every_position(name: str, by_counting: bool) -> None:
+    """Batches and training's own streams go on as if nothing had happened, in this pass and the next."""
+    make = user_loaders()[name]
+
+    def begin() -> BatchSource:
+        seed_streams(11)
+        return source_of(make())
+
+    source = begin()
+    trace: list[tuple[Tensor, tuple[Any, ...]]] = []
+    saved = [_snapshot(source, 0)]
+    for _ in range(3):
+        while not (by_counting and source.remaining_batches() == 0) and (batch := drain(source, 1)):
+            trace.append((batch[0], host_state()))
+            torch.rand(2)  # what training draws
+            saved.append(_snapshot(source, len(trace)))
+        saved.append(_snapshot(source, len(trace)))  # all consumed, the pass not finished
+        source.finish_pass()
+        saved.append(_snapshot(source, len(trace)))
+    source.close()
+
+    a_pass = len(trace) // 3
+    for state, streams, position in saved[:: 3 if "workers" in name or "persistent" in name else 1]:
+        resumed = begin()
+        resumed.load_state_dict(copy.deepcopy(state))
+        restore_random_state(streams)
+        for data, after in trace[position : position + a_pass + 1]:
+            # A loop may find the end by asking for a batch, or by counting.
+            batch = [] if by_counting and resumed.remaining_batches() == 0 else drain(resumed, 1)
+            if not batch:
+                resumed.finish_pass()
+                batch = drain(resumed, 1)
+            # torchdata does not save its workers' streams, and kept workers go on with theirs: there the order is kept.
+            columns = 1 if name in ("stateful, 2 workers", "stateful, persistent", "torch, persistent") else 4
+            assert torch.equal(batch[0][..., :columns], data[..., :columns])
+            assert host_state() == after
+            torch.rand(2)
+        resumed.close()
+
+
+def _snapshot(source: BatchSource, position: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    return copy.deepcopy(source.state_dict()), capture_random_state(), position
+
+
+def test_passes_of_a_users_loader_are_shuffled_differently() -> None:
+    source = source_of(TorchDataLoader(Augmented(LENGTH), batch_size=4, shuffle=True))
+    first = ids(drain(source))
+    source.finish_pass()
+    second = ids(drain(source))
+    assert sorted(first) == sorted(second) == list(range(LENGTH))
+    assert first != second
+
+
+def test_data_ranks_shuffle_differently_and_ranks_of_one_coordinate_alike() -> None:
+    def order(rank: int) -> list[int]:
+        loader = TorchDataLoader(Augmented(LENGTH), batch_size=4, shuffle=True)
+        return ids(drain(source_of(loader, rank=rank, world_size=2)))
+
+    assert order(0) == order(0) != order(1)
+
+
+def test_a_sampler_that_divides_one_permutation_sees_one_permutation() -> None:
+    class EveryOther:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(LENGTH).tolist()[self.rank :: 2])
+
+    orders = []
+    for rank in range(2):
+        seed_streams(rank)
+        loader = TorchDataLoader(Augmented(LENGTH), batch_size=4, sampler=EveryOther(rank))  # type: ignore[arg-type]
+        orders += ids(drain(source_of(loader, rank=rank, world_size=2)))
+    assert sorted(orders) == list(range(LENGTH))
+
+
+def test_counted_loader_warns_once_at_load(caplog: pytest.LogCaptureFixture) -> None:
+    first = source_of([1, 2, 3])
+    drain(first, 2)
+    second = source_of([1, 2, 3], split="extra")
+    with caplog.at_level(logging.WARNING, logger="danling"):
+        second.load_state_dict(first.state_dict())
+        assert drain(second) == [3]
+        second.finish_pass()
+        assert drain(second) == [1, 2, 3]
+    assert len(caplog.records) == 1
+    assert "'extra' (list) cannot be positioned: its first 2 batches" in caplog.text
+
+
+def test_counted_loader_that_shrank_is_refused() -> None:
+    first = source_of([1, 2, 3])
+    drain(first, 3)
+    second = source_of([1])
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"split 'train' to have at least 3 batches.*Received: 1 batches"):
+        drain(second)
+
+
+def test_counted_and_stateful_refuse_another_world_within_a_pass() -> None:
+    first = source_of([1, 2, 3], world_size=2)
+    drain(first, 2)
+    with pytest.raises(ValueError, match=r"Expected 2 data ranks.*Received: 1"):
+        source_of([1, 2, 3]).load_state_dict(first.state_dict())
+    drain(first)
+    first.finish_pass()
+    source_of([1, 2, 3]).load_state_dict(first.state_dict())
+
+
+def test_another_kind_of_loader_is_refused() -> None:
+    state = source_of([1]).state_dict()
+    with pytest.raises(ValueError, match=r"kind 'position' for split 'train'.*Received: kind='counted'"):
+        source_of(DataLoader(Augmented(3))).load_state_dict(state)
+
+
+def test_another_number_of_workers_of_a_stateful_loader_is_refused_by_name() -> None:
+    first = source_of(StatefulDataLoader(Augmented(8), num_workers=2))
+    drain(first, 1)
+    state = first.state_dict()
+    first.close()
+    with pytest.raises(ValueError, match=r"Expected num_workers=2 .*split 'train'.*Received: num_workers=0"):
+        source_of(StatefulDataLoader(Augmented(8))).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_stateful_loader_with_workers_is_saved_where_it_was_consumed(workers: int) -> None:
+    def make() -> BatchSource:
+        return source_of(StatefulDataLoader(Stream(LENGTH // workers), batch_size=3, num_workers=workers))
+
+    straight = drain(make())
+    for stop in range(1, len(straight)):
+        first = make()
+        drain(first, stop)
+        second = make()
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        first.close()
+        assert [batch.tolist() for batch in drain(second)] == [batch.tolist() for batch in straight[stop:]]
+        second.close()
+
+
+def test_saving_before_the_first_batch_starts_no_worker() -> None:
+    loader = StatefulDataLoader(Augmented(8), num_workers=2)
+    source_of(loader).state_dict()
+    assert loader._iterator is None
+
+
+def test_going_on_in_the_same_process_reads_nothing_twice() -> None:
+    for loader in (
+        TorchDataLoader(Augmented(LENGTH), batch_size=4),
+        StatefulDataLoader(Augmented(LENGTH), batch_size=4),
+    ):
+        source = source_of(loader)
+        taken = [drain(source, 2), drain(source, 1), drain(source)]
+        assert ids([batch for part in taken for batch in part]) == list(range(LENGTH))
+        assert loader.dataset.reads == list(range(LENGTH))
+
+
+def test_batches_that_were_fetched_but_not_used_are_read_again_where_that_can_be() -> None:
+    source = source_of([1, 2, 3, 4])
+    iterator = source.batches()
+    source.commit([next(iterator)])
+    next(iterator)
+    assert drain(source) == [2, 3, 4]
+
+
+def test_a_stateful_loader_says_what_it_skips(caplog: pytest.LogCaptureFixture) -> None:
+    source = source_of(StatefulDataLoader(list(range(4)), batch_size=None))
+    iterator = source.batches()
+    source.commit([next(iterator)])
+    next(iterator)
+    assert drain(source) == [2, 3]
+    assert "1 batches of split 'train' were read and not used" in caplog.text
+
+
+def test_rewinding_begins_the_same_pass_again() -> None:
+    for make in user_loaders().values():
+        source = source_of(make())
+        first = drain(source, 2)
+        source.rewind()
+        assert (source.epoch, source.consumed) == (0, 0)
+        again = drain(source, 2)
+        assert len(first) == len(again) == 2
+        if (
+            source.kind == "counted"
+            and getattr(source.loader, "generator", None) is None
+            and source.loader.num_workers == 0
+        ):
+            assert torch.equal(first[0], again[0])
+        source.close()
+
+
+def test_set_epoch_reaches_every_holder() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Loader(Told):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sampler = Told()
+            self.batch_sampler = Told()
+            self.batch_sampler.sampler = self.sampler  # type: ignore[attr-defined]
+            self.dataset = Told()
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2])
+
+    loader = Loader()
+    source = source_of(loader)
+    for _ in range(2):
+        drain(source)
+        source.finish_pass()
+    assert [holder.epochs for holder in (loader, loader.sampler, loader.batch_sampler, loader.dataset)] == [[0, 1]] * 4
+
+
+def test_a_users_own_stateful_loader() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.position = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.position < 5:
+                self.position += 1
+                yield self.position
+            self.position = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    for stop in range(11):
+        first, taken = source_of(Own()), []
+        for _ in range(stop):
+            batch = drain(first, 1)
+            if not batch:
+                first.finish_pass()
+                batch = drain(first, 1)
+            taken += batch
+        second = source_of(Own())
+        second.load_state_dict(first.state_dict())
+        taken += drain(second)
+        second.finish_pass()
+        taken += drain(second)
+        assert taken[: stop + 5] == ([1, 2, 3, 4, 5] * 4)[: stop + 5]
+
+
+def test_iterator_that_ends_for_good() -> None:
+    source = source_of(iter([1, 2, 3]))
+    assert source.num_batches is None and source.remaining_batches() is None
+    assert drain(source, 2) + drain(source) == [1, 2, 3]
+    assert source.remaining_batches() == 0
+    source.finish_pass()
+    with pytest.raises(ValueError, match=r"can be iterated again.*Received: list_iterator"):
+        drain(source)
+
+
+def test_a_loader_that_raised_is_not_taken_for_finished() -> None:
+    class Flaky:
+        broken = True
+
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+            if self.broken:
+                raise OSError("disk")
+            yield 2
+
+    loader = Flaky()
+    source = source_of(loader)
+    with pytest.raises(OSError):
+        drain(source)
+    loader.broken = False
+    assert drain(source) == [2]
+
+
+def test_lengths_and_evenness() -> None:
+    data = Augmented(LENGTH)
+    assert source_of([1, 2]).num_batches == 2
+    assert source_of(StatefulDataLoader(Stream(4))).num_batches is None
+    assert source_of([1], world_size=1).even and not source_of([1], world_size=2).even
+    assert source_of(TorchDataLoader(data, sampler=distributed_sampler(data)), world_size=2).even
+    assert not source_of(TorchDataLoader(data), world_size=2).even
+    source = source_of([1, 2, 3])
+    drain(source, 1)
+    assert source.remaining_batches() == 2
+
+
+def test_not_a_loader() -> None:
+    with pytest.raises(
+        ValueError, match=r"Expected the loader of split 'train' to be iterable\. Received: loader=3 \(int\)"
+    ):
+        source_of(3)
+
+
+def test_batches_of_a_users_loader_are_not_inspected() -> None:
+    assert list(source_of(["abc"]).batches()) == [Batch("abc", None, None)]
+
+
+def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
+    for make in [*user_loaders().values(), lambda: DataLoader(Augmented(LENGTH))]:
+        source = source_of(make())
+        drain(source, 2)
+        torch.save(source.state_dict(), tmp_path / "state.pt")
+        torch.load(tmp_path / "state.pt", weights_only=True)
+        source.close()

@@ -1,0 +1,122 @@
+"""G1: a run that was stopped anywhere and resumed in another process ends as the one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import run_processes
+from support.toys import TracingRunner, differences, whole_state
+
+
+def settings(mode: str, root: Path, **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "seed": 3,
+        "accum_steps": 3,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": 2, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "total_steps": 40, "warmup_steps": 4},
+        "max_grad_norm": 1.0,
+        "workspace_root": str(root),
+        "log_interval": 4,
+    }
+    budget = {"epochs": 3, "checkpoint.interval": 1} if mode == "epoch" else {"steps": 13, "evaluate_interval": 3}
+    return {**base, **budget, **changes}
+
+
+def train(config: dict[str, Any], stop_at: int | None) -> dict[str, Any]:
+    with TracingRunner(config, stop_at=stop_at) as runner:
+        runner.train()
+        step = runner.state.train.global_step
+        return {"ids": runner.ids, "trace": runner.trace, "step": step, "state": whole_state(runner)}
+
+
+def train_stopping_at_each(config: dict[str, Any], root: str, last: int) -> list[dict[str, Any]]:
+    """Train to every step of a run, each time from scratch in a directory of its own."""
+    return [train({**config, "workspace_root": f"{root}/{k}"}, k) for k in range(1, last)]
+
+
+def resume_from_each(config: dict[str, Any], root: str, last: int) -> list[dict[str, Any]]:
+    """Finish what `train_stopping_at_each` left."""
+    return [train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in range(1, last)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["epoch", "step"])
+def test_resumed_at_every_step(mode: str, workers: int, world_size: int, tmp_path: Path) -> None:
+    config = settings(mode, tmp_path / "whole")
+    config["dataloader"]["num_workers"] = workers
+    whole = run_processes(train, config, None, world_size=world_size)
+    last = whole[0]["step"]
+    assert last >= 9 // world_size
+    stopped = run_processes(train_stopping_at_each, config, str(tmp_path), last, world_size=world_size, timeout=110)
+    resumed = run_processes(resume_from_each, config, str(tmp_path), last, world_size=world_size, timeout=110)
+    for rank in range(world_size):
+        for k in range(1, last):
+            first, second = stopped[rank][k - 1], resumed[rank][k - 1]
+            assert first["step"] == k
+            assert first["ids"] + second["ids"] == whole[rank]["ids"], f"samples, stopped at {k}"
+            assert first["trace"] + second["trace"] == whole[rank]["trace"], f"losses and rates, stopped at {k}"
+            assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
+
+
+def test_resumed_twice_with_other_workers(tmp_path: Path) -> None:
+    config = settings("epoch", tmp_path / "whole")
+    whole = run_processes(train, config, None, world_size=1)[0]
+    parts = []
+    for workers, stop_at in ((2, 4), (0, 7), (2, None)):
+        config = settings("epoch", tmp_path / "parts", auto_resume=True)
+        config["dataloader"]["num_workers"] = workers
+        parts.append(run_processes(train, config, stop_at, world_size=1)[0])
+    assert [i for part in parts for i in part["ids"]] == whole["ids"]
+    assert [line for part in parts for line in part["trace"]] == whole["trace"]
+    assert differences(parts[-1]["state"], whole["state"]) == []
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"type": "linear"},
+    {"type": "wsd", "decay_steps": 5},
+    {"type": "constant", "warmup_steps": 3},
+    {"type": "steplr", "step_size": 3},
+    {"type": "multisteplr", "milestones": [3, 6]},
+    {"type": "exponentiallr", "gamma": 0.9},
+    {"type": "cosineannealinglr", "T_max": 12},
+    {"type": "cosineannealingwarmrestarts", "T_0": 4},
+    {"type": "onecyclelr", "max_lr": 0.1, "total_steps": 40},
+    {"type": "cycliclr", "base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 3, "cycle_momentum": False},
+    {"type": "polynomiallr", "total_iters": 10},
+    {"type": "linearlr", "total_iters": 7},
+    {"type": "constantlr", "total_iters": 5},
+    {"type": "reducelronplateau", "factor": 0.5, "patience": 0},
+]
+
+
+def train_schedules(root: str, stop_at: int | None, resume: bool) -> list[Any]:
+    results = []
+    for schedule in SCHEDULES:
+        config = settings("epoch", Path(root) / str(schedule["type"]), auto_resume=resume)
+        results.append(train({**config, "scheduler": schedule}, stop_at))
+    return results
+
+
+def test_every_schedule_comes_back(tmp_path: Path) -> None:
+    whole = run_processes(train_schedules, str(tmp_path / "whole"), None, False, world_size=1, timeout=110)[0]
+    first = run_processes(train_schedules, str(tmp_path / "parts"), 7, False, world_size=1, timeout=110)[0]
+    second = run_processes(train_schedules, str(tmp_path / "parts"), None, True, world_size=1, timeout=110)[0]
+    for schedule, a, b, c in zip(SCHEDULES, whole, first, second):
+        assert b["trace"] + c["trace"] == a["trace"], schedule["type"]
+        assert differences(c["state"], a["state"]) == [], schedule["type"]
+
+
+def test_at_its_end_a_run_touches_nothing(tmp_path: Path) -> None:
+    config = settings("epoch", tmp_path, auto_resume=True)
+    run_processes(train, config, None, world_size=1)
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")}
+    results = {path: path.read_bytes() for name in ("results.json", "metrics.jsonl") for path in tmp_path.rglob(name)}
+    again = run_processes(train, config, None, world_size=1)[0]
+    assert again["ids"] == []
+    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")}
+    assert results == {path: path.read_bytes() for path in results}

@@ -1,0 +1,64 @@
+"""A snapshot holds the values of its moment, in memory that is used again, and plain types only."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from danling.runners.checkpoints import CheckpointError
+from danling.runners.checkpoints.snapshot import SnapshotBuffers, count_bytes, to_host
+
+
+def test_later_changes_do_not_reach_it() -> None:
+    layer = nn.BatchNorm1d(3)
+    state = {"model": layer.state_dict(), "list": [torch.ones(2)], "pair": (1, torch.zeros(1)), "none": None}
+    copied, _ = SnapshotBuffers().copy(state)
+    with torch.no_grad():
+        for tensor in layer.state_dict().values():
+            tensor.fill_(9)
+    state["list"].append(3)
+    assert copied["model"]["weight"].tolist() == [1, 1, 1] and int(copied["model"]["num_batches_tracked"]) == 0
+    assert len(copied["list"]) == 1 and copied["pair"][0] == 1 and copied["none"] is None
+    assert type(copied["model"]) is dict and type(copied["model"]["weight"]) is torch.Tensor
+
+
+def test_tied_tensors_stay_tied_and_slices_stay_small() -> None:
+    weight = torch.randn(4, 4)
+    copied, _ = SnapshotBuffers().copy(
+        {"a": weight, "b": weight, "row": weight[1], "column": weight[:, 1], "empty": weight[:0]}
+    )
+    assert copied["a"] is copied["b"]
+    assert copied["row"].untyped_storage().nbytes() == 16
+    assert torch.equal(copied["column"], weight[:, 1])
+    host = to_host({"row": weight[1], "whole": weight})
+    assert host["row"].untyped_storage().nbytes() == 16
+    assert host["whole"].data_ptr() == weight.data_ptr()
+
+
+def test_memory_is_used_again_only_when_it_is_free() -> None:
+    buffers, state = SnapshotBuffers(), {"a": torch.zeros(8), "b": torch.zeros(8)}
+    first, release = buffers.copy(state)
+    second, _ = buffers.copy(state)
+    addresses = {tensor.data_ptr() for tensor in first.values()}
+    assert not addresses & {tensor.data_ptr() for tensor in second.values()}
+    release()
+    third, _ = buffers.copy(state)
+    assert addresses == {tensor.data_ptr() for tensor in third.values()}
+
+
+def test_other_types_are_made_plain_or_refused_by_name() -> None:
+    class Color(enum.IntEnum):
+        RED = 2
+
+    copied = to_host({"a": numpy.float64(0.5), "b": [Color.RED], "c": torch.bfloat16})
+    assert type(copied["a"]) is float and type(copied["b"][0]) is int and copied["c"] is torch.bfloat16
+    with pytest.raises(CheckpointError, match=r"state\.pool\.1.*\(object\)"):
+        to_host({"state": {"pool": [1, object()]}})
+
+
+def test_count_bytes() -> None:
+    assert count_bytes({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.float64), 4]}) == 28

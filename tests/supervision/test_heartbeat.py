@@ -1,0 +1,114 @@
+"""The heartbeat of living, hanging, stopped and killed processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from danling.supervision import Heartbeat
+
+
+def read(heartbeat: Heartbeat) -> dict[str, Any]:
+    return dict(json.loads(heartbeat.file.read_text()))
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+
+
+def test_says_who_and_where(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeats", rank=3, interval_seconds=0.02)
+    first = read(heartbeat)
+    assert heartbeat.file.name == "rank-3.json"
+    assert (first["rank"], first["pid"], first["status"]) == (3, os.getpid(), "running")
+    assert (first["global_step"], first["last_step_time"]) == (None, None)
+    heartbeat.beat(17, 2)
+    wait_for(lambda: read(heartbeat)["global_step"] == 17)
+    assert read(heartbeat)["epoch"] == 2
+    assert abs(read(heartbeat)["last_step_time"] - time.time()) < 5
+    heartbeat.stop()
+    heartbeat.stop()
+    assert read(heartbeat)["status"] == "stopped"
+    assert [path.name for path in heartbeat.file.parent.iterdir()] == ["rank-3.json"]
+
+
+def test_tells_of_a_main_thread_that_hangs(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, interval_seconds=0.02)
+    heartbeat.beat(1, 0)
+    time.sleep(0.3)
+    record = read(heartbeat)
+    assert record["seconds_without_step"] > 0.2
+    assert time.time() - record["time"] < 0.2
+    heartbeat.stop()
+
+
+def test_stop_joins_the_thread_at_once(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, interval_seconds=3600)
+    start = time.monotonic()
+    heartbeat.stop()
+    assert time.monotonic() - start < 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "danling-heartbeat"]
+
+
+def test_every_reader_sees_a_whole_file_also_after_sigkill(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from danling.supervision.heartbeat import Heartbeat\n"
+        "heartbeat = Heartbeat(sys.argv[1], interval_seconds=0.0005)\n"
+        "print('ready', flush=True)\n"
+        "step = 0\n"
+        "while True: step += 1; heartbeat.beat(step, 0); time.sleep(0.001)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(200):
+            json.loads((tmp_path / "rank-0.json").read_text())
+        process.send_signal(signal.SIGKILL)
+    assert json.loads((tmp_path / "rank-0.json").read_text())["status"] == "running"
+
+
+def test_a_file_that_cannot_be_written_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heartbeat = Heartbeat(tmp_path, interval_seconds=0.01)
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("danling.supervision.heartbeat.write_atomically", full_disk)
+    with caplog.at_level(logging.WARNING, logger="danling"):
+        wait_for(lambda: caplog.messages)
+        time.sleep(0.05)
+        heartbeat.stop()
+    assert len(caplog.messages) == 1
+    assert "No space left" in caplog.text
+
+
+def test_an_interval_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Expected heartbeat.interval_seconds > 0. Received: interval_seconds=0"):
+        Heartbeat(tmp_path, interval_seconds=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_beat_costs_less_than_a_microsecond_or_two(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, interval_seconds=3600)
+    start = time.perf_counter()
+    for step in range(100_000):
+        heartbeat.beat(step, 0)
+    seconds = (time.perf_counter() - start) / 100_000
+    heartbeat.stop()
+    assert seconds < 2e-6, f"{seconds * 1e6:.2f} us"

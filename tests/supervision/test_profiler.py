@@ -1,0 +1,64 @@
+"""Traces that a stock JSON reader reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from danling.supervision import Profiler
+
+
+def work() -> None:
+    torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+
+
+def mm_calls(trace: Path) -> int:
+    events = json.loads(trace.read_text())["traceEvents"]
+    return sum(event.get("name") == "aten::mm" for event in events)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events.*")
+def test_one_trace_a_cycle_with_the_active_updates_in_it(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path / "profiles", rank=2, wait=1, warmup=1, active=3, repeat=2)
+    for step in range(101, 121):
+        work()
+        profiler.step(step)
+    names = [path.name for path in profiler.traces]
+    assert names == [f"rank-00002-step-{step:012d}.pt.trace.json" for step in (105, 110)]
+    assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == names
+    assert [mm_calls(path) for path in profiler.traces] == [3, 3]
+    profiler.close()
+
+
+def test_without_repeat_one_cycle_is_profiled_and_then_nothing(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, wait=0, warmup=1, active=1, repeat=None)
+    for step in range(20):
+        work()
+        profiler.step(step)
+    assert len(profiler.traces) == 1
+
+
+def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, wait=1, warmup=1, active=10, repeat=0, record_shapes=True, profile_memory=True)
+    for step in range(5):
+        work()
+        profiler.step(step)
+    profiler.close()
+    profiler.close()
+    assert [mm_calls(path) for path in profiler.traces] == [3]
+
+
+def test_a_run_that_ends_before_the_first_active_update_leaves_no_file(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, wait=5, warmup=1, active=1)
+    profiler.step(1)
+    profiler.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "count", "least"), [("wait", -1, 0), ("active", 0, 1), ("repeat", -2, 0)])
+def test_bad_schedules_are_refused(tmp_path: Path, name: str, count: int, least: int) -> None:
+    with pytest.raises(ValueError, match=rf"Expected profiling.{name} >= {least}. Received: {name}={count}"):
+        Profiler(tmp_path, **{name: count})  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Speed, waiting and time left, on a clock that is set by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from danling.supervision import Telemetry, memory_figures
+
+
+class Clock:
+    """A clock that goes when told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def go(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def run(telemetry: Telemetry, clock: Clock, updates: int, *, committed: bool = True) -> None:
+    for _ in range(updates):
+        before = clock()
+        clock.go(0.025)
+        telemetry.loaded(before, clock())
+        clock.go(0.075)
+        telemetry.stepped(samples=32, tokens=320, committed=committed)
+
+
+def test_figures_of_a_window() -> None:
+    clock = Clock()
+    telemetry = Telemetry(total_steps=100, global_step=10, clock=clock)
+    run(telemetry, clock, 10)
+    figures = telemetry.report(20, learning_rates=[0.1, 0.2], grad_norm=torch.tensor(2.0))
+    assert figures.pop("memory_host_gib") > 0
+    assert figures == pytest.approx(
+        {
+            "step_seconds": 0.1,
+            "samples_per_second": 320,
+            "tokens_per_second": 3200,
+            "data_share": 0.25,
+            "learning_rate": 0.1,
+            "learning_rate.1": 0.2,
+            "grad_norm": 2.0,
+            "skipped_updates": 0,
+            "eta_seconds": 8.0,
+        }
+    )
+
+
+def test_each_window_starts_anew_and_skipped_updates_add_up() -> None:
+    clock = Clock()
+    telemetry = Telemetry(clock=clock)
+    run(telemetry, clock, 3, committed=False)
+    assert telemetry.report(0)["skipped_updates"] == 3
+    run(telemetry, clock, 1)
+    figures = telemetry.report(1)
+    assert figures["skipped_updates"] == 3
+    assert figures["samples_per_second"] == pytest.approx(320)
+    assert "eta_seconds" not in figures
+    assert "grad_norm" not in figures
+
+
+def test_evaluation_counts_for_the_time_left_only() -> None:
+    clock = Clock()
+    telemetry = Telemetry(total_steps=20, clock=clock)
+    run(telemetry, clock, 10)
+    with telemetry.aside():
+        clock.go(9.0)
+    figures = telemetry.report(10)
+    assert figures["step_seconds"] == pytest.approx(0.1)
+    assert figures["eta_seconds"] == pytest.approx(10.0)
+    assert telemetry.summary(10) == (
+        "10 updates to step 10 in 10.0 s: 10 updates/s, 320 samples/s on this rank, 25% waiting for data, 0 skipped"
+    )
+
+
+def test_samples_of_all_ranks_can_be_given() -> None:
+    clock = Clock()
+    telemetry = Telemetry(clock=clock)
+    run(telemetry, clock, 10)
+    figures = telemetry.report(10, samples=telemetry.samples * 4, tokens=0)
+    assert figures["samples_per_second"] == pytest.approx(1280)
+    assert "tokens_per_second" not in figures
+
+
+def test_a_window_without_updates_says_nothing_of_speed() -> None:
+    assert set(Telemetry().report(0)) == {"skipped_updates", "memory_host_gib"}
+
+
+def test_memory_of_a_device_that_has_no_counters() -> None:
+    assert set(memory_figures(torch.device("cpu"))) == {"memory_host_gib"}
+
+
+def test_a_step_costs_less_than_two_microseconds() -> None:
+    telemetry = Telemetry()
+    clock = telemetry.clock
+    start = time.perf_counter()
+    for _ in range(50_000):
+        before = clock()
+        telemetry.loaded(before, clock())
+        telemetry.stepped(32)
+    seconds = (time.perf_counter() - start) / 50_000
+    assert seconds < 4e-6, f"{seconds * 1e6:.2f} us"

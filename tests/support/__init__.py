@@ -1,0 +1,1 @@
+"""What tests share: real processes, torchrun, kills, data sets."""

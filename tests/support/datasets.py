@@ -1,0 +1,109 @@
+"""Datasets and an independent reference for the tests of loaders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Augmented(Dataset[Tensor]):
+    """Rows of (index, draw of torch, draw of numpy, draw of random); counts the reads of this process."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads.append(index)
+        draws = [torch.rand(()).item(), float(numpy.random.randn()), random.random()]
+        return torch.tensor([float(index), *draws], dtype=torch.float64)
+
+
+class BatchAugmented(Augmented):
+    """Reads a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Yields its numbers by an iterator that knows how far it is."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> StreamIterator:
+        return StreamIterator(self.length)
+
+
+class StreamIterator:
+    """The numbers below `length`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.position == self.length:
+            raise StopIteration
+        self.position += 1
+        return torch.tensor(self.position - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def host_state() -> tuple[Any, ...]:
+    """Return all of this process's streams in a comparable form."""
+    state = numpy.random.get_state(legacy=False)
+    words = (tuple(state["state"]["key"].tolist()), state["state"]["pos"], state["has_gauss"], state["gauss"])
+    return tuple(torch.get_rng_state().tolist()), words, random.getstate()
+
+
+def drain(source: Any, batches: int | None = None) -> list[Any]:
+    """Train on a source: read and commit so many batches, or all that are left."""
+    taken: list[Any] = []
+    if batches == 0:
+        return taken
+    for batch in source.batches():
+        source.commit([batch])
+        taken.append(batch.data)
+        if len(taken) == batches:
+            break
+    return taken
+
+
+def ids(batches: list[Tensor]) -> list[int]:
+    """Return the sample ids of batches of `Augmented`."""
+    return [int(row[0]) for batch in batches for row in batch]
+
+
+def reference_batches(order: list[int], batch_size: int, world: int, pad: bool) -> list[list[list[int]]]:
+    """Return batches as [global batch][rank] -> ids, dealt out one by one; `pad` says who gets a stand-in."""
+    result = []
+    for begin in range(0, len(order), batch_size * world):
+        piece = order[begin : begin + batch_size * world]
+        sizes = [0] * world
+        for position in range(len(piece)):
+            sizes[position % world] += 1
+        parts, begin_of_part = [], 0
+        for size in sizes:
+            parts.append(piece[begin_of_part : begin_of_part + size] or (piece[:1] if pad else []))
+            begin_of_part += size
+        result.append(parts)
+    return result

@@ -1,0 +1,351 @@
+"""Run a function in several real processes that can form a gloo group, in a fraction of a second.
+
+    from support.processes import run_processes
+
+    def _sum_of_ranks(offset: int) -> float:            # a function of the test module, run once in each process
+        with MyRunner(config) as runner: ...             # RANK, WORLD_SIZE, MASTER_ADDR ... are set: `env://` works
+
+    def test_sum() -> None:
+        assert run_processes(_sum_of_ranks, 10, world_size=2) == [..., ...]     # values by rank
+
+The processes are forked from a server that has torch loaded (about two seconds once for a whole test session). Arguments and
+values are pickled; a child starts with the environment and the working directory of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+from .process_tree import die_with_parent, kill_tree
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "pytest",
+        "numpy",
+        "torch",
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torchdata.stateful_dataloader",
+        "danling",
+    ]
+)
+
+
+class ProcessFailure(AssertionError):
+    """A rank died, hung, or raised something that cannot be carried to the test."""
+
+
+class RankTraceback(Exception):
+    """The traceback of a rank, as the cause of the error that is raised in the test."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        rank: Global rank.
+        value: What the function returned; `None` when it did not return.
+        error: What it raised, or a `ProcessFailure` when it died or did not end in time.
+        traceback: The rank's traceback, empty without an error of its own.
+        exit_code: Of the process; negative is the signal that ended it.
+    """
+
+    rank: int
+    value: Any
+    error: BaseException | None
+    traceback: str
+    exit_code: int | None
+
+
+def run_processes(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout: float = 60.0,
+    init_process_group: bool = False,
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `function(*args, **kwargs)` in `world_size` processes at once and return its values by rank.
+
+    Args:
+        function: A function of a module or of a test file, not a lambda and not a nested one.
+        world_size: Number of processes.
+        timeout: Seconds until all processes are killed.
+        init_process_group: Whether the harness makes a gloo group around the call. By default only the environment of torchrun is
+            set, for code that joins a group itself.
+        environment: Variables to set in the processes on top of this process's own.
+
+    Returns:
+        The values, by rank.
+
+    Raises:
+        Exception: The error of the rank that failed first, with the rank's traceback as its cause.
+        ProcessFailure: If that error cannot be pickled, or a process died or hung.
+    """
+    outcomes = run_outcomes(
+        function,
+        *args,
+        world_size=world_size,
+        timeout=timeout,
+        init_process_group=init_process_group,
+        environment=environment,
+        **kwargs,
+    )
+    by_rank = sorted(outcomes, key=lambda outcome: outcome.rank)
+    failed = next((outcome for outcome in outcomes if outcome.error is not None), None)
+    if failed is not None and failed.error is not None:
+        raise failed.error from RankTraceback(_report(by_rank))
+    return [outcome.value for outcome in by_rank]
+
+
+def run_outcomes(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout: float = 60.0,
+    init_process_group: bool = False,
+    environment: Mapping[str, str] | None = None,
+    grace: float = 5.0,
+    **kwargs: Any,
+) -> list[Outcome]:
+    """Like `run_processes`, but return how every rank ended, in the order in which they ended.
+
+    Args:
+        grace: Seconds that the other ranks have left once one has failed; then they are killed.
+    """
+    parts = _by_file(function), pickle.dumps((args, kwargs))
+    with _launched(parts, world_size, init_process_group, environment or {}) as members:
+        return _collect(members, time.monotonic() + timeout, timeout, grace)
+
+
+@dataclass
+class _Member:
+    rank: int
+    process: BaseProcess
+    pipe: connection.Connection
+    report: tuple[bool, bytes, str] | None = None
+
+
+@contextlib.contextmanager
+def _launched(
+    parts: tuple[tuple[str, str, str], bytes], world_size: int, init_process_group: bool, environment: Mapping[str, str]
+) -> Iterator[list[_Member]]:
+    variables = {**os.environ, **_launch_variables(world_size), **environment}
+    members: list[_Member] = []
+    try:
+        for rank in range(world_size):
+            own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_enter, args=(theirs, *parts, own, os.getcwd(), init_process_group))
+            process.start()
+            theirs.close()
+            members.append(_Member(rank, process, ours))
+        yield members
+    finally:
+        for member in members:
+            _end(member)
+
+
+def _launch_variables(world_size: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_processes() -> set[int]:
+    """Return the ids of the helpers that multiprocessing keeps for the whole session."""
+    server = getattr(forkserver, "_forkserver", None)
+    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    pids = getattr(server, "_forkserver_pid", None), getattr(tracker, "_pid", None)
+    return {pid for pid in pids if pid is not None}
+
+
+def _collect(members: Sequence[_Member], end: float, timeout: float, grace: float) -> list[Outcome]:
+    """Wait for all members, shorten the wait once one has failed, kill who is late."""
+    open_members = list(members)
+    outcomes: list[Outcome] = []
+    while open_members:
+        waiting: list[Any] = [m.pipe for m in open_members if m.report is None]
+        waiting += [m.process.sentinel for m in open_members]
+        connection.wait(waiting, timeout=max(end - time.monotonic(), 0))
+        late = time.monotonic() >= end
+        for member in list(open_members):
+            _receive(member)
+            if member.process.is_alive() and not late:
+                continue
+            outcome = _conclude(member, timeout)
+            outcomes.append(outcome)
+            open_members.remove(member)
+            if outcome.error is not None:
+                end = min(end, time.monotonic() + grace)
+    return outcomes
+
+
+def _receive(member: _Member) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        if member.report is None and member.pipe.poll():
+            member.report = pickle.loads(member.pipe.recv_bytes())
+
+
+def _conclude(member: _Member, timeout: float) -> Outcome:
+    hung = member.process.is_alive()
+    if not hung:
+        # It may have ended between the last look into the pipe and the look at the process.
+        _receive(member)
+    _end(member)
+    code = member.process.exitcode
+    if member.report is not None:
+        returned, payload, text = member.report
+        carried = pickle.loads(payload)
+        if not returned:
+            return Outcome(member.rank, None, carried, text, code)
+        if not hung and code == 0:
+            return Outcome(member.rank, carried, None, "", code)
+    if hung:
+        fate = f"did not end: killed (timeout {timeout:g} s, less once another rank has failed)"
+    else:
+        fate = f"died with exit code {code}" + (" after it had returned" if member.report is not None else "")
+    return Outcome(member.rank, None, ProcessFailure(f"Rank {member.rank} {fate}."), "", code)
+
+
+def _end(member: _Member) -> None:
+    """Kill what is left of a member and of what it has started."""
+    pid = member.process.pid
+    if member.process.is_alive() and pid is not None:
+        kill_tree(pid)
+    member.process.join()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        # Its loader workers are orphans by now, but they have kept its process group.
+        os.killpg(pid or 0, signal.SIGKILL) if pid else None
+    member.pipe.close()
+
+
+def _report(outcomes: Sequence[Outcome]) -> str:
+    parts = [f"Rank {o.rank} (exit code {o.exit_code}):\n{o.traceback or o.error or 'returned'}" for o in outcomes]
+    return "\n".join(parts)
+
+
+# In the child
+
+
+def _enter(
+    pipe: connection.Connection,
+    function: tuple[str, str, str],
+    arguments: bytes,
+    variables: dict[str, str],
+    directory: str,
+    init_process_group: bool,
+) -> None:
+    die_with_parent()
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(directory)
+    try:
+        target = _from_file(*function)
+        args, kwargs = pickle.loads(arguments)
+        value = _call(target, args, kwargs, init_process_group)
+        message = (True, pickle.dumps(value), "")
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps((False, _pickled_error(error), traceback.format_exc())))
+        # No clean-up: the other ranks see the connection break, as they do when a process dies.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _call(target: Callable[..., Any], args: Any, kwargs: Any, init_process_group: bool) -> Any:
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    if not init_process_group:
+        return target(*args, **kwargs)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    value = target(*args, **kwargs)
+    # A DDP module that is still alive when the group goes can abort the process.
+    gc.collect()
+    dist.destroy_process_group()
+    return value
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    try:
+        if isinstance(error, KeyboardInterrupt):
+            raise TypeError("it would stop pytest itself")
+        payload = pickle.dumps(error)
+        pickle.loads(payload)
+    except Exception:
+        return pickle.dumps(ProcessFailure(f"{type(error).__name__}: {error}"))
+    return payload
+
+
+def _by_file(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Describe a function by module, file and name: pytest's modules cannot be imported by name elsewhere."""
+    name, module = function.__qualname__, function.__module__
+    if "<" in name:
+        raise ValueError(f"Expected a function of a module. Received: {name!r}. Move it to the top of the file.")
+    return module, inspect.getfile(function), name
+
+
+def _from_file(module: str, file: str, name: str) -> Callable[..., Any]:
+    found: Any = _load(module, file)
+    for part in name.split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+def _load(module: str, file: str) -> ModuleType:
+    if module in sys.modules and getattr(sys.modules[module], "__file__", None) == file:
+        return sys.modules[module]
+    spec = importlib.util.spec_from_file_location(module, file)
+    if spec is None or spec.loader is None:
+        return importlib.import_module(module)
+    loaded = importlib.util.module_from_spec(spec)
+    # Under its own name, so that classes of the test file pickle both ways.
+    sys.modules[module] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded

@@ -1,0 +1,62 @@
+"""Run a script under torchrun on this machine: for signals, restarts and launch flags; else `support.processes` is quicker.
+
+from support.torchrun import run_torchrun, torchrun
+
+exit_code, output = run_torchrun("examples/digits.py", "--epochs", "1")
+with torchrun("train.py", nproc_per_node=2) as job:
+    job.wait_for_output("epoch 1")
+    job.signal(signal.SIGTERM)          # torchrun forwards it to every rank and exits with 1
+    job.wait()
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .job import Finished, Job
+
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(
+    script: str | Path,
+    *args: str,
+    nproc_per_node: int = 2,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Job:
+    """Start a script under torchrun in the working directory of the test.
+
+    Args:
+        script: Path of the script.
+        args: Its arguments.
+        nproc_per_node: Number of processes.
+        flags: Further flags of torchrun, such as `--max-restarts 1`.
+        environment: Variables to set on top of this process's own.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1"]
+    command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
+    return Job(command, environment={**_ENVIRONMENT, **(environment or {})})
+
+
+def run_torchrun(
+    script: str | Path,
+    *args: str,
+    nproc_per_node: int = 2,
+    timeout: float = 100.0,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
+    """Run a script under torchrun to its end.
+
+    Returns:
+        Exit code and output.
+
+    Raises:
+        AssertionError: If it does not end in `timeout` seconds; agent and workers are killed.
+    """
+    with torchrun(script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment) as job:
+        return job.wait(timeout)

@@ -1,0 +1,90 @@
+"""Small models, data and runners that several tests share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import danling as dl
+
+
+class NoisyPoints(Dataset[dict[str, Any]]):
+    """Points with augmentation that draws from torch, numpy and `random`."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.points = torch.randn(length, 6, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy
+
+        noise = 0.1 * torch.randn(6) + 0.1 * float(numpy.random.rand()) + 0.1 * random.random()
+        target = self.points[index, :3].argmax()
+        return {"input": self.points[index] + noise, "target": target, "index": index}
+
+
+class TracingRunner(dl.TorchRunner):
+    """A runner with dropout that writes down sample ids, losses and rates, and stops where it is told.
+
+    Args:
+        config: The configuration.
+        stop_at: Global step after which it stops.
+        train_size: Samples to train on.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, stop_at: int | None = None, train_size: int = 26) -> None:
+        super().__init__(config)
+        self.stop_at = stop_at
+        self.ids: list[int] = []
+        self.trace: list[tuple[float, float, float]] = []
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": NoisyPoints(train_size), "val": NoisyPoints(7)}
+        self.metrics = {"acc": dl.metrics.accuracy}
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Note the ids, then train as usual."""
+        self.ids += data["index"].tolist()
+        return super().train_step((data["input"], data["target"]))
+
+    def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
+        """Evaluate as usual."""
+        return super().evaluate_step((data["input"], data["target"]))
+
+    def step(self) -> Any:
+        """Ask for a stop one update ahead, so that all ranks hear of it with the update that is the last one."""
+        if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
+            self.stop()
+        rate = self.optimizer.param_groups[0]["lr"]
+        outcome = super().step()
+        self.trace.append((float(outcome.loss), float(outcome.weight), rate))
+        return outcome
+
+
+def whole_state(runner: dl.TorchRunner) -> dict[str, Any]:
+    """Return the state of a run, less what says on which attempt and under which configuration it was reached."""
+    payload = runner.state_dict()
+    payload.pop("runner")
+    payload["state"].pop("elastic")
+    return payload
+
+
+def differences(first: Any, second: Any, path: str = "") -> list[str]:
+    """Return where two nested states are not bitwise the same."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return [] if torch.equal(first, second) else [path]
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if first.keys() != second.keys():
+            return [f"{path}: keys {sorted(map(str, first.keys() ^ second.keys()))}"]
+        return [line for key in first for line in differences(first[key], second[key], f"{path}/{key}")]
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
+        return [line for i, (a, b) in enumerate(zip(first, second)) for line in differences(a, b, f"{path}/{i}")]
+    return [] if first == second or (first != first and second != second) else [f"{path}: {first!r} is not {second!r}"]

@@ -1,0 +1,87 @@
+"""The library's logger, its file and its console; the root logger stays the user's."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from danling.workspace import RunLog, close_run_log, open_run_log
+
+logger = logging.getLogger("danling")
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    root, own = logging.getLogger(), logger.level
+    before = (root.level, list(root.handlers))
+    yield
+    assert (root.level, list(root.handlers)) == before
+    assert (logger.level, logger.handlers) == (own, [])
+
+
+def test_lines_go_to_the_file_and_the_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "logs" / "t0.log"
+    log = open_run_log(file)
+    logger.info("step %d", 3)
+    logger.debug("not shown")
+    logging.getLogger("danling.somewhere").warning("careful")
+    close_run_log(log)
+    close_run_log(log)
+    logger.warning("after")
+    lines = file.read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO danling: step 3", "WARNING danling.somewhere: careful"]
+    shown = capfd.readouterr().err
+    assert "step 3\n" in shown
+    assert "WARNING: " in shown
+    assert "not shown" not in shown
+
+
+def test_other_ranks_show_warnings_and_errors_only_and_write_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = open_run_log(tmp_path / "run.log", is_main=False, rank=3)
+    logger.info("quiet")
+    logger.warning("odd")
+    logger.error("broken")
+    close_run_log(log)
+    assert not (tmp_path / "run.log").exists()
+    assert log.file is None
+    shown = capfd.readouterr().err
+    assert "quiet" not in shown
+    assert [line.split(": ")[0] for line in shown.splitlines()] == ["WARNING", "ERROR"]
+    assert shown.count("[rank 3] ") == 2
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_runs_share_the_console_and_close_in_any_order(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], order: tuple[int, int]
+) -> None:
+    logs: list[RunLog] = [open_run_log(tmp_path / "a.log"), open_run_log(tmp_path / "b.log")]
+    logger.info("both")
+    close_run_log(logs[order[0]])
+    logger.info("one")
+    close_run_log(logs[order[1]])
+    assert [line.split()[-1] for line in capfd.readouterr().err.splitlines()] == ["both", "one"]
+
+
+def test_a_file_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        open_run_log(tmp_path / "file" / "run.log")
+
+
+def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path: Path) -> None:
+    script = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
+        "from danling.workspace.logging import open_run_log, close_run_log\n"
+        "log = open_run_log(sys.argv[1]); logging.getLogger('danling').info('hello'); close_run_log(log)\n"
+    )
+    file = tmp_path / "run.log"
+    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=True)
+    assert done.stderr == "mine hello\n"
+    assert file.read_text().endswith("INFO danling: hello\n")

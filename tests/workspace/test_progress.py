@@ -1,0 +1,133 @@
+"""The bar on a real pseudo-terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import math
+import os
+import pty
+import struct
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import pytest
+
+from danling.workspace import Progress, close_run_log, format_duration, format_scores, open_run_log
+
+
+@contextmanager
+def terminal(rows: int = 24, columns: int = 100) -> Iterator[tuple[TextIO, list[str]]]:
+    """A pseudo-terminal to write to, and what was drawn on it once the block is left."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    drawn: list[str] = []
+    with os.fdopen(writer, "w") as stream:
+        yield stream, drawn
+        stream.flush()
+        drawn.append(os.read(reader, 1 << 20).decode())
+    os.close(reader)
+
+
+def test_a_bar_on_a_terminal() -> None:
+    with terminal() as (stream, drawn):
+        progress = Progress(10, initial=2, desc="digits", stream=stream)
+        assert progress.draws_bar
+        progress.update(5)
+        progress.show(6, {"train/loss": 0.5})
+        progress.update(10)
+        progress.close()
+        progress.close()
+    assert "digits:" in drawn[0]
+    assert "10/10" in drawn[0]
+    assert "train/loss 0.5000" in drawn[0]
+
+
+def test_print_and_log_step_around_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal() as (stream, drawn):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", stream)
+        log = open_run_log(None)
+        progress = Progress(10, desc="digits")
+        progress.show(5, {"loss": 0.25})
+        progress.print("printed", "line")
+        logging.getLogger("danling").info("logged line")
+        progress.close()
+        logging.getLogger("danling").info("afterwards")
+        close_run_log(log)
+    lines = [line.rsplit("\r", 1)[-1] for line in drawn[0].split("\r\n")]
+    assert "printed line" in lines
+    assert any(line.endswith(" logged line") for line in lines)
+    assert not any(" digits 5/10 (50%)" in line for line in lines), "the bar shows the figures already"
+
+
+def test_plain_lines_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    with caplog.at_level(logging.INFO, logger="danling"):
+        progress = Progress(200, initial=100, desc="gpt", stream=stream)
+        progress.update(140)
+        time.sleep(0.01)
+        progress.show(150, {"train/loss": 1.5})
+        progress.close()
+    assert not progress.draws_bar
+    assert stream.getvalue() == ""
+    [line] = caplog.messages
+    assert line.startswith("gpt 150/200 (75%)  train/loss 1.5000  ")
+    assert line.endswith("0:00:00 left")
+
+
+def test_unknown_length_and_other_ranks(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level(logging.INFO, logger="danling"):
+        Progress(None, stream=io.StringIO()).show(7, {"loss": 1.0})
+        with Progress(10, enabled=False) as silent:
+            silent.show(3, {"loss": 1.0})
+            silent.print("nothing")
+    assert [message.split("  ")[0] for message in caplog.messages] == ["step 7"]
+    assert silent.step == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_without_a_width_gets_lines() -> None:
+    with terminal(0, 0) as (stream, _):
+        assert not Progress(3, stream=stream).draws_bar
+        stream.write("x")
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal() as (stream, _):
+        assert not Progress(3, stream=stream).draws_bar
+        stream.write("x")
+
+
+def test_counting_costs_less_than_a_few_microseconds() -> None:
+    with terminal() as (stream, _), Progress(100_000, stream=stream) as progress:
+        start = time.perf_counter()
+        for step in range(100_000):
+            progress.update(step)
+        seconds = (time.perf_counter() - start) / 100_000
+    assert seconds < 10e-6, f"{seconds * 1e6:.2f} us a step"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"loss": 0.12345, "accuracy": 0.95}, "loss 0.1235  accuracy 0.9500"),
+        ({"lr": 3e-4, "n": 12, "big": 1.5e9, "zero": 0.0}, "lr 3.000e-04  n 12  big 1.500e+09  zero 0.0000"),
+        ({"loss": math.nan}, "loss nan"),
+        ({"train": {"loss": 0.5}, "val": {"loss": 0.25}}, "train: loss 0.5000 | val: loss 0.2500"),
+        ({}, ""),
+    ],
+)
+def test_format_scores(values: dict[str, float], text: str) -> None:
+    assert format_scores(values) == text
+
+
+def test_format_duration() -> None:
+    assert format_duration(3723.4) == "1:02:03"
+    assert format_duration(90061) == "1 day, 1:01:01"

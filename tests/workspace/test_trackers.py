@@ -1,0 +1,210 @@
+"""Curves read back by the readers that their users have."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from danling.workspace import JsonlTracker, TensorBoardTracker, WandbTracker, read_jsonl
+from danling.workspace import trackers as module
+
+
+def test_jsonl_is_one_object_a_line(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
+    tracker.log({"train/loss": 0.5, "train/grad_norm": math.nan}, 1)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    assert record.pop("time") > 1.7e9
+    assert record == {"step": 1, "train/loss": 0.5, "train/grad_norm": None}
+    tracker.close()
+    tracker.close()
+
+
+def test_jsonl_is_cut_back_to_the_resumed_step(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(file)
+    for step in range(1, 8):
+        first.log({"loss": float(step)}, step)
+    first.close()
+    with file.open("a") as torn:
+        torn.write('{"step": 8, "lo')
+    resumed = JsonlTracker(file, resume_step=5)
+    for step in range(6, 10):
+        resumed.log({"loss": -float(step)}, step)
+    resumed.close()
+    assert [record["step"] for record in read_jsonl(file)] == list(range(1, 10))
+    assert [record["loss"] for record in read_jsonl(file)] == [1.0, 2.0, 3.0, 4.0, 5.0, -6.0, -7.0, -8.0, -9.0]
+    resumed.log({"loss": 0.0}, 10)
+    assert len(read_jsonl(file)) == 10
+    resumed.close()
+
+
+def test_jsonl_of_another_attempt_from_scratch_starts_anew_but_only_when_it_logs(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(file)
+    first.log({"loss": 1.0}, 1)
+    first.close()
+    JsonlTracker(file).close()
+    assert len(read_jsonl(file)) == 1, "an attempt that only evaluates must not wipe the curves"
+    second = JsonlTracker(file)
+    second.log({"loss": 2.0}, 1)
+    second.close()
+    assert [record["loss"] for record in read_jsonl(file)] == [2.0]
+
+
+def test_jsonl_survives_sigkill_and_has_every_step_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    script = (
+        "import os, signal, sys; from danling.workspace import JsonlTracker\n"
+        "tracker = JsonlTracker(sys.argv[1])\n"
+        "for step in range(1, 21): tracker.log({'loss': 1.0}, step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(file)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_jsonl(file)) == 20
+    tracker = JsonlTracker(file, resume_step=10)
+    for step in range(11, 31):
+        tracker.log({"loss": 2.0}, step)
+    tracker.close()
+    assert [record["step"] for record in read_jsonl(file)] == list(range(1, 31))
+
+
+def test_jsonl_refuses_its_own_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Rename 'step', for example to 'train/step'"):
+        JsonlTracker(tmp_path / "metrics.jsonl").log({"step": 1.0}, 1)
+
+
+def test_tensorboard_is_read_by_its_own_reader(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    first = TensorBoardTracker(tmp_path / "tb")
+    for step in range(1, 8):
+        first.log({"train/loss": float(step), "train/lr": 0.1}, step)
+    first.close()
+    first.close()
+    resumed = TensorBoardTracker(tmp_path / "tb", purge_step=5)
+    resumed.log({"train/loss": 50.0}, 5)
+    resumed.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["train/loss", "train/lr"]
+    curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert curve == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
+
+
+def wandb_files(root: Path) -> list[Path]:
+    return sorted(path for path in (root / "wandb").glob("offline-run-*") if path.is_dir())
+
+
+def wandb_records(directory: Path) -> list[Any]:
+    """Read the offline transaction log: a LevelDB log (blocks of 32 KiB) of wandb's own messages."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    record_type: Any = vars(messages)["Record"]
+    raw = next(directory.glob("*.wandb")).read_bytes()
+    records, parts, at = [], b"", 7
+    while at + 7 <= len(raw):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", raw, at)
+        parts += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            records.append(record_type.FromString(parts))
+            parts = b""
+    return records
+
+
+@pytest.fixture
+def quiet_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+@pytest.mark.usefixtures("quiet_wandb")
+def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "project": "lin",
+        "run_id": "abc1234-00ff",
+        "entity": "team",
+        "group": "exp",
+        "name": "first",
+        "job_type": "train",
+        "tags": "one",
+        "dir": tmp_path,
+        "mode": "offline",
+        "config": {"optim": {"lr": 0.1}},
+    }
+    first = WandbTracker(**settings)
+    first.log({"train/loss": 0.5}, 10)
+    first.close()
+    first.close()
+    second = WandbTracker(**{**settings, "tags": ["one", "two"]})
+    second.log({"train/loss": 0.25}, 20)
+    second.close()
+    directories = wandb_files(tmp_path)
+    assert len(directories) == 2
+    # Two attempts within one second differ by a suffix that wandb adds.
+    names = [re.sub(r"-abc1234-00ff(-\d+)?$", "", directory.name) for directory in directories]
+    assert all(re.fullmatch(r"offline-run-\d{8}_\d{6}", name) for name in names), names
+    for directory, step, value in zip(directories, (10, 20), (0.5, 0.25), strict=True):
+        records = wandb_records(directory)
+        run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+        assert (run.run_id, run.project, run.entity) == ("abc1234-00ff", "lin", "team")
+        assert (run.run_group, run.display_name, run.job_type) == ("exp", "first", "train")
+        assert list(run.tags) == (["one"] if step == 10 else ["one", "two"])
+        assert json.loads(next(item.value_json for item in run.config.update if item.key == "optim")) == {"lr": 0.1}
+        logged = next(record.history for record in records if record.WhichOneof("record_type") == "history")
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in logged.item}
+        assert logged.step.num == step
+        assert items["train/loss"] == value
+
+
+@pytest.mark.usefixtures("quiet_wandb")
+def test_wandb_run_of_the_program_is_used_and_left_open(tmp_path: Path) -> None:
+    import wandb
+
+    mine = wandb.init(project="mine", dir=str(tmp_path), mode="offline")
+    tracker = WandbTracker(project="lin", run_id="abc")
+    assert tracker.run is mine
+    tracker.log({"loss": 1.0}, 1)
+    tracker.close()
+    assert wandb.run is mine
+    mine.finish()
+
+
+@pytest.mark.parametrize(
+    ("package", "tracker", "settings"),
+    [("tensorboard", TensorBoardTracker, {"directory": "x"}), ("wandb", WandbTracker, {"project": "p", "run_id": "i"})],
+)
+def test_a_missing_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str, tracker: type, settings: dict[str, str]
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf"pip install 'danling\[{package}\]'"):
+        tracker(**settings)
+
+
+def test_importing_the_rooms_imports_no_tracker() -> None:
+    script = (
+        "import sys, danling.workspace, danling.supervision\n"
+        "print([name for name in ('tensorboard', 'wandb', 'torch.utils.tensorboard') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,146 @@
+"""Where everything lies, and that stock readers read it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from danling.workspace import CodeIdentity, Workspace
+
+
+def make(root: Path, **settings: Any) -> Workspace:
+    settings = {"lineage": "lin", "code_id": "abc1234", "id": "abc1234-00ff", "timestamp": "t0", **settings}
+    return Workspace(workspace_root=root, **settings)
+
+
+def strict_json(path: Path) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_layout(tmp_path: Path) -> None:
+    workspace = make(tmp_path)
+    assert workspace.dir == tmp_path / "lin-abc1234" / "abc1234-00ff"
+    assert workspace.checkpoints == workspace.dir / "checkpoints"
+    assert workspace.log_file == workspace.dir / "logs" / "t0.log"
+    assert workspace.tensorboard_dir == workspace.dir / "tensorboard" / "t0"
+    assert workspace.results_file == workspace.dir / "results.json"
+    assert not workspace.dir.exists()
+
+
+def test_without_git_the_lineage_stands_alone(tmp_path: Path) -> None:
+    assert make(tmp_path, code_id=None, id="00ff").dir == tmp_path / "lin" / "00ff"
+
+
+def test_overrides_replace_single_paths(tmp_path: Path) -> None:
+    workspace = make(tmp_path, dir=tmp_path / "mine", checkpoint_dir=tmp_path / "big", log_file=tmp_path / "run.log")
+    assert workspace.dir == tmp_path / "mine"
+    assert workspace.checkpoints == tmp_path / "big"
+    assert workspace.log_file == tmp_path / "run.log"
+    assert workspace.best_file == tmp_path / "mine" / "best.json"
+    assert make(tmp_path, checkpoint_dir_name="weights").checkpoints.name == "weights"
+
+
+def test_paths_outlive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    workspace = make(Path("experiments"))
+    monkeypatch.chdir("/")
+    workspace.create()
+    assert (tmp_path / "experiments" / "lin-abc1234" / "abc1234-00ff").is_dir()
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    workspace = make(tmp_path, is_main=False)
+    workspace.create()
+    workspace.write_metadata({}, {}, {}, CodeIdentity("a" * 40))
+    workspace.write_results({}, {}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lin-abc1234").write_text("")
+    with pytest.raises(ValueError, match=r"Expected a directory.*lin-abc1234' is a file"):
+        make(tmp_path).create()
+
+
+def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
+    workspace = make(tmp_path)
+    workspace.create()
+    full = {
+        "lr": 1e-3,
+        "root": Path("/x"),
+        "betas": (0.9, 0.999),
+        "patience": math.inf,
+        "größe": "ü",
+        "flags": {"b", "a"},
+    }
+    identity = CodeIdentity("a" * 40, "main", b"diff --git a/x b/x\n\xff\n", ("notes.txt",))
+    workspace.write_metadata(full, {"lr": 1e-3}, {"optim": {"lr": 1e-3}}, identity)
+    read = yaml.safe_load((workspace.metadata_dir / "config.full.yaml").read_text())
+    assert read == {
+        "lr": 1e-3,
+        "root": "/x",
+        "betas": [0.9, 0.999],
+        "patience": math.inf,
+        "größe": "ü",
+        "flags": ["a", "b"],
+    }
+    assert yaml.safe_load((workspace.metadata_dir / "config.diff.yaml").read_text()) == {"optim": {"lr": 1e-3}}
+    described = yaml.safe_load((workspace.metadata_dir / "git.yaml").read_text())
+    assert described == {
+        "code_id": identity.code_id,
+        "sha": "a" * 40,
+        "branch": "main",
+        "dirty": True,
+        "diff_sha": identity.diff_sha,
+        "untracked": ["notes.txt"],
+    }
+    assert (workspace.metadata_dir / "git.diff").read_bytes() == identity.diff
+    workspace.write_metadata(full, {}, {}, None)
+    assert {path.name for path in workspace.metadata_dir.iterdir()} == {
+        "config.full.yaml",
+        "config.canonical.yaml",
+        "config.diff.yaml",
+    }
+
+
+def test_results_are_json_for_every_reader(tmp_path: Path) -> None:
+    workspace = make(tmp_path)
+    workspace.create()
+    results: dict[int, Any] = {
+        1: {"val": {"loss": math.nan, "accuracy": torch.tensor(0.5)}},
+        2: {"val": {"loss": math.inf}},
+    }
+    workspace.write_results(results, {"index": 2, "result": results[2]}, {"index": 1, "score": -math.inf})
+    assert strict_json(workspace.results_file) == {
+        "1": {"val": {"loss": None, "accuracy": 0.5}},
+        "2": {"val": {"loss": None}},
+    }
+    assert strict_json(workspace.latest_file) == {"index": 2, "result": {"val": {"loss": None}}}
+    assert strict_json(workspace.best_file) == {"index": 1, "score": None}
+    workspace.write_results(results, results[2], None)
+    assert not workspace.best_file.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = make(tmp_path)
+    workspace.create()
+    workspace.write_results({1: {}}, None, None)
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        workspace.write_results({2: {}}, None, None)
+    assert [path.name for path in workspace.dir.iterdir()] == ["results.json"]
+    assert strict_json(workspace.results_file) == {"1": {}}
