@@ -53,17 +53,24 @@ def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -
 
 def _compute_states(metric: Any, parts: Mapping[str, Any], domain: ReductionDomain | None) -> Any:
     _link_compute_groups(metric)
+    owners = _owners(parts)
     if domain is None or domain.size == 1:
-        if not any(part._update_count for part in parts.values()):
+        if not any(part._update_count for part in owners.values()):
             return None
         with _unsynchronised(parts.values()):
             return metric.compute()
-    gathered: list[dict[str, _State]] = domain.gather_objects({name: _read(part) for name, part in parts.items()})
-    members = {name: [states[name] for states in gathered if states[name][0]] for name in parts}
+    gathered: list[dict[str, _State]] = domain.gather_objects({name: _read(part) for name, part in owners.items()})
+    members = {name: [states[name] for states in gathered if states[name][0]] for name in owners}
     if not any(members.values()):
         return None
-    with _unsynchronised(parts.values()), _replaced(parts, members):
+    with _unsynchronised(parts.values()), _replaced(owners, members):
         return metric.compute()
+
+
+def _owners(parts: Mapping[str, Any]) -> dict[str, Any]:
+    # A wrapper may show the states of what it wraps as its own, with a count of updates that is not theirs; the inner one comes later.
+    owners = {id(part._reductions): name for name, part in parts.items() if part._reductions}
+    return {name: parts[name] for name in owners.values()}
 
 
 def _link_compute_groups(metric: nn.Module) -> None:

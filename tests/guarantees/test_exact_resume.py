@@ -43,6 +43,7 @@ def resume_from_each(config: dict[str, Any], root: str, last: int) -> list[dict[
     return [train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in range(1, last)]
 
 
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", ["epoch", "step"])
@@ -52,8 +53,8 @@ def test_resumed_at_every_step(mode: str, workers: int, world_size: int, tmp_pat
     whole = run_processes(train, config, None, world_size=world_size)
     last = whole[0]["step"]
     assert last >= 9 // world_size
-    stopped = run_processes(train_stopping_at_each, config, str(tmp_path), last, world_size=world_size, timeout=110)
-    resumed = run_processes(resume_from_each, config, str(tmp_path), last, world_size=world_size, timeout=110)
+    stopped = run_processes(train_stopping_at_each, config, str(tmp_path), last, world_size=world_size, timeout=350)
+    resumed = run_processes(resume_from_each, config, str(tmp_path), last, world_size=world_size, timeout=350)
     for rank in range(world_size):
         for k in range(1, last):
             first, second = stopped[rank][k - 1], resumed[rank][k - 1]
@@ -103,9 +104,9 @@ def train_schedules(root: str, stop_at: int | None, resume: bool) -> list[Any]:
 
 
 def test_every_schedule_comes_back(tmp_path: Path) -> None:
-    whole = run_processes(train_schedules, str(tmp_path / "whole"), None, False, world_size=1, timeout=110)[0]
-    first = run_processes(train_schedules, str(tmp_path / "parts"), 7, False, world_size=1, timeout=110)[0]
-    second = run_processes(train_schedules, str(tmp_path / "parts"), None, True, world_size=1, timeout=110)[0]
+    whole = run_processes(train_schedules, str(tmp_path / "whole"), None, False, world_size=1, timeout=350)[0]
+    first = run_processes(train_schedules, str(tmp_path / "parts"), 7, False, world_size=1, timeout=350)[0]
+    second = run_processes(train_schedules, str(tmp_path / "parts"), None, True, world_size=1, timeout=350)[0]
     for schedule, a, b, c in zip(SCHEDULES, whole, first, second):
         assert b["trace"] + c["trace"] == a["trace"], schedule["type"]
         assert differences(c["state"], a["state"]) == [], schedule["type"]

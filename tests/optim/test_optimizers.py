@@ -46,7 +46,8 @@ def test_adam_is_fused_and_differs_by_rounding_only(name: str, dtype: torch.dtyp
     assert first.defaults["fused"] and not second.defaults["fused"]
     _descend(first, fused)
     _descend(second, looped)
-    torch.testing.assert_close(fused, looped)
+    # In half precision the fused form computes in float32 and rounds once an update.
+    torch.testing.assert_close(fused, looped, **({"atol": 4e-3, "rtol": 0.0} if dtype == torch.bfloat16 else {}))
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
@@ -79,7 +80,10 @@ def test_lists_from_a_file_become_tuples() -> None:
 def test_generators_and_named_parameters_are_taken() -> None:
     model = nn.Linear(3, 2)
     assert len(OPTIMIZERS.build(params=model.parameters(), type="AdamW").param_groups[0]["params"]) == 2
-    assert OPTIMIZERS.build(params=model.named_parameters(), type="sgd").param_groups[0]["param_names"] == ["weight", "bias"]
+    assert OPTIMIZERS.build(params=model.named_parameters(), type="sgd").param_groups[0]["param_names"] == [
+        "weight",
+        "bias",
+    ]
     groups = [{"params": (p for p in model.parameters()), "lr": 0.5}]
     assert len(OPTIMIZERS.build(params=groups, type="adam").param_groups[0]["params"]) == 2
     assert len(OPTIMIZERS.build(params=[{"params": model.weight}], type="adam").param_groups[0]["params"]) == 1
@@ -102,7 +106,9 @@ def test_unknown_names_are_errors() -> None:
         OPTIMIZERS.build(params=parameters, type="adamm")
     with pytest.raises(ValueError, match="Received: 'momentun'. Did you mean 'momentum'"):
         OPTIMIZERS.build(params=parameters, type="sgd", momentun=0.9)
-    with pytest.raises(ValueError, match="parameter group of optimizer 'sgd'.* Received: 'momentun'. Did you mean 'momentum'"):
+    with pytest.raises(
+        ValueError, match="parameter group of optimizer 'sgd'.* Received: 'momentun'. Did you mean 'momentum'"
+    ):
         OPTIMIZERS.build(params=[{"params": parameters, "momentun": 0.9}], type="sgd")
 
 

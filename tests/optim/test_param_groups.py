@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ def _names(model: nn.Module, group: dict[str, Any]) -> list[str]:
 
 
 def test_the_first_match_wins_and_the_rest_comes_first(model: nn.Module) -> None:
-    groups = _groups(model, [{"pattern": r"^head\.", "lr_multiplier": 10}, {"pattern": "bias|norm", "weight_decay_multiplier": 0}])
+    groups = _groups(
+        model, [{"pattern": r"^head\.", "lr_multiplier": 10}, {"pattern": "bias|norm", "weight_decay_multiplier": 0}]
+    )
     assert [_names(model, group) for group in groups] == [
         ["body.weight"],
         ["head.weight", "head.bias"],
@@ -60,7 +63,9 @@ def test_a_group_of_everything_is_the_only_one(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("pattern", ["haed", "^ead"])
 def test_a_pattern_that_matches_nothing_is_an_error(model: nn.Module, pattern: str) -> None:
-    with pytest.raises(ValueError, match="Received: pattern='.*ead'; the parameters begin with .'body.weight'"):
+    with pytest.raises(
+        ValueError, match=f"Received: pattern={re.escape(repr(pattern))}; the parameters begin with .'body.weight'"
+    ):
         _groups(model, [{"pattern": "bias"}, {"pattern": pattern}])
 
 

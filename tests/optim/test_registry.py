@@ -23,7 +23,9 @@ def test_case_and_separators_do_not_matter(registry: Registry, name: str) -> Non
 
 
 def test_an_unknown_name_lists_the_known_and_the_nearest(registry: Registry) -> None:
-    with pytest.raises(ValueError, match="thing type to be one of double, open. Received: type='duoble'. Did you mean 'double'"):
+    with pytest.raises(
+        ValueError, match="thing type to be one of double, open. Received: type='duoble'. Did you mean 'double'"
+    ):
         registry.lookup("duoble")
 
 
@@ -33,7 +35,9 @@ def test_no_name_lists_the_known(registry: Registry) -> None:
 
 
 def test_an_unknown_option_lists_the_valid_and_the_nearest(registry: Registry) -> None:
-    with pytest.raises(ValueError, match="'double' out of thing, factor, offset. Received: 'ofset'. Did you mean 'offset'"):
+    with pytest.raises(
+        ValueError, match="'double' out of thing, factor, offset. Received: 'ofset'. Did you mean 'offset'"
+    ):
         registry.check_options("double", {"factor": 1, "ofset": 2})
 
 

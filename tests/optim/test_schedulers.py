@@ -59,7 +59,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "milestones": [4, 13],
     },
     "chainedscheduler": {
-        "schedulers": [{"type": "linearlr", "total_iters": 6}, {"type": "ExponentialLR", "gamma": 0.9}, {"type": "steplr", "step_size": 5}]
+        "schedulers": [
+            {"type": "linearlr", "total_iters": 6},
+            {"type": "ExponentialLR", "gamma": 0.9},
+            {"type": "steplr", "step_size": 5},
+        ]
     },
 }
 
@@ -71,7 +75,9 @@ def _build(name: str, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
     if name == "swalr":
         # Otherwise the first group alone would have one.
         options = {"swa_lr": [0.02, 0.01], "anneal_epochs": 7}
-    return optimizer, SCHEDULERS.build(optimizer, type=name, **copy.deepcopy(_OPTIONS[name] if options is None else options))
+    return optimizer, SCHEDULERS.build(
+        optimizer, type=name, **copy.deepcopy(_OPTIONS[name] if options is None else options)
+    )
 
 
 def _run(optimizer: Any, scheduler: Any, begin: int, end: int) -> list[Any]:
@@ -108,7 +114,9 @@ def test_resumed_at_every_step_the_trace_is_the_same(name: str) -> None:
     for stop in range(_STEPS):
         optimizer, scheduler = _build(name)
         _run(optimizer, scheduler, 0, stop)
-        state = _through_a_file([optimizer.state_dict(), scheduler.state_dict(), optimizer.param_groups[0]["params"][0].data])
+        state = _through_a_file(
+            [optimizer.state_dict(), scheduler.state_dict(), optimizer.param_groups[0]["params"][0].data]
+        )
         other = optimizer.param_groups[1]["params"][0].data.clone()
         optimizer, scheduler = _build(name)
         optimizer.param_groups[0]["params"][0].data.copy_(state[2])

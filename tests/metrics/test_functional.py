@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn import metrics as reference
+
+from danling.metrics import accuracy, mean_absolute_error, mean_squared_error, top_k_accuracy
+
+
+def _ratio(totals: tuple[torch.Tensor | float, torch.Tensor | float]) -> float:
+    return float(totals[0]) / float(totals[1])
+
+
+def test_figures_equal_those_of_scikit_learn() -> None:
+    pred, target = torch.randn(50, 7), torch.randint(0, 7, (50,))
+    assert _ratio(accuracy(pred, target)) == reference.accuracy_score(target, pred.argmax(-1))
+    assert _ratio(top_k_accuracy(pred, target, 3)) == pytest.approx(reference.top_k_accuracy_score(target, pred, k=3))
+    values = torch.randn(50, 7)
+    assert _ratio(mean_squared_error(pred, values)) == pytest.approx(reference.mean_squared_error(values, pred))
+    assert _ratio(mean_absolute_error(pred, values)) == pytest.approx(reference.mean_absolute_error(values, pred))
+
+
+def test_ignored_targets_do_not_count() -> None:
+    pred = torch.eye(4)
+    target = torch.tensor([0, 1, 0, -100])
+    assert tuple(map(int, accuracy(pred, target))) == (2, 3)
+    assert tuple(map(int, accuracy(pred.argmax(-1), target))) == (2, 3)
+    assert tuple(map(int, top_k_accuracy(pred, target, 99))) == (3, 3)
+    assert tuple(map(int, accuracy(pred, torch.full((4,), -100)))) == (0, 0)
+
+
+def test_classes_may_come_second_or_last() -> None:
+    target = torch.randint(0, 5, (2, 3, 4))
+    scores = torch.nn.functional.one_hot(target, 5).float()
+    assert tuple(map(int, accuracy(scores, target))) == (24, 24)
+    assert tuple(map(int, accuracy(scores.movedim(-1, 1), target))) == (24, 24)
+
+
+def test_what_fits_in_two_ways_must_be_said() -> None:
+    target = torch.randint(0, 5, (2, 5))
+    scores = torch.nn.functional.one_hot(target, 5).float()
+    with pytest.raises(ValueError, match="in two ways; pass dim"):
+        accuracy(scores, target)
+    assert tuple(map(int, accuracy(scores, target, dim=-1))) == (10, 10)
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (6, 2, 3), (5, 2), (6,)])
+def test_shapes_that_do_not_fit_are_errors(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="Expected .*scores"):
+        accuracy(torch.randn(shape), torch.zeros(6, dtype=torch.long))

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from danling.metrics import ScoreBoard, infer_mode
+
+
+def _record(board: ScoreBoard, index: int, score: float) -> bool:
+    return board.record(index, {"val": {board.name: score}})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss",
+        "val_loss",
+        "crossentropyloss",
+        "CrossEntropyLoss",
+        "error",
+        "error_rate",
+        "MeanSquaredError",
+        "rmse",
+        "perplexity",
+        "ppl",
+        "word-error-rate",
+        "wer",
+        "cer",
+        "loss.total",
+        "hammingdistance",
+        "bits_per_char",
+        "FID",
+        "cross_entropy",
+        "brier_score",
+    ],
+)
+def test_losses_errors_and_perplexities_fall(name: str) -> None:
+    assert infer_mode(name) == "min"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accuracy",
+        "acc",
+        "f1",
+        "auroc",
+        "BLEU",
+        "answer_f1",
+        "cancer_recall",
+        "power",
+        "r2",
+        "mAP",
+        "iou",
+        "error_detection_accuracy",
+    ],
+)
+def test_others_rise(name: str) -> None:
+    assert infer_mode(name) == "max"
+
+
+def test_the_best_is_kept_and_patience_runs_out() -> None:
+    board = ScoreBoard("loss", split="val", patience=2)
+    assert [_record(board, i, s) for i, s in enumerate([3.0, 2.0, 2.5, 2.0])] == [True, True, False, False]
+    assert (board.best_index, board.best_score, board.latest_score, board.bad_evaluations) == (1, 2.0, 2.0, 2)
+    assert board.should_stop
+    assert board.scores == {0: 3.0, 1: 2.0, 2: 2.5, 3: 2.0}
+
+
+def test_without_patience_it_never_stops() -> None:
+    board = ScoreBoard("acc", split="val")
+    for index in range(100):
+        _record(board, index, 0.5)
+    assert not board.should_stop
+
+
+def test_min_delta_is_what_counts_as_better() -> None:
+    board = ScoreBoard("acc", split="val", mode="MAX", min_delta=0.125)
+    assert [_record(board, i, s) for i, s in enumerate([0.5, 0.6, 0.625, 0.64])] == [True, False, False, True]
+
+
+def test_nan_is_never_the_best() -> None:
+    board = ScoreBoard("loss", split="val", patience=3)
+    assert not _record(board, 0, math.nan)
+    assert board.best_score is None and board.bad_evaluations == 1
+    assert _record(board, 1, 5.0)
+    assert not _record(board, 2, math.nan)
+    assert board.best_index == 1
+
+
+def test_an_index_recorded_again_counts_once() -> None:
+    board = ScoreBoard("loss", split="val", patience=2)
+    assert _record(board, 1, 2.0) and _record(board, 1, 2.0)
+    assert board.bad_evaluations == 0
+    for _ in range(3):
+        assert not _record(board, 2, 3.0)
+    assert board.bad_evaluations == 1 and not board.should_stop
+    assert list(board.scores) == [1, 2]
+
+
+def test_an_absent_metric_names_those_present() -> None:
+    board = ScoreBoard("f1", split="val")
+    with pytest.raises(ValueError, match=r"val\.f1 .*Received: \['val.loss', 'test.f1'\]"):
+        board.record(0, {"val": {"loss": 1.0}, "test": {"f1": 1.0}})
+    with pytest.raises(ValueError, match=r"Received: \[\]"):
+        board.record(0, {"val": {}})
+
+
+def test_an_unknown_mode_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'min', 'max' or None. Received: score_mode='lowest'"):
+        ScoreBoard("loss", split="val", mode="lowest")
+
+
+def test_the_direction_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    board = ScoreBoard("loss", split="val")
+    with caplog.at_level(logging.INFO, logger="danling"):
+        _record(board, 0, 1.0)
+        _record(board, 1, 1.0)
+    assert [record.message for record in caplog.records] == ["Best means the lowest of val.loss."]
+
+
+def test_the_state_comes_back() -> None:
+    board = ScoreBoard("loss", split="val", patience=2)
+    for index, score in enumerate([3.0, 2.0, 2.5]):
+        _record(board, index, score)
+    restored = ScoreBoard("loss", split="val", patience=2)
+    restored.load_state_dict(board.state_dict())
+    assert restored.state_dict() == board.state_dict()
+    _record(restored, 3, 2.25)
+    assert restored.should_stop and restored.best_index == 1 and restored.latest_score == 2.25

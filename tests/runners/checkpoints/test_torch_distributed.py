@@ -1,0 +1,374 @@
+"""Sharded checkpoints over gloo: targets, pointers, the background, other world sizes, damage, foreign readers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from danling.distributed import Domain, LocalDomain
+from danling.runners.checkpoints import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointSettings,
+    FileCheckpointManager,
+    TorchDistributedCheckpointManager,
+    dcp_files,
+    read_config,
+)
+
+MODES = ("disabled", "async", "async_with_pinned_mem")
+
+
+def _manager(directory: Path, *, run_id: str = "run", **settings: Any) -> TorchDistributedCheckpointManager:
+    policy = CheckpointSettings(**{"async_mode": "disabled", **settings})
+    return TorchDistributedCheckpointManager(directory, domain=Domain(), run_id=run_id, settings=policy, step_mode=True)
+
+
+def _payload(step: int) -> dict[str, Any]:
+    return {
+        "format_version": 1,
+        "runner": {"seed": 7, "empty": {}, "numbers": {1: "one"}},
+        "model": {"0.weight": torch.full((5, 3), float(step)), "0.count": torch.tensor(step)},
+        "state": {"step": step, "pair": [torch.ones(2), 3]},
+        "dataloaders": {},
+    }
+
+
+def _save(manager: Any, step: int, *, history: bool = False, best: bool = False) -> None:
+    manager.save_checkpoint(_payload(step), epoch=0, global_step=step, history=history, best=best)
+
+
+def _step(manager: Any, source: str | Path) -> int:
+    return int(manager.load_checkpoint(source)["state"]["step"])
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)
+
+
+def _targets(directory: Path) -> list[Path]:
+    return sorted((directory / "targets").iterdir())
+
+
+# One process, no process group
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_comes_back_as_it_was(tmp_path: Path, mode: str) -> None:
+    manager = _manager(tmp_path, async_mode=mode)
+    _save(manager, 3, history=True, best=True)
+    assert _same(manager.load_checkpoint("ckpt-s000000000003"), _payload(3))
+    assert manager.load_checkpoint("latest", sections=["state"]).keys() == {"format_version", "state"}
+    assert len(_targets(tmp_path)) == 1
+    assert {path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {f"{_targets(tmp_path)[0].name}\n"}
+    assert read_config(tmp_path) == read_config(_targets(tmp_path)[0]) == _payload(3)["runner"]
+    manager.close()
+
+
+def test_retention_removes_targets_that_nothing_leads_to(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        manager = _manager(tmp_path, keep_latest_k=2)
+        if step > 1:
+            manager.begin("latest")
+        _save(manager, step, history=True, best=step == 2)
+        manager.close()
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert names == ["best", "ckpt-s000000000002", "ckpt-s000000000005", "ckpt-s000000000006", "latest"]
+    assert len(_targets(tmp_path)) == 3
+    assert [_step(manager, name) for name in names] == [2, 2, 5, 6, 6]
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _swap(path: Path) -> None:
+    other = next(target for target in _targets(path.parent.parent.parent) if target != path.parent)
+    shutil.copy(other / path.name, path)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.sha256"])
+@pytest.mark.parametrize("damage", [_flip, _cut, _empty, Path.unlink, _swap])
+def test_damage_is_found_named_and_passed_over(tmp_path: Path, file: str, damage: Callable[[Path], None]) -> None:
+    manager = _manager(tmp_path)
+    _save(manager, 1, history=True)
+    _save(manager, 2)
+    damage(_targets(tmp_path)[-1] / file)
+    with pytest.raises(CheckpointDamaged, match=file.replace(".", r"\.")):
+        manager.load_checkpoint("latest")
+    assert manager.find_latest() == "ckpt-s000000000001"
+
+
+@pytest.mark.parametrize("content", ["../../elsewhere\n", "/etc\n", "", "00000001-00000000\n", "targets\n"])
+def test_pointers_lead_to_targets_only(tmp_path: Path, content: str) -> None:
+    manager = _manager(tmp_path)
+    _save(manager, 1, history=True)
+    (tmp_path / "latest").write_text(content)
+    with pytest.raises(CheckpointDamaged, match="latest"):
+        manager.load_checkpoint("latest")
+    assert manager.find_latest() == "ckpt-s000000000001"
+    extra = _targets(tmp_path)[0] / "extra"
+    extra.touch()
+    with pytest.raises(CheckpointDamaged, match="extra is not part of it"):
+        manager.load_checkpoint("ckpt-s000000000001")
+
+
+def test_metadata_runs_nothing(tmp_path: Path) -> None:
+    manager = _manager(tmp_path, verify="none")
+    _save(manager, 1)
+    (_targets(tmp_path)[0] / ".metadata").write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
+    with pytest.raises(CheckpointDamaged, match="system is no part of metadata"):
+        manager.load_checkpoint("latest")
+    assert not Path("harmed").exists()
+
+
+def test_a_complete_target_without_a_name_counts_and_an_unfinished_one_goes(tmp_path: Path) -> None:
+    manager = _manager(tmp_path)
+    _save(manager, 1)
+    kept = (tmp_path / "latest").read_text()
+    _save(manager, 2, history=True)
+    # As after a kill between the manifest and the pointers.
+    (tmp_path / "ckpt-s000000000002").unlink()
+    (tmp_path / "latest").write_text(kept)
+    unfinished = tmp_path / "targets" / "00000009-00000000"
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").touch()
+    again = _manager(tmp_path)
+    source = again.find_latest()
+    assert source is not None and _step(again, source) == 2
+    again.begin(source)
+    _save(again, 3)
+    assert not unfinished.exists() and _step(again, "latest") == 3
+
+
+def test_a_run_goes_on_with_the_other_kind_of_manager(tmp_path: Path) -> None:
+    policy = CheckpointSettings(async_mode="disabled")
+    files = FileCheckpointManager(tmp_path, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True)
+    _save(files, 1)
+    sharded = _manager(tmp_path)
+    source = sharded.find_latest()
+    assert source is not None and _step(sharded, source) == 1
+    sharded.begin(source)
+    _save(sharded, 2)
+    files = FileCheckpointManager(tmp_path, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True)
+    source = files.find_latest()
+    assert source is not None and _step(files, source) == 2
+    assert _same(files.load_checkpoint(source), _payload(2))
+    files.begin(source)
+    _save(files, 3)
+    assert files.find_latest() == "latest" and _step(files, "latest") == 3
+
+
+def test_foreign_readers(tmp_path: Path) -> None:
+    _save(_manager(tmp_path), 4)
+    target = _targets(tmp_path)[0]
+    done = subprocess.run(
+        ["sha256sum", "--strict", "-c", "manifest.sha256"], cwd=target, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.count(": OK") == 2, done.stdout + done.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.checkpoint.format_utils",
+        "dcp_to_torch",
+        str(target),
+        str(tmp_path / "out.pth"),
+    ]
+    converted = subprocess.run(command, capture_output=True, text=True)
+    assert converted.returncode == 0, converted.stderr
+    assert _same(torch.load(tmp_path / "out.pth", weights_only=True), _payload(4))
+
+
+def test_names_that_cannot_be_kept_apart_are_refused(tmp_path: Path) -> None:
+    manager = _manager(tmp_path)
+    with pytest.raises(CheckpointError, match="two parts of the state named 'a.b'"):
+        manager.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, epoch=0, global_step=1)
+    with pytest.raises(CheckpointError, match=r"string keys above tensors\. Received: a\[0\]"):
+        manager.save_checkpoint({"a": {0: torch.ones(1)}}, epoch=0, global_step=1)
+    with pytest.raises(CheckpointNotFound):
+        manager.load_checkpoint("latest")
+
+
+# Several ranks
+
+
+class _Net(nn.Module):
+    """Rows that do not divide by two or three, a tied weight, a buffer that changes, a frozen and an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.second = nn.Linear(7, 7, bias=False)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.tied.weight = self.second.weight
+        self.frozen = nn.Linear(7, 1).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.frozen(self.tied(self.second(self.norm(self.first(data)))))
+        return hidden
+
+
+def _trained(world_size: int, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(seed)
+    model = _Net()
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        optimizer.step()
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    moments = {names[index]: state for index, state in optimizer.state_dict()["state"].items()}
+    return model, {"format_version": 1, "model": model.state_dict(), "optimizer": {"state": moments}}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _save_sharded(directory: Path, mode: str) -> dict[str, Any]:
+    domain = Domain()
+    model, payload = _trained(domain.size, seed=3)
+    payload["ranks"] = {
+        str(rank): entry for rank, entry in enumerate(domain.gather_objects({"seed": 10 + domain.rank}))
+    }
+    manager = _manager(directory, async_mode=mode, keep_latest_k=2)
+    before: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(step)
+            for buffer in model.buffers():
+                buffer.add_(1)
+        before = {name: {k: v.clone() for k, v in _whole(payload[name]).items()} for name in ("model",)}
+        before["optimizer"] = _whole(payload["optimizer"])
+        manager.save_checkpoint(payload, epoch=0, global_step=step, history=True)
+        if mode != "disabled":
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.fill_(-1)
+                    tensor.zero_()
+    manager.wait()
+    assert manager.find_latest() == "latest"
+    manager.close()
+    return before if domain.rank == 0 else {}
+
+
+def _load_sharded(directory: Path) -> dict[str, Any]:
+    domain = Domain()
+    model, template = _trained(domain.size, seed=99)
+    manager = _manager(directory)
+    whole = manager.load_checkpoint("latest")
+    loaded = manager.load_checkpoint("latest", template=template)
+    if domain.size > 1:
+        assert type(loaded["model"]["first.weight"]) is type(template["model"]["first.weight"])
+        assert loaded["model"]["first.weight"].to_local().shape[0] < 7
+    full = _whole(loaded)
+    model.load_state_dict(loaded["model"])
+    assert _same(_whole(model.state_dict()), full["model"])
+    assert _same(full, whole)
+    manager.close()
+    return full if domain.rank == 0 else {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reshard(tmp_path: Path, mode: str) -> None:
+    saved = run_processes(_save_sharded, tmp_path, mode, world_size=2, init_process_group=True)[0]
+    pointers = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert pointers == ["ckpt-s000000000002", "ckpt-s000000000003", "latest"]
+    assert {path.name for path in _targets(tmp_path)[-1].iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.sha256",
+    }
+    for world_size in (1, 2, 3):
+        init = world_size > 1
+        loaded = run_processes(_load_sharded, tmp_path, world_size=world_size, init_process_group=init)[0]
+        assert _same(loaded["model"], saved["model"]), world_size
+        assert _same(loaded["optimizer"], saved["optimizer"])
+        assert loaded["ranks"] == {"0": {"seed": 10}, "1": {"seed": 11}}
+
+
+def _fail_on_one_rank(directory: Path, mode: str) -> list[str]:
+    domain = Domain()
+    manager = _manager(directory, async_mode=mode)
+    _save(manager, 1)
+    manager.wait()
+    original = dcp_files.HashingFileSystem.create_stream
+
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if domain.rank == 1:
+        dcp_files.HashingFileSystem.create_stream = fail  # type: ignore[method-assign]
+    seen = []
+    try:
+        _save(manager, 2, history=True)
+        manager.wait()
+    except CheckpointError as error:
+        seen.append("rank 1: OSError(28, 'No space left on device')" in str(error))
+    dcp_files.HashingFileSystem.create_stream = original  # type: ignore[method-assign]
+    seen.append(_step(manager, "latest"))
+    domain.barrier()
+    assert len(_targets(directory)) == 1
+    _save(manager, 3)
+    manager.wait()
+    seen.append(_step(manager, "latest"))
+    manager.close()
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path, mode: str) -> None:
+    seen = run_processes(_fail_on_one_rank, tmp_path, mode, world_size=2, init_process_group=True)
+    assert seen == [[True, 1, 3]] * 2
+
+
+def _many_saves(directory: Path) -> list[int]:
+    manager = _manager(directory, async_mode="async")
+    for step in range(1, 30):
+        _save(manager, step, history=step % 10 == 0)
+    manager.wait()
+    steps = [_step(manager, name) for name in ("latest", "ckpt-s000000000010", "ckpt-s000000000020")]
+    manager.close()
+    return steps
+
+
+def test_saves_in_the_background_never_overlap_and_the_newest_wins(tmp_path: Path) -> None:
+    steps = run_processes(_many_saves, tmp_path, world_size=2, init_process_group=True)
+    assert steps == [[29, 10, 20]] * 2
+    assert len(_targets(tmp_path)) == 3
