@@ -1,0 +1,425 @@
+"""A user's stories with a torch runner on one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.processes import run_processes
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.runners.checkpoints import CheckpointMismatch, CheckpointNotFound
+
+
+def points(length: int = 96) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(length, 8, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Classifier(dl.TorchRunner):
+    """The smallest runner that a user would write."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        x, y = points()
+        self.model = network()
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": TensorDataset(x[:72], y[:72]), "val": TensorDataset(x[72:], y[72:])}
+        self.metrics = {"acc": dl.metrics.accuracy}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {"seed": 1, "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 1e-2}, "log": False}
+    return {**base, **({} if "steps" in changes else {"epochs": 2}), **changes}
+
+
+# Against a hand-written loop
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2, 3])
+def test_equals_a_hand_written_loop_bitwise(accum_steps: int) -> None:
+    x, y = points()
+    batches = list(zip(x.split(8), y.split(8)))
+
+    class Mine(dl.TorchRunner):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = network()
+            self.criterion = nn.CrossEntropyLoss()
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+            self.dataloaders = {"train": batches}
+
+    with Mine({"steps": 50, "seed": 0, "accum_steps": accum_steps, "max_grad_norm": 0.5, "log": False}) as runner:
+        runner.train()
+
+    model = network()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    windows = [batches[i : i + accum_steps] for i in range(0, len(batches), accum_steps)]
+    for step in range(50):
+        window = windows[step % len(windows)]
+        for inputs, target in window:
+            criterion(model(inputs), target).backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(1 / len(window))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(runner.model.parameters(), model.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+# Modes, results and files
+
+
+def test_epoch_mode_leaves_what_it_did_on_disk() -> None:
+    with Classifier(settings(epochs=3, scheduler={"type": "cosine"})) as runner:
+        results = runner.train()
+        directory = runner.dir
+    assert list(results) == [1, 2, 3] and set(results[1]) == {"train", "val"}
+    assert results[3]["train"]["loss"] < results[1]["train"]["loss"]
+    assert runner.state.train.global_step == 27 and runner.state.train.samples == 216
+    assert runner.best_score == min(result["val"]["loss"] for result in results.values())
+    names = {path.name for path in (directory / "checkpoints").glob("*.pth")}
+    assert names == {"latest.pth", "best.pth", "ckpt-e000001.pth", "ckpt-e000002.pth", "ckpt-e000003.pth"}
+    assert json.loads((directory / "results.json").read_text())["3"] == results[3]
+    assert {p.name for p in (directory / "metadata").iterdir()} >= {"config.full.yaml", "config.canonical.yaml", "config.diff.yaml"}
+    assert yaml.safe_load((directory / "metadata" / "config.full.yaml").read_text())["epochs"] == 3
+    payload = torch.load(directory / "checkpoints" / "latest.pth", weights_only=True)
+    assert set(payload) >= {"format_version", "runner", "state", "model", "optimizer", "scheduler", "dataloaders"}
+    assert list(payload["model"]) == list(network().state_dict())
+
+
+def test_step_mode_evaluates_and_saves_at_its_intervals() -> None:
+    with Classifier(settings(steps=20, evaluate_interval=6, **{"checkpoint.interval": 8})) as runner:
+        runner.train()
+        names = {path.name for path in runner.workspace.checkpoints.glob("ckpt-*.pth")}
+    assert list(runner.results) == [6, 12, 18, 20]
+    assert names == {"ckpt-s000000000008.pth", "ckpt-s000000000016.pth"}
+    assert runner.state.train.epoch == 2 and runner.is_step_mode
+
+
+def test_evaluate_steps_is_bounded() -> None:
+    with Classifier(settings(steps=100)) as runner:
+        seen = []
+        original = runner.evaluate_step
+        runner.evaluate_step = lambda data: (seen.append(len(data[0])), original(data))[1]  # type: ignore[method-assign]
+        runner.evaluate_steps("val")
+        runner.evaluate_steps("val", 1)
+    assert seen == [8, 8, 8, 8]  # 100 // 20 = 5 batches, of which there are 3, then 1
+
+
+def test_train_twice_goes_on() -> None:
+    with Classifier(settings(steps=5)) as runner:
+        runner.train()
+        runner.config.steps = 9
+        runner.train()
+    with Classifier(settings(steps=9)) as whole:
+        whole.train()
+    assert runner.state.train.global_step == 9
+    for ours, theirs in zip(runner.model.parameters(), whole.model.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_infer_gives_every_prediction_in_order() -> None:
+    x, _ = points()
+    with Classifier(settings()) as runner:
+        predictions = runner.infer("val")
+        stream = list(runner.infer("val", stream=True))
+        direct = runner.model.eval()(x[72:])
+    torch.testing.assert_close(torch.stack(predictions), direct.detach())
+    assert all(torch.equal(a, b) for a, b in zip(predictions, stream))
+
+
+# Sources
+
+
+def test_resume_goes_on_and_a_larger_budget_finds_its_run() -> None:
+    with Classifier(settings(epochs=2)) as first:
+        first.train()
+    with Classifier(settings(epochs=4, auto_resume=True)) as second:
+        second.train()
+    with Classifier(settings(epochs=4, workspace_root="elsewhere")) as whole:
+        whole.train()
+    assert second.dir == first.dir and list(second.results) == [1, 2, 3, 4]
+    for ours, theirs in zip(second.model.parameters(), whole.model.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_from_checkpoint_and_from_pretrained() -> None:
+    with Classifier(settings()) as first:
+        first.train()
+        path = first.workspace.checkpoints / "latest.pth"
+    with Classifier.from_checkpoint(path) as resumed:
+        assert resumed.state.train.epoch == 2 and resumed.results == first.results
+    with Classifier.from_pretrained(settings(lineage="tuned"), path) as tuned:
+        assert tuned.state.train.epoch == 0
+        for ours, theirs in zip(tuned.model.parameters(), first.model.parameters()):
+            assert torch.equal(ours, theirs)
+    torch.save(first.model.state_dict(), "plain.pth")
+    with Classifier(settings(pretrained="plain.pth", lineage="plain")) as plain:
+        assert torch.equal(plain.model[0].weight, first.model[0].weight)
+
+
+def test_resume_refuses_another_configuration_and_names_every_difference() -> None:
+    with Classifier(settings()) as first:
+        first.train()
+        path = first.workspace.checkpoints / "latest.pth"
+    with pytest.raises(CheckpointMismatch, match=r"(?s)max_grad_norm.*optim\.lr|optim\.lr.*max_grad_norm"):
+        Classifier(settings(resume=str(path), max_grad_norm=2.0, optim={"type": "adamw", "lr": 1e-3}))
+
+
+def test_missing_parts_are_errors_unless_excluded() -> None:
+    with Classifier(settings()) as first:
+        first.train()
+        path = first.workspace.checkpoints / "latest.pth"
+    changed = settings(resume=str(path), ema={"enabled": True})
+    with pytest.raises(CheckpointMismatch):
+        Classifier(changed)
+    with pytest.raises(ValueError, match="matches nothing"):
+        Classifier(settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimiser"]}))
+    with Classifier(settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimizer", "data_loader"]})) as runner:
+        assert runner.state.train.epoch == 2 and not runner.optimizer.state
+
+
+def test_a_missing_checkpoint_is_named() -> None:
+    with pytest.raises(CheckpointNotFound, match=r"nowhere\.pth"):
+        Classifier(settings(resume="nowhere.pth"))
+    with pytest.raises(CheckpointNotFound, match="nowhere"):
+        Classifier.from_checkpoint("nowhere")
+
+
+# What moves with an update
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns(precision: str) -> None:
+    with Classifier(settings(epochs=6, precision=precision, max_grad_norm=1.0)) as runner:
+        results = runner.train()
+    assert results[6]["train"]["loss"] < 0.8 * results[1]["train"]["loss"]
+    assert (runner.precision.scaler is not None) == (precision == "fp16")
+
+
+def test_early_stop_and_best() -> None:
+    class Worse(Classifier):
+        def summarize(self, split: str, totals: Any) -> dict[str, float]:
+            result = super().summarize(split, totals)
+            return {**result, "score": [1.0, math.nan, 3.0, 2.0, 3.0, 9.0][self.state.train.epoch]}
+
+    with Worse(settings(epochs=6, patience=2, score_name="score")) as runner:
+        runner.train()
+    assert list(runner.results) == [1, 2, 3, 4, 5] and runner.best_index == 3 and runner.best_score == 3.0
+    with Worse(settings(epochs=6, patience=2, score_name="score", auto_resume=True)) as again:
+        again.train()
+    assert list(again.results) == [1, 2, 3, 4, 5]
+
+
+def test_an_absent_score_is_an_error_that_names_those_present() -> None:
+    with Classifier(settings(score_name="f1")) as runner, pytest.raises(ValueError, match=r"val\.acc"):
+        runner.train()
+
+
+def test_plateau_follows_the_monitored_figure() -> None:
+    schedule = {"type": "reducelronplateau", "patience": 0, "factor": 0.1, "monitor": "val.acc", "mode": "max"}
+    with Classifier(settings(epochs=6, scheduler=schedule)) as runner:
+        runner.train()
+        assert runner.scheduler.last_epoch == 6 and runner.optimizer.param_groups[0]["lr"] < 1e-2
+
+
+def test_ema_follows_and_evaluates() -> None:
+    with Classifier(settings(ema={"enabled": True, "decay": 0.5})) as runner:
+        runner.train()
+        weights = runner.model[0].weight.detach().clone()
+        averaged = runner.ema.weights["0.weight"].clone()
+        runner.evaluate("val")
+        assert torch.equal(runner.model[0].weight, weights) and torch.equal(runner.ema.weights["0.weight"], averaged)
+    assert not torch.equal(weights, averaged)
+
+
+def test_export_at_the_end() -> None:
+    with Classifier(settings(**{"checkpoint.last_save_model_only": True, "checkpoint.export_dtype": "bfloat16"})) as runner:
+        runner.train()
+    payload = torch.load(runner.workspace.checkpoints / "model.pth", weights_only=True)
+    assert payload["model"]["0.weight"].dtype is torch.bfloat16 and "optimizer" not in payload
+    assert "optimizer" in torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)
+
+
+def test_parameter_groups_by_pattern() -> None:
+    groups = [{"pattern": r"^0\.", "lr_multiplier": 0.1}]
+    with Classifier(settings(optim={"type": "sgd", "lr": 1.0, "param_groups": groups})) as runner:
+        assert sorted(group["lr"] for group in runner.optimizer.param_groups) == [0.1, 1.0]
+    with pytest.raises(ValueError, match="matches|match"):
+        Classifier(settings(optim={"type": "sgd", "lr": 1.0, "param_groups": [{"pattern": "nothing"}]}))
+
+
+def test_a_compiled_model_keeps_its_names() -> None:
+    with Classifier(settings(epochs=1, compile={"enable": True, "backend": "aot_eager"})) as runner:
+        runner.train()
+    assert list(torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)["model"]) == list(network().state_dict())
+
+
+# Selection and construction
+
+
+def test_runner_is_the_stack_that_the_configuration_names() -> None:
+    class Mine(dl.Runner):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = network()
+
+    for stack in ("auto", "ddp", "TORCH", "d-d_p"):
+        with Mine({"stack": stack}) as runner:
+            assert isinstance(runner, dl.TorchRunner) and isinstance(runner, Mine) and type(runner).__name__ == "Mine"
+    with pytest.raises(ValueError, match="ddp"):
+        Mine({"stack": "horovod"})
+
+
+def test_the_callers_configuration_is_left_alone() -> None:
+    config = dl.RunnerConfig(settings(seed=None))
+    before = config.plain()
+    with Classifier(config) as runner:
+        runner.train()
+    assert config.plain() == before and runner.config.seed is not None
+
+
+def test_post_init_runs_once_after_the_outermost_init() -> None:
+    calls = []
+
+    class Base(Classifier):
+        def __post_init__(self) -> None:
+            calls.append(self.tag)
+            super().__post_init__()
+
+    class Outer(Base):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.tag = "outer"
+
+    Outer(settings()).close()
+    assert calls == ["outer"]
+
+
+def test_failing_construction_shows_the_users_error_and_leaves_nothing() -> None:
+    class Broken(Classifier):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        Broken(settings(log=True))
+    assert not Path("experiments").exists()
+
+
+def test_closing_twice_is_fine() -> None:
+    runner = Classifier(settings())
+    runner.train()
+    runner.close()
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 3, "epochs": 2}, "steps"),
+        ({"optim": {"type": "adamv"}}, "adamw"),
+        ({"scheduler": {"type": "cosin"}}, "cosine"),
+        ({"train_splits": ["training"]}, "training"),
+        ({"evaluate_splits": ["test"]}, "test"),
+        ({"dataloader": {"batch_size": 80}}, "drop_last"),
+        ({"checkpoint.intervall": 3}, "interval"),
+    ],
+)
+def test_bad_settings_are_named_before_anything_is_written(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Classifier(settings(**change))
+    assert not Path("experiments").exists()
+
+
+def test_what_training_needs_is_named_when_it_is_missing() -> None:
+    class Bare(dl.TorchRunner):
+        def __init__(self, config: Any, part: str) -> None:
+            super().__init__(config)
+            x, y = points()
+            self.model = None if part == "model" else network()
+            self.criterion = None if part == "criterion" else nn.CrossEntropyLoss()
+            self.datasets = {} if part == "data" else {"train": TensorDataset(x, y)}
+
+    with pytest.raises(ValueError, match=r"self\.model"):
+        Bare(settings(), "model")
+    for part, message in (("criterion", "criterion"), ("data", "split")):
+        with Bare(settings(), part) as runner, pytest.raises(ValueError, match=message):
+            runner.train()
+    with Bare(settings(optim={}), "") as runner, pytest.raises(ValueError, match="optimizer"):
+        runner.train()
+    with Bare({"optim": {"type": "sgd", "lr": 0.1}}, "") as runner, pytest.raises(ValueError, match="budget"):
+        runner.train()
+
+
+def test_base_runner_verbs_are_not_implemented() -> None:
+    with dl.BaseRunner() as runner:
+        for verb in ("train", "train_step", "backward", "step", "evaluate", "infer"):
+            with pytest.raises(NotImplementedError, match=verb):
+                getattr(runner, verb)()
+
+
+def test_mapping_inputs_are_passed_by_name() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, first: Tensor, second: Tensor) -> Tensor:
+            out: Tensor = self.layer(first + second)
+            return out
+
+    class Mapped(dl.TorchRunner):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            x, y = points()
+            self.model = Pair()
+            self.criterion = nn.CrossEntropyLoss()
+            self.datasets = {"train": [{"input": {"first": a, "second": a}, "target": b} for a, b in zip(x, y)]}
+
+    with Mapped(settings(epochs=4)) as runner:
+        results = runner.train()
+    assert results[4]["train"]["loss"] < results[1]["train"]["loss"]
+
+
+def two_in_a_row() -> list[int]:
+    steps = []
+    for name in ("first", "second"):
+        with Classifier(settings(lineage=name)) as runner:
+            runner.train()
+            steps.append(runner.state.train.global_step)
+    return steps
+
+
+def test_two_runners_one_after_the_other_on_two_processes() -> None:
+    assert run_processes(two_in_a_row, world_size=2) == [[8, 8], [8, 8]]
+
+
+def test_importing_loads_nothing_optional() -> None:
+    import subprocess
+
+    code = "import sys, danling; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout
+    for name in ("tensorboard", "wandb", "torchmetrics", "safetensors", "deepspeed", "torchft", "sklearn", "matplotlib"):
+        assert f"'{name}'" not in loaded
