@@ -1,12 +1,12 @@
 """A character-level GPT on English text that is on every machine: the documentation topics that ship with CPython.
 
-    python examples/gpt.py                                            # two cores: about 2 minutes
-    python examples/gpt.py --data.path my.txt                         # any text file (UTF-8)
-    python examples/gpt.py --auto_resume true                         # after a kill: goes on from the latest checkpoint
-    python examples/gpt.py --auto_resume true --steps 4800            # after the end: trains on to step 4800
-    python examples/gpt.py --resume experiments/.../latest.pth        # a checkpoint by its path
-    torchrun --nproc-per-node 2 examples/gpt.py                       # two processes, 8 sequences an update on each
-    python examples/gpt.py --model.width 384 --model.depth 6 --precision bf16     # any key; all of them: --help
+python examples/gpt.py                                            # two cores: about 2 minutes
+python examples/gpt.py --data.path my.txt                         # any text file (UTF-8)
+python examples/gpt.py --auto_resume true                         # after a kill: goes on from the latest checkpoint
+python examples/gpt.py --auto_resume true --steps 4800            # after the end: trains on to step 4800
+python examples/gpt.py --resume experiments/.../latest.pth        # a checkpoint by its path
+torchrun --nproc-per-node 2 examples/gpt.py                       # two processes, 8 sequences an update on each
+python examples/gpt.py --model.width 384 --model.depth 6 --precision bf16     # any key; all of them: --help
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class GPTRunner(dl.Runner):
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of all positions; `pred` is (B, T, characters), `target` (B, T)."""
-        loss: Tensor = self.criterion(pred.flatten(0, 1), target.flatten())
+        loss: Tensor = super().compute_loss(pred.flatten(0, 1), target.flatten())
         return loss
 
     def sample(self, count: int = 200) -> str:
         """Return text that the model writes."""
-        model = self.unwrapped_model.eval()
+        model: Any = self.unwrapped_model.eval()
         tokens = model.generate(torch.zeros(1, 1, dtype=torch.long, device=self.device), count, temperature=0.8)
         return "".join(self.alphabet[code] for code in tokens[0, 1:].tolist())
 

@@ -78,7 +78,8 @@ class Ballot:
 
     def _cast_on_host(self, values: list[float]) -> Verdict:
         total = self.domain.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
-        return Verdict(*total[:4], requests=_names(total[4:]))
+        weight, loss, samples, nonfinite = total[:4]
+        return Verdict(weight, loss, samples, nonfinite, _names(total[4:]))
 
     def _cast_on_device(self, values: list[float | Tensor], flags: list[float]) -> Verdict:
         heard = self.settle()
@@ -87,7 +88,7 @@ class Ballot:
         total = self.domain.all_reduce(torch.cat([torch.stack(scalars), asked]))
         host = torch.empty(len(flags), dtype=torch.float64, pin_memory=True)
         host.copy_(total[4:], non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._in_flight = (host, event)
         return Verdict(total[0], total[1], total[2], total[3], heard)

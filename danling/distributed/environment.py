@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def _read_int(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"Expected the environment variable {name} to be an integer. Received: {name}={text!r}.") from None
+        raise ValueError(
+            f"Expected the environment variable {name} to be an integer. Received: {name}={text!r}."
+        ) from None
 
 
 def select_device(local_rank: int) -> torch.device:
@@ -103,11 +107,11 @@ def init_process_group(
     return True
 
 
-_rendezvous: tuple[str, dist.Store] | None = None
+_rendezvous: tuple[str, Store] | None = None
 _groups_made = 0
 
 
-def _next_store(launch: LaunchEnvironment, init_method: str | None) -> dist.Store:
+def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
     """Return a store of its own for the next group of this process.
 
     Groups that follow one another in a process use the same keys, and one that finds the addresses of the last hangs. So the
@@ -116,10 +120,10 @@ def _next_store(launch: LaunchEnvironment, init_method: str | None) -> dist.Stor
     global _rendezvous, _groups_made
     url = init_method or "env://"
     if _rendezvous is None or _rendezvous[0] != url:
-        store, _, _ = next(iter(dist.rendezvous(url, launch.rank, launch.world_size)))
+        store, _, _ = next(iter(rendezvous(url, launch.rank, launch.world_size)))
         _rendezvous = (url, store)
     _groups_made += 1
-    return dist.PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
+    return PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
 
 
 def destroy_process_group() -> None:

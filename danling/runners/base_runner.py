@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from danling.data import derive_seed, seed_streams
 from danling.distributed import (
@@ -35,9 +36,11 @@ from danling.workspace import (
     run_id,
 )
 
+from .checkpoints import read_config
 from .config import RunnerConfig
 from .meta import MetaRunner
 from .state import ElasticState, RngState, RunnerState, TrainState
+from .verbs import RunnerVerbs
 
 logger = logging.getLogger("danling")
 
@@ -45,7 +48,7 @@ Results = dict[int, dict[str, dict[str, float]]]
 """Evaluated and trained figures by completed epoch or global step, then by split."""
 
 
-class BaseRunner(metaclass=MetaRunner):
+class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
     """What is common to all stacks.
 
     A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
@@ -154,7 +157,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.seed_was_drawn = self.config.seed is None
         if self.seed_was_drawn:
             self.config.seed = self.world.broadcast_object(secrets.randbits(31))
-        self.seed: int = int(self.config.seed)
+        self.seed: int = int(self.config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
 
     def set_deterministic(self) -> None:
@@ -198,90 +201,42 @@ class BaseRunner(metaclass=MetaRunner):
         )
         self._closers.callback(close_run_log, handler)
 
-    def init_checkpoint_manager(self) -> None:
-        """Build `checkpoint_manager`; a stack provides it."""
+    # Sources
 
-    def init_fault_tolerance(self) -> None:
-        """Join the fault-tolerance service when `config.ft.enabled`; a stack provides it."""
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:
+        """Construct a runner with the configuration of a checkpoint and restore its full state. Call on all ranks.
 
-    def init_tensorboard(self) -> None:
-        """Open the TensorBoard writer when `config.tensorboard`; a stack provides it."""
+        Args:
+            checkpoint: A checkpoint file or directory.
+            config: Settings that override the stored ones, such as `{"steps": 2000}`.
 
-    def init_wandb(self) -> None:
-        """Open the Weights & Biases run when `config.wandb.enabled`; a stack provides it."""
+        Raises:
+            CheckpointNotFound: If there is none.
+        """
+        own = RunnerConfig(cls.read_config(checkpoint))
+        own.merge(dict(config or {}))
+        own.resume = str(checkpoint)
+        runner: Self = cls(own)
+        return runner
 
-    def init_signal_handlers(self) -> None:
-        """Watch for SIGTERM, SIGINT and SIGUSR1; a stack provides it."""
+    @classmethod
+    def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path) -> Self:
+        """Construct a runner and load only the model of a checkpoint into it. Call on all ranks.
 
-    def init_heartbeat(self) -> None:
-        """Start the heartbeat when `config.heartbeat.enabled`; a stack provides it."""
+        Args:
+            config: The configuration of the new run.
+            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+        """
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config)
+        own.pretrained = str(checkpoint)
+        runner: Self = cls(own)
+        return runner
 
-    def init_garbage_collection(self) -> None:
-        """Pace Python's garbage collection when `config.gc.interval` is set; a stack provides it."""
-
-    # Execution verbs
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train to the end of the budget."""
-        raise self._missing("train")
-
-    def train_epochs(self, *args: Any, **kwargs: Any) -> Any:
-        """Train epoch by epoch."""
-        raise self._missing("train_epochs")
-
-    def train_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Train one pass over one split."""
-        raise self._missing("train_epoch")
-
-    def train_steps(self, *args: Any, **kwargs: Any) -> Any:
-        """Train update by update."""
-        raise self._missing("train_steps")
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch forward and backward."""
-        raise self._missing("train_step")
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Back-propagate a loss."""
-        raise self._missing("backward")
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Close the accumulation window and decide its update."""
-        raise self._missing("step")
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply a committed update."""
-        raise self._missing("optimizer_step")
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate splits."""
-        raise self._missing("evaluate")
-
-    def evaluate_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate all of one split."""
-        raise self._missing("evaluate_epoch")
-
-    def evaluate_steps(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a bounded number of batches of one split."""
-        raise self._missing("evaluate_steps")
-
-    def evaluate_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch."""
-        raise self._missing("evaluate_step")
-
-    def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict."""
-        raise self._missing("infer")
-
-    def infer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict one batch."""
-        raise self._missing("infer_step")
-
-    def _missing(self, verb: str) -> NotImplementedError:
-        return NotImplementedError(
-            f"Expected {type(self).__name__} to implement `{verb}`. Subclass TorchRunner, ParallelRunner, DeepSpeedRunner or "
-            f"Runner, or override `{verb}`."
-        )
+    @classmethod
+    def read_config(cls, checkpoint: str | Path) -> dict[str, Any]:
+        """Return the configuration stored in a checkpoint, as plain values."""
+        return read_config(Path(checkpoint))
 
     # Scores
 
@@ -466,7 +421,7 @@ class BaseRunner(metaclass=MetaRunner):
         except Exception:
             logger.exception("Closing after a failure failed as well; the failure itself follows.")
 
-    def __enter__(self) -> BaseRunner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:

@@ -136,7 +136,7 @@ def _resolve(text: Any, owner: type) -> Any:
     names = {key: value for key, value in vars(owner).items() if isinstance(value, type)}
     try:
         return eval(text, vars(sys.modules[owner.__module__]), names)
-    except Exception:  # noqa: BLE001
+    except Exception:
         return Any  # a name that exists for type checkers only
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -37,7 +38,7 @@ class Runner(BaseRunner):
         return join_stack(cls, settings.stack_name())
 
 
-@lru_cache(maxsize=None)
+@cache
 def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
     """Return `cls` with the methods of the stack behind its own; the same class for the same pair.
 
@@ -49,7 +50,10 @@ def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
     if issubclass(cls, base):
         return cls
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls, base), body)
+    joined: type[BaseRunner] = types.new_class(
+        cls.__name__, (cls, base), exec_body=lambda namespace: namespace.update(body)
+    )
+    return joined
 
 
 def _stack_class(stack: str) -> type[BaseRunner]:

@@ -95,7 +95,7 @@ class TorchComponents(BaseRunner):
             return
         options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
         if self.distributed and settings.optimize_ddp is not None:
-            torch._dynamo.config.optimize_ddp = settings.optimize_ddp
+            torch._dynamo.config.optimize_ddp = settings.optimize_ddp  # type: ignore[assignment]
         # In place: torch.compile(model) would put `_orig_mod.` before every name.
         self.model.compile(**{name: value for name, value in options.items() if value is not None})
 
@@ -187,9 +187,13 @@ class TorchComponents(BaseRunner):
 
     def build_dataloader(self, split: str, dataset: Any) -> Any:
         """Return the loader of one split over the data domain."""
+        settings = self.loader_settings(split)
+        sampler = self.build_datasampler(split, dataset)
+        if sampler is not None:
+            settings["sampler"] = sampler
         return build_dataloader(
             dataset,
-            self.loader_settings(split),
+            settings,
             split=split,
             train=split in self.train_splits,
             seed=self.seed,
@@ -197,6 +201,14 @@ class TorchComponents(BaseRunner):
             world_size=self.data_domain.size,
             device=self.device,
         )
+
+    def build_datasampler(self, split: str, dataset: Any) -> Any:
+        """Return a sampler for one split, or `None`; override it for an order of your own.
+
+        By default a loader of the library brings its own, which can be positioned exactly. With another sampler the loader
+        keeps the state that `StatefulDataLoader` gives it.
+        """
+        return None
 
     def loader_settings(self, split: str) -> dict[str, Any]:
         """Return `config.dataloader` with the overrides of one split merged in."""

@@ -206,7 +206,11 @@ class TorchEvaluation(TorchState):
     def _evaluation_source(self, split: str) -> BatchSource:
         if split in self.train_splits:
             # A pass of its own, so that evaluating a training split does not move training's position.
-            loader = self.build_dataloader(split, self.datasets[split]) if split in self.datasets else self.dataloaders[split]
+            loader = (
+                self.build_dataloader(split, self.datasets[split])
+                if split in self.datasets
+                else self.dataloaders[split]
+            )
             return self._source(split, loader)
         if split not in self.sources:
             self.build_dataloaders()
@@ -257,6 +261,6 @@ class TorchEvaluation(TorchState):
 def _as_list(pred: Any, samples: int) -> list[Any]:
     if isinstance(pred, Tensor):
         rows = pred.detach().cpu()[:samples]
-        single = rows.ndim == 1 or rows.ndim == 2 and rows.shape[1] == 1
+        single = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)
         return rows.flatten().tolist() if single else list(rows.unbind(0))
     return list(pred)[:samples] if isinstance(pred, (list, tuple)) else [pred]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,9 @@ class TorchRunner(TorchUpdate):
         >>> MyRunner({"epochs": 3, "optim": {"type": "adamw"}}).train()  # doctest: +SKIP
     """
 
-    def __init__(self, config: RunnerConfig | dict[str, Any] | None = None) -> None:
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self.open_result: dict[str, dict[str, float]] = {}
-        """Figures of the epoch that is not finished yet."""
+        self._logged_samples = 0
         self._stop_for: str | None = None
         self._deadline = math.inf
         self._save_asked = False
@@ -235,7 +234,9 @@ class TorchRunner(TorchUpdate):
         # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
         ended = agree(self.data_domain, () if batch is not None else ("exhausted",))
         if ended and batch is not None:
-            logger.warning("Another rank has no batch left in split %r: this pass ends early on rank %d.", source.split, self.rank)
+            logger.warning(
+                "Another rank has no batch left in split %r: this pass ends early on rank %d.", source.split, self.rank
+            )
         return not ended
 
     def _micro_step(self, batch: Batch) -> None:
@@ -329,12 +330,12 @@ class TorchRunner(TorchUpdate):
         """Record the figures of an epoch or an evaluation, and decide what follows from them; the same on all ranks."""
         result, self.open_result = self.open_result, {}
         self.results[self.index] = result
-        evaluated = self.scoreboard is not None and self.scoreboard.split in result
-        if evaluated:
-            self.scoreboard.record(self.index, result)
+        scores = self.scoreboard if self.scoreboard is not None and self.scoreboard.split in result else None
+        if scores is not None:
+            scores.record(self.index, result)
         if self.scheduler is not None and not self._steps_scheduler:
             self._advance_scheduler(boundary, result)
-        if evaluated and self.scoreboard.should_stop:
+        if scores is not None and scores.should_stop:
             self._stop_for = "patience"
             logger.info("Stopping early: no better score than %s since %s.", self.best_score, self.best_index)
         self._write_results()
@@ -360,7 +361,9 @@ class TorchRunner(TorchUpdate):
         split, _, name = path.partition(".")
         if name not in result.get(split, {}):
             present = [f"{key}.{figure}" for key, figures in result.items() for figure in figures]
-            raise ValueError(f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}.")
+            raise ValueError(
+                f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}."
+            )
         return result[split][name]
 
     def _report(self, result: dict[str, dict[str, float]]) -> None:
@@ -370,8 +373,12 @@ class TorchRunner(TorchUpdate):
         unit = "step" if self.is_step_mode else "epoch"
         logger.info("%s %d: %s", unit, self.index, figures)
         # A key of its own: `train/loss` is the loss of single updates.
-        named = {split if split not in self.train_splits else f"{split}_mean": values for split, values in result.items()}
-        self._track_values({f"{split}/{name}": value for split, values in named.items() for name, value in values.items()})
+        named = {
+            split if split not in self.train_splits else f"{split}_mean": values for split, values in result.items()
+        }
+        self._track_values(
+            {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
+        )
 
     def _checkpoint_when_due(self, index: int, *, final: bool) -> None:
         due = index % self.checkpoint_interval == 0

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from danling.data import capture_random_state, derive_seed, restore_random_state, seed_streams
+from danling.metrics import Meters
 from danling.optim.named_state import load_named_state_dict, named_state_dict
 from danling.utils.names import canonical_name
 
-from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude, read_config, read_model
+from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude, read_model
 from .config import RunnerConfig
 from .torch_components import TorchComponents
 
@@ -26,37 +26,15 @@ FORMAT_VERSION = 1
 class TorchState(TorchComponents):
     """Checkpoints of a torch runner. Save, load and `state_dict` are called on all ranks."""
 
-    # Sources
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self.losses = Meters()
+        """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
+        self.open_result: dict[str, dict[str, float]] = {}
+        """Figures of the epoch that is not finished yet."""
 
-    @classmethod
-    def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Any:
-        """Construct a runner with the configuration of a checkpoint and restore its full state. Call on all ranks.
-
-        Args:
-            checkpoint: A checkpoint file or directory.
-            config: Settings that override the stored ones, such as a larger `steps`.
-        """
-        own = RunnerConfig(cls.read_config(checkpoint))
-        own.merge(dict(config or {}))
-        own.resume = str(checkpoint)
-        return cls(own)
-
-    @classmethod
-    def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path) -> Any:
-        """Construct a runner and load only the model of a checkpoint into it. Call on all ranks.
-
-        Args:
-            config: The configuration of the new run.
-            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
-        """
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config)
-        own.pretrained = str(checkpoint)
-        return cls(own)
-
-    @classmethod
-    def read_config(cls, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the configuration stored in a checkpoint, as plain values."""
-        return read_config(Path(checkpoint))
+    def settle(self) -> None:
+        """Raise what an update left to be checked; the update provides it."""
 
     def init_checkpoint_manager(self) -> None:
         """Build the manager of `checkpoint.backend`: files, or torch's distributed checkpoint. Call on all ranks."""
@@ -91,7 +69,9 @@ class TorchState(TorchComponents):
             if source is not None:
                 self.load_checkpoint(source)
                 return
-            logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", self.workspace.checkpoints)
+            logger.info(
+                "auto_resume: no checkpoint of this run in %s yet; starting from scratch.", self.workspace.checkpoints
+            )
         if config.pretrained:
             self.load_pretrained(config.pretrained)
 
@@ -138,7 +118,7 @@ class TorchState(TorchComponents):
 
     def _loader_state(self, split: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.sources[split].is_rank_local:
-            return cast("dict[str, Any]", self.sources[split].state_dict())
+            return self.sources[split].state_dict()
         return {"ranks": {str(rank): entry["loaders"][split] for rank, entry in enumerate(ranks)}}
 
     def model_state_dict(self) -> dict[str, Any]:
@@ -244,7 +224,9 @@ class TorchState(TorchComponents):
 
     def _check_complete(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
         needed = {"model": True, "state": True, "dataloaders": bool(self.sources)}
-        needed.update(ema=self.ema is not None, optimizer=self.optimizer is not None, scheduler=self.scheduler is not None)
+        needed.update(
+            ema=self.ema is not None, optimizer=self.optimizer is not None, scheduler=self.scheduler is not None
+        )
         missing = [name for name, wanted in needed.items() if wanted and name not in payload and name not in excluded]
         if missing:
             raise CheckpointMismatch(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from danling.distributed import Verdict
-from danling.metrics import Meters
 from danling.training import (
     NonFiniteError,
     UpdateOutcome,
@@ -22,6 +22,7 @@ from danling.training import (
     unpack_batch,
 )
 
+from .config import RunnerConfig
 from .torch_evaluation import TorchEvaluation
 
 logger = logging.getLogger("danling")
@@ -32,10 +33,8 @@ _NOTHING: frozenset[str] = frozenset()
 class TorchUpdate(TorchEvaluation):
     """Forward, backward, decision and everything that advances with an update."""
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self.losses = Meters()
-        """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
         self._asked: set[str] = set()
         self._pending_check: tuple[int, Tensor] | None = None
         self._parameters: list[nn.Parameter] | None = None
@@ -81,7 +80,7 @@ class TorchUpdate(TorchEvaluation):
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)
-        scaled.backward()
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> UpdateOutcome:
         """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks."""

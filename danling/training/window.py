@@ -94,11 +94,11 @@ class Window:
                 if not math.isfinite(value):
                     self.nonfinite = 1.0
             return
-        value = loss.detach().double()
-        weighs = torch.as_tensor(weight, device=value.device) > 0
-        self.loss = self.loss + torch.where(weighs, value * weight, 0.0)
-        bad = (weighs & ~torch.isfinite(value)).double()
-        self.nonfinite = torch.maximum(bad, torch.as_tensor(self.nonfinite, dtype=torch.float64, device=value.device))
+        summed = loss.detach().double()
+        weighs = torch.as_tensor(weight, device=summed.device) > 0
+        self.loss = self.loss + torch.where(weighs, summed * weight, 0.0)
+        bad = (weighs & ~torch.isfinite(summed)).double()
+        self.nonfinite = torch.maximum(bad, torch.as_tensor(self.nonfinite, dtype=torch.float64, device=summed.device))
 
     def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
         """Return what the accumulated gradient is to be multiplied with.

@@ -41,6 +41,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.apply(_initialize)
         for block in self.blocks:
+            assert isinstance(block, Block)
             block.shrink_outputs(depth)
         if tied:
             self.head.weight = self.tokens.weight
@@ -89,8 +90,8 @@ class Block(nn.Module):
 
     def shrink_outputs(self, depth: int) -> None:
         """Scale what is added to the residual stream by 1/sqrt(2 depth), so that its variance does not grow with depth."""
-        for weight in (self.attention.output.weight, self.mlp[2].weight):
-            nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5)
+        for layer in (self.attention.output, self.mlp[2]):
+            nn.init.normal_(layer.get_parameter("weight"), std=0.02 / (2 * depth) ** 0.5)
 
 
 class CausalAttention(nn.Module):

@@ -54,7 +54,7 @@ def evaluate(root: str, length: int, batch_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("length", "batch_size"), [(23, 4), (7, 3), (2, 4)])
 def test_figures_are_those_of_the_whole_set(world_size: int, length: int, batch_size: int, tmp_path: Path) -> None:
-    x, y = points(length)
+    _, y = points(length)
     ranks = run_processes(evaluate, str(tmp_path), length, batch_size, world_size=world_size)
     pred = ranks[0]["pred"]
     assert len(pred) == length
@@ -65,7 +65,9 @@ def test_figures_are_those_of_the_whole_set(world_size: int, length: int, batch_
         assert torch.equal(rank["pred"], pred)
         assert rank["result"]["loss"] == pytest.approx(loss, rel=1e-6)
         assert rank["result"]["acc"] == pytest.approx(reference.accuracy_score(y, labels), rel=1e-12)
-        assert rank["result"]["f1"] == pytest.approx(reference.f1_score(y, labels, average="macro", zero_division=0), rel=1e-6)
+        assert rank["result"]["f1"] == pytest.approx(
+            reference.f1_score(y, labels, average="macro", zero_division=0), rel=1e-6
+        )
         assert rank["result"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
 
 

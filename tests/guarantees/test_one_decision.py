@@ -79,7 +79,13 @@ def train_poisoned(config: dict[str, Any], attempts: tuple[int, ...]) -> dict[st
         runner.train()
         train = runner.state.train
         weights = [parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()]
-        return {"seen": runner.seen, "changed": runner.changed, "skipped": train.skipped_updates, "step": train.global_step, "weights": weights}
+        return {
+            "seen": runner.seen,
+            "changed": runner.changed,
+            "skipped": train.skipped_updates,
+            "step": train.global_step,
+            "weights": weights,
+        }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -102,7 +108,10 @@ def test_off_it_raises_on_all_ranks_and_names_step_and_rank(tmp_path: Path) -> N
 def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
     config = settings(tmp_path, skip_nonfinite_grad=True, max_skipped_updates=2)
     outcomes = run_outcomes(train_poisoned, config, (1, 2, 3, 4), world_size=2)
-    assert all(isinstance(outcome.error, NonFiniteError) and "2 skipped updates in a row" in str(outcome.error) for outcome in outcomes)
+    assert all(
+        isinstance(outcome.error, NonFiniteError) and "2 skipped updates in a row" in str(outcome.error)
+        for outcome in outcomes
+    )
 
 
 class AskingRunner(TracingRunner):
@@ -137,7 +146,9 @@ def train_asking(config: dict[str, Any], what: str) -> tuple[int, Any, list[str]
 
 
 @pytest.mark.parametrize(
-    ("what", "code"), [("stop", None), ("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130)], ids=lambda value: str(value)
+    ("what", "code"),
+    [("stop", None), ("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130)],
+    ids=lambda value: str(value),
 )
 def test_what_one_rank_asks_all_do(what: str, code: int | None, tmp_path: Path) -> None:
     ranks = run_processes(train_asking, settings(tmp_path, **{"checkpoint.interval": 100}), what, world_size=2)

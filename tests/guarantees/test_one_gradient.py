@@ -38,7 +38,11 @@ def tokens_loss(criterion: nn.Module, pred: Tensor, target: Tensor) -> Tensor:
 
 def criterion_of(kind: str) -> nn.Module:
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
-    return {"plain": nn.CrossEntropyLoss(), "weighted": nn.CrossEntropyLoss(weight), "sum": nn.CrossEntropyLoss(reduction="sum")}[kind]
+    return {
+        "plain": nn.CrossEntropyLoss(),
+        "weighted": nn.CrossEntropyLoss(weight),
+        "sum": nn.CrossEntropyLoss(reduction="sum"),
+    }[kind]
 
 
 class GradientRunner(dl.TorchRunner):
@@ -71,7 +75,11 @@ def one_update(root: str, kind: str, sizes: list[int], accum_steps: int) -> dict
     config = {"steps": 1, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
     with GradientRunner(config, kind, parts[rank::world]) as runner:
         runner.train()
-        return {"gradients": runner.gradients, "loss": runner.results[1]["train"]["loss"], "samples": runner.state.train.samples}
+        return {
+            "gradients": runner.gradients,
+            "loss": runner.results[1]["train"]["loss"],
+            "samples": runner.state.train.samples,
+        }
 
 
 @pytest.mark.parametrize("kind", ["plain", "weighted", "sum"])
@@ -100,7 +108,9 @@ class Regression(dl.TorchRunner):
         from sklearn.datasets import load_digits
 
         x, y = load_digits(return_X_y=True)
-        self.datasets = {"train": torch.utils.data.TensorDataset(torch.from_numpy(x).double() / 16, torch.from_numpy(y))}
+        self.datasets = {
+            "train": torch.utils.data.TensorDataset(torch.from_numpy(x).double() / 16, torch.from_numpy(y))
+        }
         self.model = nn.Linear(64, 10, dtype=torch.float64)
         nn.init.zeros_(self.model.weight)
         nn.init.zeros_(self.model.bias)
@@ -121,7 +131,8 @@ def descend(root: str, accum_steps: int, batch_size: int) -> Tensor:
 def test_logistic_regression_reaches_one_optimum(tmp_path: Path) -> None:
     layouts = [(1, 1, 1797), (1, 3, 700), (2, 1, 899), (2, 3, 350)]
     found = [
-        run_processes(descend, str(tmp_path), accum, size, world_size=world, timeout=100)[0] for world, accum, size in layouts
+        run_processes(descend, str(tmp_path), accum, size, world_size=world, timeout=100)[0]
+        for world, accum, size in layouts
     ]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-9)

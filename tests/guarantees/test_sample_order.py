@@ -40,7 +40,9 @@ def test_two_one_three_processes_keep_the_order(tmp_path: Path) -> None:
     resume = None
     # An update sees six samples in each layout, whatever the number of processes.
     for world_size, batch_size, stop_at in ((2, 3, 3), (1, 6, 6), (3, 2, 8)):
-        ranks = run_processes(train, str(tmp_path / str(world_size)), batch_size, stop_at, resume, world_size=world_size)
+        ranks = run_processes(
+            train, str(tmp_path / str(world_size)), batch_size, stop_at, resume, world_size=world_size
+        )
         seen += global_order([ids for ids, _ in ranks], batch_size)
         resume = ranks[0][1]
         assert seen == whole[: 6 * stop_at]

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import logging
 import math
-import timeit
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from danling.optim import SCHEDULERS
 
@@ -123,14 +121,3 @@ def test_a_state_of_other_groups_is_refused() -> None:
         SCHEDULERS.build(_optimizer(), type="cosine", total_steps=5).load_state_dict(state)
     with pytest.raises(ValueError, match="base_lrs=None"):
         SCHEDULERS.build(_optimizer(), type="cosine", total_steps=5).load_state_dict({"best": 1.0})
-
-
-def test_a_step_costs_no_more_than_one_of_torch() -> None:
-    torchs = LambdaLR(_optimizer(), lambda step: 0.5)
-    ours = SCHEDULERS.build(_optimizer(), type="cosine", total_steps=10**6, warmup_steps=10)
-    costs: dict[Any, float] = {torchs: math.inf, ours: math.inf}
-    # Short and in turn, so that a busy machine disturbs both alike.
-    for scheduler in [torchs, ours] * 50:
-        scheduler.optimizer.step()
-        costs[scheduler] = min(costs[scheduler], timeit.timeit(scheduler.step, number=100))
-    assert costs[ours] < 1.2 * costs[torchs]

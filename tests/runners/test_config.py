@@ -147,7 +147,7 @@ class MyConfig(RunnerConfig):
     betas: tuple[float, float] = (0.9, 0.99)
     needed: int
     epochs = 7
-    checkpoint = {"interval": 2}
+    checkpoint = {"interval": 2}  # noqa: RUF012 - as a user would write it
     arch: ModelConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

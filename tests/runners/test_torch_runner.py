@@ -43,7 +43,12 @@ class Classifier(dl.TorchRunner):
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {"seed": 1, "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 1e-2}, "log": False}
+    base: dict[str, Any] = {
+        "seed": 1,
+        "dataloader": {"batch_size": 8},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "log": False,
+    }
     return {**base, **({} if "steps" in changes else {"epochs": 2}), **changes}
 
 
@@ -100,7 +105,11 @@ def test_epoch_mode_leaves_what_it_did_on_disk() -> None:
     names = {path.name for path in (directory / "checkpoints").glob("*.pth")}
     assert names == {"latest.pth", "best.pth", "ckpt-e000001.pth", "ckpt-e000002.pth", "ckpt-e000003.pth"}
     assert json.loads((directory / "results.json").read_text())["3"] == results[3]
-    assert {p.name for p in (directory / "metadata").iterdir()} >= {"config.full.yaml", "config.canonical.yaml", "config.diff.yaml"}
+    assert {p.name for p in (directory / "metadata").iterdir()} >= {
+        "config.full.yaml",
+        "config.canonical.yaml",
+        "config.diff.yaml",
+    }
     assert yaml.safe_load((directory / "metadata" / "config.full.yaml").read_text())["epochs"] == 3
     payload = torch.load(directory / "checkpoints" / "latest.pth", weights_only=True)
     assert set(payload) >= {"format_version", "runner", "state", "model", "optimizer", "scheduler", "dataloaders"}
@@ -195,7 +204,9 @@ def test_missing_parts_are_errors_unless_excluded() -> None:
         Classifier(changed)
     with pytest.raises(ValueError, match="matches nothing"):
         Classifier(settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimiser"]}))
-    with Classifier(settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimizer", "data_loader"]})) as runner:
+    with Classifier(
+        settings(resume=str(path), **{"checkpoint.exclude_from_loading": ["optimizer", "data_loader"]})
+    ) as runner:
         assert runner.state.train.epoch == 2 and not runner.optimizer.state
 
 
@@ -254,7 +265,9 @@ def test_ema_follows_and_evaluates() -> None:
 
 
 def test_export_at_the_end() -> None:
-    with Classifier(settings(**{"checkpoint.last_save_model_only": True, "checkpoint.export_dtype": "bfloat16"})) as runner:
+    with Classifier(
+        settings(**{"checkpoint.last_save_model_only": True, "checkpoint.export_dtype": "bfloat16"})
+    ) as runner:
         runner.train()
     payload = torch.load(runner.workspace.checkpoints / "model.pth", weights_only=True)
     assert payload["model"]["0.weight"].dtype is torch.bfloat16 and "optimizer" not in payload
@@ -272,7 +285,9 @@ def test_parameter_groups_by_pattern() -> None:
 def test_a_compiled_model_keeps_its_names() -> None:
     with Classifier(settings(epochs=1, compile={"enable": True, "backend": "aot_eager"})) as runner:
         runner.train()
-    assert list(torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)["model"]) == list(network().state_dict())
+    assert list(torch.load(runner.workspace.checkpoints / "latest.pth", weights_only=True)["model"]) == list(
+        network().state_dict()
+    )
 
 
 # Selection and construction
@@ -421,5 +436,14 @@ def test_importing_loads_nothing_optional() -> None:
     code = "import sys, danling; print(sorted({m.partition('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout
-    for name in ("tensorboard", "wandb", "torchmetrics", "safetensors", "deepspeed", "torchft", "sklearn", "matplotlib"):
+    for name in (
+        "tensorboard",
+        "wandb",
+        "torchmetrics",
+        "safetensors",
+        "deepspeed",
+        "torchft",
+        "sklearn",
+        "matplotlib",
+    ):
         assert f"'{name}'" not in loaded

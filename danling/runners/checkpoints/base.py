@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from danling.utils.protocols import ReductionDomain
 
-from .errors import CheckpointError
+from . import storage
+from .errors import CheckpointError, CheckpointNotFound
 from .executor import SaveExecutor
-from .policy import Line, Record, history_name
+from .file_store import FileStore
+from .policy import Line, Record, history_name, newest, next_line, on_line
+from .reading import read_payload
 from .settings import CheckpointSettings
 from .snapshot import SnapshotBuffers, to_host
-from .storage import require_space
-from .store import CheckpointStore
+from .store import CheckpointStore, refuse_foreign
+from .target_store import TargetStore
 
 logger = logging.getLogger("danling")
 
@@ -52,6 +55,11 @@ class CheckpointManager(ABC):
         self.settings = settings
         self.step_mode = step_mode
         self.store = self.store_class(self.directory, run_id=run_id)
+        # A run may go on with another kind of manager: what the other kind has written counts and can be loaded.
+        others = [
+            kind(self.directory, run_id=run_id) for kind in (FileStore, TargetStore) if kind is not self.store_class
+        ]
+        self.stores: tuple[CheckpointStore, ...] = (self.store, *others)
         self._executor = SaveExecutor()
         self._buffers = SnapshotBuffers()
         self._line: Line | None = None
@@ -105,8 +113,8 @@ class CheckpointManager(ABC):
             global_step: Committed updates.
         """
         if self._line is None:
-            self._line = self.store.open_line(self._resumed)
-        require_space(self.directory, needed)
+            self._line = self._open_line()
+        storage.require_space(self.directory, needed)
         self._line = replace(self._line, sequence=self._line.sequence + 1)
         line = self._line
         return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
@@ -123,28 +131,67 @@ class CheckpointManager(ABC):
 
     # Loading
 
-    @abstractmethod
-    def load_checkpoint(self, source: str | Path) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint.
+    def load_checkpoint(
+        self,
+        source: str | Path,
+        *,
+        template: Mapping[str, Any] | None = None,
+        sections: Iterable[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return the verified payload of a checkpoint, of this kind of manager or of another; in fresh memory on the CPU.
 
         Args:
             source: A name in the run's own directory, or a path.
+            template: A state such as the one to save. Where it has a DTensor of the same name and shape, the payload of a sharded
+                checkpoint has one of the same layout on the same device, of which this rank reads its own shard; else tensors are
+                read whole.
+            sections: Components to read, such as `["model"]`; `None` reads all.
 
         Raises:
             CheckpointNotFound: If there is none.
             CheckpointDamaged: If it is not what was written.
             CheckpointMismatch: If it lies in this run's directory and belongs to another run, or has a format that is not known.
         """
+        self.wait()
+        path = self.on_main(lambda: self._verified(source))
+        return self.on_all(lambda: read_payload(path, template=template, sections=sections))
 
     def _verified(self, source: str | Path) -> Path:
-        path = self.store.resolve(source)
-        self.store.verify(path, self.settings.verify)
-        self.store.describe(path)
-        return path
+        store, path = self._resolve(source)
+        store.verify(path, self.settings.verify)
+        store.describe(path)
+        return store.target(path)
+
+    def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
+        for store in self.stores:
+            found = store.find(source)
+            if found is not None:
+                return store, found
+        present = sorted({record.name for store in self.stores for record in store.records(complete=True)})
+        raise CheckpointNotFound(
+            f"Expected a checkpoint: a name in {self.directory} (there are: {', '.join(present) or 'none'}), or a path. "
+            f"Received: {str(source)!r}."
+        )
 
     def find_latest(self) -> str | None:
-        """Return the name of the newest checkpoint of this run's line that verifies; what is passed over is logged."""
-        return self.on_main(lambda: self.store.find_latest(self.settings.verify))
+        """Return the newest checkpoint of this run's line that verifies, as a source to load; what is passed over is logged."""
+        return self.on_main(self._find_latest)
+
+    def _find_latest(self) -> str | None:
+        found = [(record, store) for store in self.stores for record in store.records(complete=False)]
+        refuse_foreign([record for record, _ in found], self.directory, self.run_id)
+        last = newest(record for record, _ in found)
+        if last is None:
+            return None
+        line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
+        for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
+            try:
+                store.verify(store.path(record.name), self.settings.verify)
+            except (CheckpointError, OSError) as error:
+                logger.warning("auto_resume passes over %s: %s", record.name, error)
+            else:
+                return record.name if store is self.store else str(store.path(record.name))
+        return None
 
     def begin(self, source: str | Path) -> None:
         """Hear which checkpoint the run goes on from.
@@ -156,8 +203,27 @@ class CheckpointManager(ABC):
             source: As in `load_checkpoint`.
         """
         self.wait()
-        self._resumed = self.on_main(lambda: self.store.describe(self.store.resolve(source)))
+        self._resumed = self.on_main(lambda: self._describe(source))
         self._line = None
+
+    def _describe(self, source: str | Path) -> Record | None:
+        store, path = self._resolve(source)
+        return store.describe(path)
+
+    def _open_line(self) -> Line:
+        """Make the directory ready for saves, and return where they belong."""
+        storage.make_directory(self.directory)
+        self.store.recover()
+        records = [record for store in self.stores for record in store.records(complete=False)]
+        refuse_foreign(records, self.directory, self.run_id)
+        line = next_line(records, self._resumed)
+        abandoned = {r.sequence for r in records if not on_line(r, line.branch, line.ancestors)}
+        if abandoned:
+            origin = f"from {self._resumed.name}" if self._resumed else "from scratch"
+            logger.warning(
+                "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.directory
+            )
+        return line
 
     # Ending
 
@@ -213,9 +279,23 @@ class CheckpointManager(ABC):
         result: T = value
         return result
 
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; return its value here, or raise the error of any rank on all of them."""
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = action()
+        except Exception as raised:
+            error = raised
+        self._agree(error)
+        result: T = value
+        return result
+
     def _surface(self) -> None:
         """Raise an error of the background of any rank on all of them."""
-        error = self._executor.take_error()
+        self._agree(self._executor.take_error())
+
+    def _agree(self, error: BaseException | None) -> None:
         told = self.domain.gather_objects(_told(error))
         self._raise(error, next((entry for entry in told if entry is not None), None))
 
@@ -233,5 +313,5 @@ def _told(error: BaseException | None) -> tuple[type[Exception], str] | None:
         return None
     if isinstance(error, (CheckpointError, ValueError)):
         return type(error), str(error)
-    message = f"Expected a checkpoint to be written or read. Received: {type(error).__name__}: {error}. What was complete before is still there."
-    return CheckpointError, message
+    received = f"{type(error).__name__}: {error}. What was complete before is still there."
+    return CheckpointError, f"Expected a checkpoint to be written or read. Received: {received}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from .base import CheckpointManager
 from .file_store import FileStore
 from .policy import Record
-from .reading import load_payload
 from .snapshot import count_bytes
 
 
@@ -52,8 +50,3 @@ class FileCheckpointManager(CheckpointManager):
     def _write(self, payload: dict[str, Any], records: list[Record]) -> None:
         self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]
         self._prune()
-
-    def load_checkpoint(self, source: str | Path) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint; see `CheckpointManager.load_checkpoint`."""
-        self.wait()
-        return load_payload(self.on_main(lambda: self._verified(source)))

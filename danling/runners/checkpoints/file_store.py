@@ -8,7 +8,7 @@ from pathlib import Path
 from . import storage
 from .errors import CheckpointDamaged
 from .manifest import Manifest, complaints, damaged
-from .policy import Record
+from .policy import Record, is_name
 from .store import CheckpointStore
 
 SUFFIX = ".pth"
@@ -30,7 +30,8 @@ class FileStore(CheckpointStore):
     def locate(self, source: Path) -> Path | None:
         """Return the file itself, or `latest.pth` in a checkpoint or run directory."""
         for candidate in (source, source / f"latest{SUFFIX}", source / self.directory.name / f"latest{SUFFIX}"):
-            if storage.size_of(candidate) is not None:
+            # A bare name is a pointer to a sharded checkpoint.
+            if not is_name(candidate.name) and storage.size_of(candidate) is not None:
                 return candidate
         return None
 

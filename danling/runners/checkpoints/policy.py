@@ -57,6 +57,11 @@ def is_history(name: str) -> bool:
     return _HISTORY.fullmatch(name) is not None
 
 
+def is_name(name: str) -> bool:
+    """Whether the library gives such a name to a checkpoint."""
+    return name in ("latest", "best", "model") or is_history(name)
+
+
 def newest(records: Iterable[Record]) -> Record | None:
     """Return a record of the last save; `None` when there are no records."""
     return max(records, key=lambda record: record.sequence, default=None)

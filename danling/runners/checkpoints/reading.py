@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
-from .file_store import SUFFIX, read_manifest
+from .file_store import SUMS, FileStore
+from .policy import is_name
+from .target_store import TARGETS, TargetStore
 
 if TYPE_CHECKING:
     from .base import CheckpointManager
@@ -19,18 +21,28 @@ FORMAT_VERSION = 1
 """The newest `format_version` that can be read."""
 
 
-def load_payload(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Read a checkpoint file onto the CPU, with torch's safe reader.
+def read_payload(
+    path: Path, *, template: Mapping[str, Any] | None = None, sections: Iterable[str] | None = None, mmap: bool = False
+) -> dict[str, Any]:
+    """Read a checkpoint, a file or a directory, onto the CPU, without running anything that is in it. Verifies nothing.
 
     Args:
-        path: The file.
-        mmap: Leave the tensors on disk until they are used.
+        path: The file, or the target directory.
+        template: See `CheckpointManager.load_checkpoint`.
+        sections: Components to return; `None` returns all.
+        mmap: Leave the tensors of a file on disk until they are used.
 
     Raises:
         CheckpointDamaged: If torch cannot read it.
         CheckpointMismatch: If it is no checkpoint of this library, or of a format that this version does not know.
     """
-    return check_format(read_file(path, mmap=mmap), path)
+    wanted = None if sections is None else {*sections, "format_version"}
+    if path.is_dir():
+        from .dcp_files import read_target
+
+        return check_format(read_target(path, template=template, sections=wanted), path)
+    payload = check_format(read_file(path, mmap=mmap), path)
+    return {name: value for name, value in payload.items() if wanted is None or name in wanted}
 
 
 def read_file(path: Path, *, mmap: bool = False) -> Any:
@@ -66,67 +78,51 @@ def check_format(payload: Any, path: Path) -> dict[str, Any]:
     return dict(payload)
 
 
-def checkpoint_file(source: str | Path) -> Path:
-    """Return the file that a path means: itself, or `latest.pth` in a checkpoint or run directory.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-    """
-    path = Path(source)
-    for candidate in (path, path / f"latest{SUFFIX}", path / "checkpoints" / f"latest{SUFFIX}"):
-        if candidate.is_file():
-            return candidate
-    raise CheckpointNotFound(f"Expected a checkpoint file or directory. Received: {str(path)!r}, where there is none.")
-
-
 def read_config(source: str | Path) -> dict[str, Any]:
     """Return the configuration stored in a checkpoint; its tensors are not read.
 
     Args:
-        source: A checkpoint file, or a directory with one.
+        source: A checkpoint, or a checkpoint or run directory with a `latest`.
 
     Raises:
         CheckpointNotFound: If there is none.
-        CheckpointDamaged: If it cannot be read, or has another size than was written.
+        CheckpointDamaged: If it cannot be read, or a file has another size than was written.
     """
-    path = checkpoint_file(source)
-    read_manifest(path, "size")
-    return dict(load_payload(path, mmap=True)["runner"])
+    for kind in (FileStore, TargetStore):
+        store = kind(Path("checkpoints"), run_id="")
+        found = store.locate(Path(source))
+        if found is not None:
+            store.verify(found, "size")
+            return dict(read_payload(store.target(found), sections=["runner"], mmap=True)["runner"])
+    raise CheckpointNotFound(
+        f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none."
+    )
 
 
 def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint of this library, or of a file that holds a plain `state_dict`. Call on all ranks.
+    """Return the weights of a checkpoint of this library, or of what another program wrote. Call on all ranks.
 
     Args:
         manager: Finds and verifies checkpoints of this library.
-        source: A name or a path; `.safetensors` files are read too.
+        source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
+            with one of them.
 
     Raises:
         CheckpointMismatch: If there are no weights in it.
     """
-    path = Path(source)
-    if path.is_file() and not (path.parent / f"{path.name}.sha256").is_file():
-        return _plain_weights(path)
-    payload = manager.load_checkpoint(source)
+    if manager.on_main(lambda: _is_foreign(Path(source))):
+        from .exchange import import_weights
+
+        return manager.on_all(lambda: import_weights(source))
+    payload = manager.load_checkpoint(source, sections=["model"])
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
         raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")
     return dict(weights)
 
 
-def _plain_weights(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError as error:
-            raise ImportError(
-                "Expected safetensors to read a .safetensors file. Install it: pip install safetensors."
-            ) from error
-        return dict(load_file(path))
-    loaded = read_file(path)
-    weights = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
-    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise CheckpointMismatch(
-            f"Expected a state_dict of tensors. Received: {path}, which holds {type(loaded).__name__}."
-        )
-    return dict(weights)
+def _is_foreign(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
+    return path.is_file() and not pointer and not (path.parent / f"{path.name}{SUMS}").is_file()

@@ -159,10 +159,9 @@ def to_host(value: Any) -> Any:
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes that the tensors of a state take on this rank."""
+    """Return the bytes that the tensors of a state take, those of sharded ones on all ranks together."""
     if isinstance(value, Tensor):
-        local = local_part(value)
-        return local.numel() * local.element_size()
+        return value.numel() * value.element_size()
     if isinstance(value, Mapping):
         return sum(count_bytes(item) for item in value.values())
     if isinstance(value, (list, tuple)):

@@ -10,7 +10,8 @@ import hashlib
 import os
 import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class HashingWriter:
         return self.size
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the descriptor, with everything handed to the system: whoever asks for it wants to sync it."""
+        self.flush()
         return self._handle
 
     def close(self) -> None:
@@ -82,8 +84,28 @@ class HashingWriter:
         return self._hash.hexdigest()
 
 
+@contextmanager
+def open_new(path: Path) -> Iterator[HashingWriter]:
+    """Open a file under a name that no reader takes for finished; it is durable when the context ends, and gone when that fails.
+
+    Args:
+        path: The file.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        writer = HashingWriter(handle)
+        yield writer
+        writer.flush()
+        os.fsync(handle)
+    except BaseException:
+        os.close(handle)
+        discard(path)
+        raise
+    os.close(handle)
+
+
 def write_file(path: Path, write: Callable[[HashingWriter], object]) -> tuple[int, str]:
-    """Write a new file durably, under a name that no reader takes for finished.
+    """Write a new file; see `open_new`.
 
     Args:
         path: The file.
@@ -92,17 +114,8 @@ def write_file(path: Path, write: Callable[[HashingWriter], object]) -> tuple[in
     Returns:
         Its size in bytes and its SHA-256.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        writer = HashingWriter(handle)
+    with open_new(path) as writer:
         write(writer)
-        writer.flush()
-        os.fsync(handle)
-    except BaseException:
-        os.close(handle)
-        discard(path)
-        raise
-    os.close(handle)
     return writer.size, writer.sha256
 
 

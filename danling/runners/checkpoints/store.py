@@ -6,11 +6,24 @@ import logging
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from . import storage
-from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .policy import Line, Record, newest, next_line, on_line, to_delete
+from .errors import CheckpointDamaged, CheckpointMismatch
+from .policy import Line, Record, on_line, to_delete
 
 logger = logging.getLogger("danling")
+
+
+def refuse_foreign(records: list[Record], directory: Path, run_id: str) -> None:
+    """Refuse a directory in which another run saves.
+
+    Raises:
+        CheckpointMismatch: If one of the records is of another run.
+    """
+    foreign = next((record for record in records if record.run != run_id), None)
+    if foreign is not None:
+        raise CheckpointMismatch(
+            f"Expected {directory} to hold checkpoints of this run ({run_id}). Received: {foreign.name} of run {foreign.run}. Give "
+            "this run a directory of its own."
+        )
 
 
 class CheckpointStore(ABC):
@@ -70,76 +83,19 @@ class CheckpointStore(ABC):
     def sweep(self, protected: set[int]) -> None:
         """Remove what no name leads to any more, except the saves with these sequences."""
 
-    def resolve(self, source: str | Path) -> Path:
-        """Return the checkpoint that a name or a path means.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-        """
+    def find(self, source: str | Path) -> Path | None:
+        """Return the checkpoint that a name or a path means, if there is one."""
         text = str(source)
         plain = "/" not in text and not text.startswith(".")
-        found = self.locate(self.path(text)) if plain else None
-        found = found or self.locate(Path(source))
-        if found is None:
-            present = sorted({record.name for record in self.records(complete=True)})
-            raise CheckpointNotFound(
-                f"Expected a checkpoint: a name in {self.directory} (there are: {', '.join(present) or 'none'}), or a path. "
-                f"Received: {text!r}."
-            )
-        return found
+        return (self.locate(self.path(text)) if plain else None) or self.locate(Path(source))
+
+    def target(self, path: Path) -> Path:
+        """Return what is read when a checkpoint at `path` is."""
+        return path
 
     def owns(self, path: Path) -> bool:
         """Whether a checkpoint lies in the directory of this store."""
         return self.directory.resolve() in path.resolve().parents
-
-    def refuse_foreign(self, records: list[Record]) -> None:
-        """Refuse a directory in which another run saves.
-
-        Raises:
-            CheckpointMismatch: If it holds one of another run.
-        """
-        foreign = next((record for record in records if record.run != self.run_id), None)
-        if foreign is not None:
-            raise CheckpointMismatch(
-                f"Expected {self.directory} to hold checkpoints of this run ({self.run_id}). Received: {foreign.name} of run "
-                f"{foreign.run}. Give this run a directory of its own."
-            )
-
-    def open_line(self, resumed: Record | None) -> Line:
-        """Make the directory ready for saves, and return where they belong.
-
-        Raises:
-            CheckpointMismatch: If another run saves there.
-        """
-        storage.make_directory(self.directory)
-        self.recover()
-        records = self.records(complete=False)
-        self.refuse_foreign(records)
-        line = next_line(records, resumed)
-        abandoned = {r.sequence for r in records if not on_line(r, line.branch, line.ancestors)}
-        if abandoned:
-            origin = f"from {resumed.name}" if resumed else "from scratch"
-            logger.warning(
-                "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.directory
-            )
-        return line
-
-    def find_latest(self, level: str) -> str | None:
-        """Return the name of the newest checkpoint of the line that was saved last which verifies, or `None` without one."""
-        records = self.records(complete=False)
-        self.refuse_foreign(records)
-        last = newest(records)
-        if last is None:
-            return None
-        line = [r for r in records if r.name != "model" and on_line(r, last.branch, last.line)]
-        for record in sorted(line, key=lambda r: (r.sequence, r.name == "latest"), reverse=True):
-            try:
-                self.verify(self.path(record.name), level)
-            except CheckpointError as error:
-                logger.warning("auto_resume passes over %s: %s", record.name, error)
-            else:
-                return record.name
-        return None
 
     def prune(self, line: Line, *, keep: int, resumed: Record | None) -> None:
         """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
@@ -163,7 +119,7 @@ class CheckpointStore(ABC):
         if not self.owns(path):
             return None
         record = self.record(path)
-        self.refuse_foreign([record])
+        refuse_foreign([record], self.directory, self.run_id)
         return record
 
     def pass_over(self, path: Path, error: CheckpointDamaged) -> None:

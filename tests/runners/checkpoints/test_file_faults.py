@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ def _payload(step: int) -> dict[str, Any]:
 
 def _save(manager: FileCheckpointManager, step: int, *, history: bool = True, best: bool = True) -> None:
     manager.save_checkpoint(_payload(step), epoch=0, global_step=step, history=history, best=best)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The process ends here and not the machine: what is synced does not matter, only in which order; and a disk takes its time.
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,20 @@ from danling.runners.checkpoints import CheckpointError, CheckpointSettings, Tor
 
 def _manager(directory: Path) -> TorchDistributedCheckpointManager:
     policy = CheckpointSettings(async_mode="disabled", keep_latest_k=1)
-    return TorchDistributedCheckpointManager(directory, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True)
+    return TorchDistributedCheckpointManager(
+        directory, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True
+    )
 
 
 def _save(manager: TorchDistributedCheckpointManager, step: int, *, history: bool = True, best: bool = True) -> None:
     payload = {"format_version": 1, "model": {"weight": torch.full((300,), float(step))}, "state": {"step": step}}
     manager.save_checkpoint(payload, epoch=0, global_step=step, history=history, best=best)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The process ends here and not the machine: what is synced does not matter, only in which order; and a disk takes its time.
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,177 @@
+"""The files of a `torch.distributed.checkpoint` directory: hashed while they are written, read without running anything."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from . import storage
+from .dcp_plans import LoadPlanner, destinations, nest
+from .errors import CheckpointDamaged
+from .manifest import Manifest
+from .policy import Record
+from .target_store import SUMS
+
+METADATA = ".metadata"
+
+
+class HashingFileSystem(FileSystem):
+    """Files whose sizes and sums are known when they have been written.
+
+    Attributes:
+        written: `(size, SHA-256)` by file name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """Open a file; what is written is durable when the context ends."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with storage.open_new(Path(path)) as writer:
+            yield writer
+        self.written[Path(path).name] = (writer.size, writer.sha256)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file."""
+        storage.replace(Path(path), Path(new_path))
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a directory that may be there already: every rank does."""
+        storage.make_directory(Path(path))
+
+
+@dataclass(frozen=True)
+class HashedResult(WriteResult):
+    """A result that also carries the sums of the files of its rank to the coordinator."""
+
+    written: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class TargetWriter(FileSystemWriter):
+    """Writes one target: files of all ranks, `.metadata`, and last the manifest, which makes it complete.
+
+    Args:
+        path: The target; nothing was ever written to it.
+        record: What it is recorded as.
+    """
+
+    def __init__(self, path: Path, record: Record) -> None:
+        super().__init__(path, overwrite=False)
+        self.fs: HashingFileSystem = HashingFileSystem()
+        self.record = record
+
+    def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:
+        """Write the share of this rank."""
+        future: Future[list[WriteResult]] = Future()
+        results: list[WriteResult] = []
+        if plan.items:
+            results = super().write_data(plan, planner).value()
+            storage.sync_directory(Path(self.path))
+            first = results[0]
+            hashed = HashedResult(first.index, first.size_in_bytes, first.storage_data, dict(self._hashing.written))
+            results = [hashed, *results[1:]]
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata` and the manifest; on the coordinator, when all ranks have written."""
+        super().finish(metadata, results)
+        path = Path(self.path)
+        files: dict[str, tuple[int, str]] = {METADATA: self._hashing.written[f"{METADATA}.tmp"]}
+        for result in (result for of_rank in results for result in of_rank):
+            files.update(result.written if isinstance(result, HashedResult) else {})
+        storage.sync_directory(path)
+        storage.sync_directory(path.parent)
+        storage.write_text(path / SUMS, Manifest(self.record, files).text())
+
+    @property
+    def _hashing(self) -> HashingFileSystem:
+        return self.fs
+
+
+class TargetReader(FileSystemReader):
+    """Reads a target; its metadata may name nothing but what metadata consists of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read `.metadata`.
+
+        Raises:
+            CheckpointDamaged: If it cannot be read, or holds anything else.
+        """
+        path = Path(self.path) / METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except Exception as error:
+            raise CheckpointDamaged(
+                f"Expected the metadata of a distributed checkpoint. Received: {path}: {error}"
+            ) from error
+        return cast(Metadata, metadata)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "pathlib") else None
+        plain = found is torch.Size or isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+        own = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
+        layout = (module, name) in (("torch.serialization", "_get_layout"), ("torch._utils", "_rebuild_layout"))
+        if plain or own or layout or (module.partition(".")[0] == "pathlib" and isinstance(found, type)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of metadata")
+
+
+def read_target(
+    path: Path, *, template: Mapping[str, Any] | None = None, sections: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Return the state in a target. Communicates nothing.
+
+    Args:
+        path: The target.
+        template: A state whose DTensors say how tensors of the same name and shape are sharded here; others are read whole.
+        sections: First components of the names to read; `None` reads all.
+
+    Raises:
+        CheckpointDamaged: If it cannot be read.
+    """
+    reader = TargetReader(path)
+    metadata = reader.read_metadata()
+    flat = destinations(metadata, template, None if sections is None else frozenset(sections))
+    planner = LoadPlanner()
+    if flat:
+        try:
+            with quiet():
+                load(flat, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            reason = "; ".join(str(failure) for failure, _ in error.failures.values())
+            raise CheckpointDamaged(f"Expected a readable checkpoint. Received: {path}: {reason}") from None
+    return nest(planner.state_dict if flat else {}, metadata.planner_data)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out torch's remark that one process saves or loads alone: that is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,148 @@
+"""How a nested state becomes the flat one of `torch.distributed.checkpoint`, and back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from .errors import CheckpointDamaged, CheckpointError
+from .snapshot import is_sharded
+
+Path = tuple[Any, ...]
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the leaves of a state by dotted name, and the path of each.
+
+    A leaf is a tensor, or the largest part that holds none: settings and results go into one entry each instead of one a value, keep
+    their empty parts and their integer keys, and come back as they were.
+
+    Args:
+        state: Nested mappings and lists of tensors and plain values.
+
+    Raises:
+        CheckpointError: If a key above a tensor is not a string, or two paths have one name.
+    """
+    flat: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for path, leaf in _leaves(state, ()):
+        name = ".".join(map(str, path))
+        if name in flat:
+            raise CheckpointError(
+                f"Expected one value for each name. Received: two parts of the state named {name!r}. Rename one."
+            )
+        flat[name], paths[name] = leaf, path
+    return flat, paths
+
+
+def _leaves(value: Any, path: Path) -> list[tuple[Path, Any]]:
+    if (path and not _holds_tensor(value)) or isinstance(value, Tensor):
+        return [(path, value)]
+    if isinstance(value, Mapping):
+        strange = next((key for key in value if not isinstance(key, str)), None)
+        if strange is not None:
+            raise CheckpointError(
+                f"Expected string keys above tensors. Received: {'.'.join(map(str, path))}[{strange!r}]. Key it by a string."
+            )
+        return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, key))]
+    return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_holds_tensor(item) for item in value)
+
+
+def nest(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the state that `flatten` was given; tuples that held tensors come back as lists."""
+    root: dict[Any, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = paths[name]
+        holder = root
+        for key in parents:
+            holder = holder.setdefault(key, {})
+        holder[last] = leaf
+    nested: dict[str, Any] = _with_lists(root)
+    return nested
+
+
+def _with_lists(value: Any) -> Any:
+    # Only what `nest` has built is looked into: a plain leaf may be a dictionary with integer keys of its own.
+    if isinstance(value, _Leaf):
+        return value.content
+    if type(value) is not dict:
+        return value
+    if value and all(type(key) is int for key in value):
+        return [_with_lists(value[index]) for index in sorted(value)]
+    return {key: _with_lists(item) for key, item in value.items()}
+
+
+class _Leaf:
+    """A plain leaf on its way back."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten the state."""
+        self.state_dict, self.mappings = flatten(state_dict)
+        self.is_coordinator = is_coordinator
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Fills a flat state; plain values are read by torch's safe reader only."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read one plain value."""
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = _Leaf(torch.load(value, weights_only=True))
+        except Exception as error:
+            raise CheckpointDamaged(
+                f"Expected a readable entry. Received: {name}, on which torch.load fails: {error}"
+            ) from error
+
+
+def destinations(
+    metadata: Metadata, template: Mapping[str, Any] | None, sections: frozenset[str] | None
+) -> dict[str, Any]:
+    """Return fresh memory for everything that a checkpoint holds, by dotted name: nothing of it is skipped in silence.
+
+    Args:
+        metadata: Of the checkpoint.
+        template: A state whose DTensors say how tensors of the same name and shape are sharded here; others are read whole.
+        sections: First components of the names to read; `None` reads all.
+    """
+    layouts = flatten(template)[0] if template is not None else {}
+    found: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if sections is not None and metadata.planner_data[name][0] not in sections:
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            found[name] = None
+            continue
+        like, dtype = layouts.get(name), entry.properties.dtype
+        if isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
+            found[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        else:
+            found[name] = torch.empty(entry.size, dtype=dtype)
+    return found

@@ -1,0 +1,241 @@
+"""Weights for others and from others: plain `state_dict` files and safetensors, in shards with an index where they are large.
+
+The averaged weights lie beside the trained ones under the same names: in `ema` of a plain file, and in files of their own that start
+with `ema` for safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.utils.names import canonical_name
+
+from . import storage
+from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .reading import read_file
+from .snapshot import is_sharded
+
+_STEMS = {"model": "model", "ema": "ema"}
+
+
+def export_weights(
+    path: str | Path,
+    model: Mapping[str, Tensor],
+    *,
+    ema: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write weights for other programs. Call on one rank; DTensors must have been gathered.
+
+    A path that ends in `.safetensors` becomes that file; one without a suffix becomes a directory with `model.safetensors`, or with
+    `model-00001-of-00003.safetensors` and so on and `model.safetensors.index.json`, as the Hugging Face libraries read them; any
+    other suffix gives a file for `torch.load(weights_only=True)`: the `state_dict` itself, or `{"model": ..., "ema": ...}` with
+    averaged weights.
+
+    Args:
+        path: Where to.
+        model: Weights by name; prefixes of DDP and `torch.compile` are left out of the names.
+        ema: Averaged weights by name.
+        dtype: Dtype to cast floating tensors to.
+        max_shard_bytes: Size above which a directory gets several files; `None` writes one.
+        metadata: Strings to put into the header of safetensors.
+
+    Returns:
+        The files written.
+
+    Raises:
+        CheckpointError: If weights are sharded.
+        ImportError: If safetensors is needed and not installed.
+    """
+    target = Path(path)
+    sets = {name: _plain(weights, dtype) for name, weights in (("model", model), ("ema", ema)) if weights is not None}
+    if target.suffix not in ("", ".safetensors"):
+        storage.make_directory(target.parent)
+        content = sets if "ema" in sets else sets["model"]
+        _put(target, lambda writer: torch.save(content, writer))
+        return [target]
+    single = target.suffix == ".safetensors"
+    directory = target.parent if single else target
+    storage.make_directory(directory)
+    written = []
+    for name, weights in sets.items():
+        stem = target.stem if single and name == "model" else f"{target.stem}.ema" if single else _STEMS[name]
+        limit = None if single else max_shard_bytes
+        written += _write_safetensors(directory, stem, weights, limit, dict(metadata or {}))
+    return written
+
+
+def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tensor]:
+    """Read weights that this library or another program wrote, onto the CPU. Runs nothing that is in the file.
+
+    Args:
+        path: A file of `torch.save`, a `.safetensors` file, an index `*.safetensors.index.json`, or a directory with one of these.
+        which: `"model"`, or `"ema"` for averaged weights that `export_weights` wrote.
+
+    Raises:
+        CheckpointNotFound: If there is nothing, or not the weights asked for.
+        CheckpointDamaged: If a file cannot be read, or the index names tensors that are not there.
+        CheckpointMismatch: If a file holds no `state_dict`.
+    """
+    if which not in _STEMS:
+        raise ValueError(f"Expected which to be one of {sorted(_STEMS)}. Received: which={which!r}.")
+    source = _located(Path(path), which)
+    if source.name.endswith(".index.json"):
+        weights = _read_index(source)
+    elif source.suffix == ".safetensors":
+        weights = _read_safetensors(source)
+    else:
+        weights = _state_dict(read_file(source), source, which)
+    return {canonical_name(name): tensor for name, tensor in weights.items()}
+
+
+def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    sharded = next((name for name, tensor in weights.items() if is_sharded(tensor)), None)
+    if sharded is not None:
+        raise CheckpointError(
+            f"Expected whole tensors to export. Received: {sharded} as a DTensor. Gather them first: "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
+        )
+    plain: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        value = tensor.detach().cpu()
+        plain[canonical_name(name)] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    return plain
+
+
+def _put(path: Path, write: Any) -> None:
+    staged = storage.staged_name(path.parent)
+    storage.write_file(staged, write)
+    storage.replace(staged, path)
+    storage.sync_directory(path.parent)
+
+
+def _write_safetensors(
+    directory: Path, stem: str, weights: dict[str, Tensor], limit: int | None, metadata: dict[str, str]
+) -> list[Path]:
+    safetensors = _safetensors()
+    aliases = _aliases(weights)
+    shards = _split({name: tensor for name, tensor in weights.items() if name not in aliases}, limit)
+    names = [f"{stem}-{i:05d}-of-{len(shards):05d}" for i in range(1, len(shards) + 1)] if len(shards) > 1 else [stem]
+    written, places = [], {}
+    for file, shard in zip(names, shards):
+        path = directory / f"{file}.safetensors"
+        # safetensors refuses memory that tensors share; tied names are kept in the header and restored by import_weights.
+        tied = {name: first for name, first in aliases.items() if first in shard}
+        header = {"format": "pt", **metadata, **({"tied": json.dumps(tied)} if tied else {})}
+        content = safetensors.save({name: tensor.contiguous() for name, tensor in shard.items()}, metadata=header)
+        _put(path, lambda writer, content=content: writer.write(content))
+        places.update(dict.fromkeys(shard, path.name))
+        written.append(path)
+    if len(shards) > 1:
+        size = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        path = directory / f"{stem}.safetensors.index.json"
+        storage.write_text(path, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        written.append(path)
+    return written
+
+
+def _aliases(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names whose tensor is the very one of an earlier name."""
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in weights.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    return aliases
+
+
+def _split(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        needed = tensor.numel() * tensor.element_size()
+        if limit is not None and shards[-1] and size + needed > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += needed
+    return shards
+
+
+def _located(path: Path, which: str) -> Path:
+    stem = _STEMS[which]
+    if path.is_dir():
+        candidates = [path / f"{stem}.safetensors.index.json", path / f"{stem}.safetensors", path / f"{stem}.pth"]
+    elif path.suffix == ".safetensors" and which == "ema":
+        candidates = [path.with_name(f"{path.stem}.ema.safetensors")]
+    else:
+        candidates = [path]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        raise CheckpointNotFound(
+            f"Expected weights ({which}). Received: {str(path)!r}, without {', '.join(c.name for c in candidates)}."
+        )
+    return found
+
+
+def _read_index(path: Path) -> dict[str, Tensor]:
+    try:
+        places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
+    weights: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        if Path(name).name != name:
+            raise CheckpointDamaged(f"Expected an index with names of files beside it. Received: {path} with {name!r}.")
+        if not (path.parent / name).is_file():
+            raise CheckpointNotFound(f"Expected every file of {path}. Received: {name}, which is missing.")
+        weights.update(_read_safetensors(path.parent / name))
+    missing = sorted(places.keys() - weights.keys())
+    if missing:
+        raise CheckpointDamaged(f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}.")
+    return weights
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    _safetensors()
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            tied = json.loads((file.metadata() or {}).get("tied", "{}"))
+    except Exception as error:
+        raise CheckpointDamaged(
+            f"Expected a readable file. Received: {path}, on which safetensors fails: {error}"
+        ) from error
+    return {**weights, **{name: weights[first] for name, first in tied.items()}}
+
+
+def _state_dict(loaded: Any, path: Path, which: str) -> dict[str, Tensor]:
+    nested = isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping)
+    found = loaded.get(which) if nested else loaded if which == "model" else None
+    if nested and which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping):
+        found = found["weights"]
+    if found is None:
+        raise CheckpointNotFound(f"Expected weights ({which}). Received: {path}, which has none of that name.")
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise CheckpointMismatch(
+            f"Expected a state_dict of tensors. Received: {path}, which holds {type(loaded).__name__}."
+        )
+    return dict(found)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "Expected safetensors for .safetensors files. Install it: pip install safetensors."
+        ) from error
+    return safetensors.torch

@@ -1,0 +1,160 @@
+"""Checkpoints that are directories of several files, with pointers to them."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from . import storage
+from .errors import CheckpointDamaged
+from .manifest import Manifest, complaints, damaged
+from .policy import Record, is_name
+from .store import CheckpointStore, logger
+
+TARGETS = "targets"
+SUMS = "manifest.sha256"
+
+_TARGET = re.compile(r"\d{8,}-[0-9a-f]{8}")
+_POINTER_BYTES = 64
+
+
+class TargetStore(CheckpointStore):
+    """`targets/{sequence}-{random}/`, written once and never changed, and pointer files `latest`, `best`, `ckpt-*`, `model`.
+
+    A pointer holds the name of a target and nothing else. A target counts when it has its manifest, which is written last.
+    """
+
+    def path(self, name: str) -> Path:
+        """Return the pointer file of a name, or the target itself when it is the name of one."""
+        return self.directory / TARGETS / name if _TARGET.fullmatch(name) else self.directory / name
+
+    def new_target(self, sequence: int) -> str:
+        """Return a name that no attempt ever had."""
+        return f"{sequence:08d}-{uuid.uuid4().hex[:8]}"
+
+    def give_up(self, target: str) -> None:
+        """Remove a target that could not be finished; when that fails as well, the next process that saves does it."""
+        try:
+            storage.remove_tree(self.path(target))
+        except OSError as error:
+            logger.warning("Could not remove the unfinished %s: %s", self.path(target), error)
+
+    def publish(self, target: str, names: Sequence[str]) -> None:
+        """Let names lead to a complete target, in the order given."""
+        for name in names:
+            storage.write_text(self.directory / name, f"{target}\n")
+
+    def locate(self, source: Path) -> Path | None:
+        """Return the pointer or target that a path means: itself, or `latest` in a checkpoint or run directory."""
+        for candidate in (source, source / "latest", source / self.directory.name / "latest"):
+            if is_name(candidate.name) and storage.size_of(candidate) is not None:
+                return candidate
+        return source if storage.size_of(source / SUMS) is not None else None
+
+    def target(self, path: Path) -> Path:
+        """Return the target that a pointer leads to, or the target itself.
+
+        Raises:
+            CheckpointDamaged: If it leads nowhere, or out of the directory.
+        """
+        if os.path.isdir(path):
+            return path
+        size = storage.size_of(path)
+        if size is None:
+            raise CheckpointDamaged(f"{path.name} is missing")
+        name = storage.read_text(path).removesuffix("\n") if size <= _POINTER_BYTES else f"{size} bytes"
+        if not _TARGET.fullmatch(name):
+            raise CheckpointDamaged(
+                f"Expected {path} to hold the name of a target, such as 00000012-1a2b3c4d. Received: {name[:80]!r}."
+            )
+        target = path.parent / TARGETS / name
+        if not os.path.isdir(target) or os.path.islink(target):
+            raise CheckpointDamaged(
+                f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which is missing."
+            )
+        return target
+
+    def recover(self) -> None:
+        """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
+        storage.make_directory(self.directory / TARGETS)
+        storage.clean(self.directory)
+        for name in storage.names(self.directory / TARGETS):
+            target = self.directory / TARGETS / name
+            if _TARGET.fullmatch(name) and storage.size_of(target / SUMS) is None:
+                storage.remove_tree(target)
+
+    def records(self, *, complete: bool) -> list[Record]:
+        """Return what the manifests record, once for each name that leads there; a target without one goes by its own."""
+        found: list[Record] = []
+        led_to = set()
+        for name in sorted(storage.names(self.directory)):
+            if is_name(name):
+                record = self._recorded(self.directory / name, complete)
+                if record is not None:
+                    led_to.add(record.name)
+                    found.append(replace(record, name=name))
+        for name in sorted(storage.names(self.directory / TARGETS) - led_to):
+            if _TARGET.fullmatch(name) and storage.size_of(self.path(name) / SUMS) is not None:
+                record = self._recorded(self.path(name), complete)
+                found += [record] if record is not None else []
+        return sorted(found, key=lambda record: (record.sequence, record.name))
+
+    def _recorded(self, path: Path, complete: bool) -> Record | None:
+        try:
+            manifest = self._manifest(self.target(path))
+            problems = complaints(manifest, self.target(path), "size")
+            if problems:
+                raise damaged(problems, path)
+        except CheckpointDamaged as error:
+            self.pass_over(path, error)
+            if complete:
+                return None
+        try:
+            return self.record(path)
+        except CheckpointDamaged:
+            return None
+
+    def record(self, path: Path) -> Record:
+        """Return what the manifest of a target, or of the one that a pointer leads to, records."""
+        return self._manifest(self.target(path)).record
+
+    def verify(self, path: Path, level: str) -> None:
+        """Compare a target with its manifest; files that are in none of them are named too."""
+        target = self.target(path)
+        if level == "none":
+            return
+        try:
+            manifest = self._manifest(target)
+        except CheckpointDamaged as error:
+            raise damaged([str(error)], path) from error
+        extra = storage.names(target) - manifest.files.keys() - {SUMS}
+        problems = complaints(manifest, target, level) + [f"{name} is not part of it" for name in sorted(extra)]
+        if problems:
+            raise damaged(problems, target)
+
+    def _manifest(self, target: Path) -> Manifest:
+        if storage.size_of(target / SUMS) is None:
+            raise CheckpointDamaged(f"{target.name}/{SUMS} is missing")
+        try:
+            manifest = Manifest.parse(storage.read_text(target / SUMS))
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{target.name}/{SUMS}: {error}") from error
+        if manifest.record.name != target.name:
+            raise CheckpointDamaged(f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}")
+        return manifest
+
+    def delete(self, name: str) -> None:
+        """Remove a pointer; its target goes with the next sweep."""
+        storage.remove(self.directory / name)
+
+    def sweep(self, protected: set[int]) -> None:
+        """Remove complete targets that no name leads to, except the saves with these sequences."""
+        for record in self.records(complete=False):
+            if _TARGET.fullmatch(record.name) and record.sequence not in protected:
+                # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
+                storage.remove(self.path(record.name) / SUMS)
+                storage.remove_tree(self.path(record.name))

@@ -1,0 +1,181 @@
+"""Checkpoints of `torch.distributed.checkpoint`, written by all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+
+from .base import CheckpointManager
+from .dcp_files import TargetWriter, quiet
+from .dcp_plans import SavePlanner
+from .errors import CheckpointError
+from .policy import Record
+from .snapshot import SnapshotBuffers, count_bytes
+from .target_store import TargetStore
+
+logger = logging.getLogger("danling")
+
+
+@dataclass(frozen=True)
+class _Save:
+    payload: dict[str, Any]
+    release: Callable[[], None]
+    record: Record
+    names: tuple[str, ...]
+
+
+class TorchDistributedCheckpointManager(CheckpointManager):
+    """Targets that are written once by all ranks together, and pointer files with the names; see `TargetStore`.
+
+    Every rank passes its own payload: DTensors are written by the ranks that hold them, what is equal everywhere is written once,
+    and what differs from rank to rank stands under a key for each rank. Saves never overlap: two at a time hang.
+
+    A save that may give way to a newer one and finds one in progress waits for the next save, `wait` or `close`.
+
+    The stock `python -m torch.distributed.checkpoint.format_utils dcp_to_torch TARGET FILE` converts a target.
+    """
+
+    store_class: ClassVar[type[TargetStore]] = TargetStore
+    store: TargetStore
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        distributed = self.domain.size > 1
+        self._in_process = (
+            self.settings.async_mode == "async_with_pinned_mem" and dist.is_available() and dist.is_initialized()
+        )
+        if self.settings.async_mode == "async_with_pinned_mem" and not self._in_process:
+            logger.info("A process that writes checkpoints needs a process group; a thread writes them.")
+        self._background = self.settings.is_async
+        self._group: dist.ProcessGroup | None = None
+        if distributed and self.settings.dedicated_async_process_group:
+            self._group = dist.new_group(backend=self.settings.async_process_group_backend)
+        elif distributed and self._background:
+            logger.warning(
+                "checkpoint.dedicated_async_process_group is off: saves wait until they are written, since collectives of training and "
+                "of a background save on one group abort the process."
+            )
+            self._background = False
+        if self._in_process:
+            self._buffers = SnapshotBuffers(shared=True)
+        self._pending: _Save | None = None
+
+    # Saving
+
+    def _save(self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int) -> None:
+        if self.settings.load_only:
+            return
+        self._surface()
+        busy = any(self.domain.gather_objects(self._executor.busy))
+        deferred = busy and names == ["latest"]
+        if not deferred:
+            self._executor.wait()
+        self._give_up_pending()
+        record = self.on_main(lambda: self._open_target(payload, epoch, global_step))
+        held, release = self.on_all(lambda: self._prepared(payload))
+        save = _Save(held, release, record, tuple(names))
+        if not self._background:
+            self.on_all(lambda: self._write(save))
+        elif deferred:
+            self._pending = save
+        else:
+            self._submit(save)
+
+    def _open_target(self, payload: Mapping[str, Any], epoch: int, global_step: int) -> Record:
+        record = self._open_attempt(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)[0]
+        return replace(record, name=self.store.new_target(record.sequence))
+
+    def _submit(self, save: _Save) -> None:
+        self._executor.submit(lambda: self._write(save), reliable=True)
+
+    def _write(self, save: _Save) -> None:
+        """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
+        writer = TargetWriter(self.store.path(save.record.name), save.record)
+        try:
+            self._upload(save.payload, writer)
+        except CheckpointException as error:
+            if self.domain.rank == 0:
+                self.store.give_up(save.record.name)
+            reasons = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
+            raise CheckpointError(
+                f"Expected {writer.path} to be written. Received: {reasons}. What was complete before is still there."
+            ) from None
+        finally:
+            save.release()
+        if self.domain.rank == 0:
+            self.store.publish(save.record.name, save.names)
+            self._prune()
+
+    def _upload(self, payload: dict[str, Any], writer: TargetWriter) -> None:
+        if self._in_process:
+            # Staged already: the copy lies in shared memory, so that the process takes it over without another one.
+            uploaded = async_save(
+                payload,
+                storage_writer=writer,
+                planner=SavePlanner(),
+                process_group=self._group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=_Staged(),
+            )
+            (uploaded.upload_completion if isinstance(uploaded, AsyncSaveResponse) else uploaded).result()
+            return
+        with quiet():
+            save(
+                payload,
+                storage_writer=writer,
+                planner=SavePlanner(),
+                process_group=self._group,
+                no_dist=self.domain.size == 1,
+            )
+
+    # Ending
+
+    def wait(self) -> None:
+        """Wait until everything is written; see `CheckpointManager.wait`."""
+        self._executor.wait()
+        self._submit_pending()
+        self._executor.wait()
+        self._surface()
+
+    def _end(self, timeout: float | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        if self._executor.wait(timeout):
+            self._submit_pending()
+        else:
+            self._give_up_pending()
+        super()._end(None if end is None else max(end - time.monotonic(), 0.0))
+        if self._group is not None and not self._executor.busy:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _submit_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._submit(pending)
+
+    def _give_up_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.release()
+
+
+class _Staged(BlockingAsyncStager):
+    """A stager for a state that was staged before."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state."""
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Nothing is going on."""
+
+    def close(self) -> None:
+        """Nothing is held."""
