@@ -1,0 +1,164 @@
+"""What an update costs beside a loop written by hand, for a model so small that only overhead counts.
+
+    OMP_NUM_THREADS=1 python benchmarks/step_cost.py                   # about 40 seconds
+    OMP_NUM_THREADS=1 python benchmarks/step_cost.py --rounds 5 --json step_cost.json
+
+An MLP of about ten thousand parameters, batch 32, clipping at 1.0 and a schedule, in three ways: a loop by hand; the runner with
+the same optimizer and loader; the runner with the optimizer that `OPTIMIZERS` builds. Blocks of updates are interleaved, and
+each round of the runner is divided by the round of the loop next to it, so that a change of the machine's speed hits both. Figures
+are medians over the rounds, with the quartiles as spread. The loop by hand neither looks at its loss nor checks it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+
+import danling as dl
+
+Batches = list[tuple[Tensor, Tensor]]
+BLOCK = 500
+
+
+def make_batches() -> Batches:
+    """Return a pass of 100 batches."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)) for _ in range(100)
+    ]
+
+
+def make_model() -> nn.Module:
+    """Return an MLP of 10,186 parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 36), nn.ReLU(), nn.Linear(36, 10))
+
+
+def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Return AdamW as torch builds it, and a schedule."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=100_000)
+
+
+def by_hand(batches: Batches) -> Callable[[], None]:
+    """Return a function that makes one block of updates."""
+    model, criterion = make_model(), nn.CrossEntropyLoss()
+    optimizer, scheduler = make_optimizer(model)
+    model.train()
+
+    def block() -> None:
+        steps = 0
+        while steps < BLOCK:
+            for input, target in batches:
+                loss = criterion(model(input), target)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                steps += 1
+                if steps == BLOCK:
+                    break
+
+    return block
+
+
+class Benchmarked(dl.TorchRunner):
+    """The runner over a loader of the user's own, and by default his optimizer and schedule.
+
+    Args:
+        config: Settings.
+        batches: The loader.
+    """
+
+    def __init__(self, config: dict[str, Any], batches: Batches) -> None:
+        super().__init__(config)
+        self.model = make_model()
+        self.criterion = nn.CrossEntropyLoss()
+        self.dataloaders = {"train": batches}
+        if "optim" not in config:
+            self.optimizer, self.scheduler = make_optimizer(self.model)
+
+
+def by_runner(batches: Batches, root: str, **settings: Any) -> Callable[[], None]:
+    """Return a function that makes one block of updates through `train_steps`."""
+    config = {
+        "seed": 0,
+        "steps": 0,
+        "max_grad_norm": 1.0,
+        "log": False,
+        "log_interval": BLOCK,
+        "evaluate_interval": 10**9,
+        "workspace_root": root,
+        "checkpoint": {"load_only": True},
+        **settings,
+    }
+    runner = Benchmarked(config, batches)
+
+    def block() -> None:
+        runner.config.steps += BLOCK
+        runner.train_steps()
+
+    return block
+
+
+def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Return microseconds an update, by way and round."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(rounds + 1):
+        for name, block in ways.items():
+            begin = time.perf_counter()
+            block()
+            if round_:  # the first one warms up
+                times[name].append((time.perf_counter() - begin) / BLOCK * 1e6)
+    return times
+
+
+def summarize(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return median and quartiles by way, and the median of the ratios to the loop by hand of the same round."""
+    baseline = times["by hand"]
+    result = {}
+    for name, values in times.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        ratio = statistics.median(value / base for value, base in zip(values, baseline))
+        result[name] = {"median_us": median, "low_us": low, "high_us": high, "ratio": ratio}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("danling").setLevel(logging.WARNING)
+    batches = make_batches()
+    with tempfile.TemporaryDirectory() as root:
+        optim = {"type": "adamw", "lr": 1e-3}
+        scheduler = {"type": "linearlr", "start_factor": 1.0, "end_factor": 0.1, "total_iters": 100_000}
+        ways = {
+            "by hand": by_hand(batches),
+            "runner, own optimizer": by_runner(batches, f"{root}/own"),
+            "runner, OPTIMIZERS": by_runner(batches, f"{root}/built", optim=optim, scheduler=scheduler),
+        }
+        figures = summarize(measure(ways, arguments.rounds))
+    for name, row in figures.items():
+        spread = f"{row['low_us']:.0f}-{row['high_us']:.0f}"
+        print(f"{name:24} {row['median_us']:7.1f} us an update ({spread})   x {row['ratio']:.3f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
