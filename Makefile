@@ -1,6 +1,7 @@
 # Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
 #   make train   set up .venv and train a small GPT for about two minutes
 #   make test    set up .venv and run the tests
+#   make chaos   kill runs N times at random instants and compare their ends; make bench measures what the library costs
 PYTHON ?= python3
 VENV ?= .venv
 TRAIN_ARGS ?=
@@ -11,14 +12,23 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks tests
 
-.PHONY: train test lint format docs clean
+.PHONY: train test chaos bench lint format docs clean
 .DELETE_ON_ERROR:
 
+# Threads that spin while they wait are quick on an idle machine and starve each other on a busy one: let them spin briefly.
 train: $(VENV)/.core
-	$(BIN)/python examples/gpt.py $(TRAIN_ARGS)
+	GOMP_SPINCOUNT=20000 $(BIN)/python examples/gpt.py $(TRAIN_ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+N ?= 50
+chaos: $(VENV)/.dev
+	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py
+
+bench: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cost.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/keyed_randomness.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
@@ -45,7 +55,7 @@ $(VENV)/.torch: constraints.txt scripts/install_torch.sh | $(BIN)/python
 	touch $@
 
 $(VENV)/.core: pyproject.toml constraints.txt $(VENV)/.torch
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[examples]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core

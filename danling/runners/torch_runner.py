@@ -188,9 +188,10 @@ class TorchRunner(TorchUpdate):
         if self._stop_for is None and self.config.checkpoint.last_save_model_only:
             self.export_model()
         self._write_results()
+        # On all ranks, so that an error of the background writer is raised on all of them.
+        self.checkpoint_manager.wait()
         if self._stop_for in _BY_SIGNAL:
             logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
-            self.checkpoint_manager.wait()
             raise SystemExit(EXIT_CODES[self._stop_for])
 
     # One update

@@ -64,6 +64,19 @@ def test_resumed_at_every_step(mode: str, workers: int, world_size: int, tmp_pat
             assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("world_size", "mode"), [(1, "async"), (2, "disabled")])
+def test_resumed_at_every_step_from_a_distributed_checkpoint(world_size: int, mode: str, tmp_path: Path) -> None:
+    config = settings("epoch", tmp_path / "whole", **{"checkpoint.backend": "dcp", "checkpoint.async_mode": mode})
+    whole = run_processes(train, config, None, world_size=world_size)
+    last = whole[0]["step"]
+    run_processes(train_stopping_at_each, config, str(tmp_path), last, world_size=world_size, timeout=150)
+    resumed = run_processes(resume_from_each, config, str(tmp_path), last, world_size=world_size, timeout=150)
+    for rank in range(world_size):
+        for k, second in enumerate(resumed[rank], start=1):
+            assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
+
+
 def test_resumed_twice_with_other_workers(tmp_path: Path) -> None:
     config = settings("epoch", tmp_path / "whole")
     whole = run_processes(train, config, None, world_size=1)[0]

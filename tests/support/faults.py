@@ -30,6 +30,9 @@ _CALLS = (
 )
 
 
+_READS = ("read", "readv", "listdir", "stat", "statvfs")
+
+
 class Crash(BaseException):
     """The process has died; nothing that unwinds reaches the disk any more."""
 
@@ -50,6 +53,13 @@ class FaultyOs:
         self._fail_at = fail_at
         self._fault = fault
         self._dead = False
+
+    def candidates(self, fault: str) -> list[int]:
+        """Return which of the calls so far make a difference when they go wrong in this way."""
+        if fault == "half":
+            return [index for index, (name, _) in enumerate(self.calls) if name == "write"]
+        # A full disk lets one read, and a crash after a read is the crash before the next write.
+        return [index for index, (name, _) in enumerate(self.calls) if fault == "eio" or name not in _READS]
 
     @property
     def struck(self) -> bool:

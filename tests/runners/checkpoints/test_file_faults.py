@@ -73,17 +73,12 @@ def _check(directory: Path, saved: bool) -> None:
     assert newest is not None and steps[newest] == max(steps.values())
 
 
-def _count_calls(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    faulty = FaultyOs()
-    assert _attempt(directory, faulty, monkeypatch)
-    return len(faulty.calls)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_call_fails_once(earlier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    count = _count_calls(shutil.copytree(earlier, tmp_path / "count"), monkeypatch)
-    assert count > 60
-    for index in range(count):
+    counting = FaultyOs()
+    assert _attempt(shutil.copytree(earlier, tmp_path / "count"), counting, monkeypatch)
+    assert len(counting.calls) > 60
+    for index in counting.candidates(fault):
         directory = shutil.copytree(earlier, tmp_path / str(index))
         faulty = FaultyOs(index, fault)
         saved = _attempt(directory, faulty, monkeypatch)

@@ -1,0 +1,80 @@
+"""The example of the character-level GPT: as a program, small and short; the model by itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.kill import run_python
+from support.torchrun import run_torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--optim.lr", "3e-2")
+
+
+@pytest.fixture
+def text() -> list[str]:
+    Path("text.txt").write_text("the cat sat on the mat; " * 400)
+    return ["--data.path", "text.txt", *SMALL]
+
+
+def bits_in(output: str) -> tuple[float, float]:
+    """Return bits per character in validation, and the entropy of single characters."""
+    validation = re.search(r"(\S+) in validation", output)
+    entropy = re.search(r"(\S+) bits is the entropy", output)
+    assert validation is not None and entropy is not None, output
+    return float(validation.group(1)), float(entropy.group(1))
+
+
+def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> None:
+    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "60", *text)
+    assert exit_code == 0, output
+    validation, entropy = bits_in(output)
+    assert validation < entropy
+    (run,) = Path("experiments/gpt").iterdir()
+    left = {str(path.relative_to(run)) for path in run.rglob("*")}
+    assert {"checkpoints/latest.pth", "checkpoints/best.pth", "results.json", "metadata/config.full.yaml"} <= left
+    assert any(name.endswith(".log") for name in left)
+
+
+def test_goes_on_by_itself_and_by_path(text: list[str]) -> None:
+    run_python(EXAMPLES / "gpt.py", "--steps", "8", *text)
+    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "12", "--auto_resume", "true", *text)
+    assert exit_code == 0, output
+    assert "step 12:" in output
+    assert "step 8:" not in output
+    (latest,) = Path("experiments/gpt").glob("*/checkpoints/latest.pth")
+    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "16", "--resume", str(latest), *text)
+    assert exit_code == 0, output
+    assert "step 16:" in output
+    assert "step 12:" not in output
+
+
+def test_runs_on_two_processes(text: list[str]) -> None:
+    exit_code, output = run_torchrun(EXAMPLES / "gpt.py", "--steps", "40", *text)
+    assert exit_code == 0, output
+    validation, entropy = bits_in(output)
+    assert validation < entropy
+    assert output.count("in validation") == 1
+
+
+def test_the_model_looks_back_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    from models.gpt import GPT
+
+    torch.manual_seed(0)
+    model = GPT(11, context=8, width=16, depth=2, heads=2).eval()
+    tokens = torch.randint(11, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 11
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 8, 11)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+    assert model.head.weight is model.tokens.weight
+    assert model.generate(tokens, 4).shape == (2, 12)
+    with pytest.raises(ValueError, match="multiple of `heads`"):
+        GPT(11, width=10, heads=4)

@@ -1,0 +1,74 @@
+"""G2: a run that is killed at random instants, also inside saves, ends as the one that was left alone.
+
+`make chaos N=200` kills each run that often; here it is a few times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import ProcessFailure, run_outcomes, run_processes
+from support.toys import TracingRunner, differences, whole_state
+from torch import Tensor
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "5"))
+
+
+class SlowRunner(TracingRunner):
+    """Takes its time over a step, so that a kill meets it at work."""
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Wait, then train."""
+        time.sleep(0.01)
+        return super().train_step(data)
+
+
+def settings(root: Path, backend: str, mode: str) -> dict[str, Any]:
+    return {
+        "steps": 12 + 4 * KILLS,
+        "seed": 3,
+        "accum_steps": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": 2, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine"},
+        "evaluate_interval": 5,
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "checkpoint": {"backend": backend, "async_mode": mode, "interval": 1, "keep_latest_k": 3},
+        "log_interval": 1000,
+    }
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    with SlowRunner(config) as runner:
+        runner.train()
+        return whole_state(runner)
+
+
+@pytest.mark.timeout(180 + 12 * KILLS)
+@pytest.mark.parametrize(
+    ("backend", "mode", "world_size"),
+    [("file", "disabled", 1), ("file", "async", 2), ("dcp", "disabled", 2), ("dcp", "async", 2)],
+)
+def test_killed_again_and_again(backend: str, mode: str, world_size: int, tmp_path: Path) -> None:
+    whole = run_processes(train, settings(tmp_path / "whole", backend, mode), world_size=world_size, timeout=150)
+    config = settings(tmp_path / "parts", backend, mode)
+    instants = random.Random(f"{backend} {mode} {world_size}")
+    kills = 0
+    for _ in range(KILLS):
+        outcomes = run_outcomes(train, config, world_size=world_size, timeout=instants.uniform(0.3, 2.5))
+        if all(outcome.error is None for outcome in outcomes):
+            break
+        assert all(outcome.error is None or isinstance(outcome.error, ProcessFailure) for outcome in outcomes), outcomes
+        kills += 1
+    ended = run_processes(train, config, world_size=world_size, timeout=150)
+    assert kills > 0
+    for rank in range(world_size):
+        assert differences(ended[rank], whole[rank]) == []
+    assert not list(tmp_path.rglob(".staged-*"))

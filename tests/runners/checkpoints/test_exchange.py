@@ -1,0 +1,130 @@
+"""Weights go to other programs and come back: plain files, safetensors in one piece and in shards, averaged weights too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from danling.distributed import LocalDomain
+from danling.runners.checkpoints import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointSettings,
+    FileCheckpointManager,
+    export_weights,
+    import_weights,
+    read_model,
+)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("path", ["weights.pth", "weights.safetensors", "directory"])
+@pytest.mark.parametrize("limit", [None, 20])
+def test_round_trip_with_averaged_weights(tmp_path: Path, path: str, limit: int | None) -> None:
+    model, averaged = _Tied(), _Tied()
+    files = export_weights(tmp_path / path, _weights(model), ema=_weights(averaged), max_shard_bytes=limit)
+    assert all(file.is_file() for file in files)
+    assert _same(import_weights(tmp_path / path), model.state_dict())
+    assert _same(import_weights(tmp_path / path, which="ema"), averaged.state_dict())
+    loaded = import_weights(tmp_path / path)
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    _Tied().load_state_dict(loaded)
+    assert not [file for file in tmp_path.rglob("*") if file.name.startswith(".")]
+
+
+def test_others_read_what_is_written(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    export_weights(tmp_path / "plain.pth", _weights(model))
+    assert _same(torch.load(tmp_path / "plain.pth", weights_only=True), model.state_dict())
+    export_weights(tmp_path / "one.safetensors", _weights(model))
+    assert _same(load_file(tmp_path / "one.safetensors"), model.state_dict())
+    files = export_weights(tmp_path / "many", _weights(model), max_shard_bytes=100)
+    assert [file.name for file in files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = json.loads(files[-1].read_text())
+    assert index["metadata"]["total_size"] == 8 * 8 * 4 + 8 * 4
+    collected = {name: load_file(tmp_path / "many" / file)[name] for name, file in index["weight_map"].items()}
+    assert _same(collected, model.state_dict())
+
+
+def test_names_and_dtypes(tmp_path: Path) -> None:
+    weights = {
+        "module._orig_mod.a": torch.ones(2),
+        "module.b": torch.ones(2, dtype=torch.int64),
+        "module.c": torch.ones(6)[:2],
+    }
+    export_weights(tmp_path / "w.safetensors", weights, dtype=torch.bfloat16)
+    loaded = import_weights(tmp_path / "w.safetensors")
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == {
+        "a": torch.bfloat16,
+        "b": torch.int64,
+        "c": torch.bfloat16,
+    }
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="without model.safetensors.index.json, model.safetensors, model.pth"):
+        import_weights(tmp_path)
+    torch.save([1], tmp_path / "list.pth")
+    with pytest.raises(CheckpointMismatch, match="list"):
+        import_weights(tmp_path / "list.pth")
+    export_weights(tmp_path / "plain.pth", {"a": torch.ones(1)})
+    with pytest.raises(CheckpointNotFound, match=r"\(ema\)"):
+        import_weights(tmp_path / "plain.pth", which="ema")
+    (tmp_path / "broken.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(CheckpointDamaged, match="broken.safetensors"):
+        import_weights(tmp_path / "broken.safetensors")
+    files = export_weights(tmp_path / "many", {"a": torch.ones(4), "b": torch.ones(4)}, max_shard_bytes=16)
+    save_file({"a": torch.ones(4)}, files[1])
+    with pytest.raises(CheckpointDamaged, match="without: b"):
+        import_weights(tmp_path / "many")
+    files[1].unlink()
+    with pytest.raises(CheckpointNotFound, match="model-00002-of-00002.safetensors, which is missing"):
+        import_weights(tmp_path / "many")
+    index = tmp_path / "many" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../plain.pth"}}))
+    with pytest.raises(CheckpointDamaged, match="files beside it"):
+        import_weights(tmp_path / "many")
+
+
+def test_a_runner_finds_foreign_weights_and_its_own(tmp_path: Path) -> None:
+    settings = CheckpointSettings(async_mode="disabled")
+    manager = FileCheckpointManager(
+        tmp_path / "own", domain=LocalDomain(), run_id="r", settings=settings, step_mode=True
+    )
+    manager.save_checkpoint({"format_version": 1, "model": {"a": torch.zeros(1)}}, epoch=0, global_step=1)
+    export_weights(tmp_path / "directory", {"a": torch.ones(1)})
+    export_weights(tmp_path / "file.pt", {"a": torch.full((1,), 2.0)}, ema={"a": torch.zeros(1)})
+    sources = [
+        "latest",
+        tmp_path / "own",
+        tmp_path / "own" / "latest.pth",
+        tmp_path / "directory",
+        tmp_path / "file.pt",
+    ]
+    assert [float(read_model(manager, source)["a"]) for source in sources] == [0, 0, 0, 1, 2]
