@@ -107,7 +107,7 @@ def by_runner(batches: Batches, root: str, **settings: Any) -> Callable[[], None
     runner = Benchmarked(config, batches)
 
     def block() -> None:
-        runner.config.steps += BLOCK
+        runner.config.steps = (runner.config.steps or 0) + BLOCK
         runner.train_steps()
 
     return block
@@ -142,7 +142,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("danling").setLevel(logging.WARNING)
     batches = make_batches()
     with tempfile.TemporaryDirectory() as root:
         optim = {"type": "adamw", "lr": 1e-3}
@@ -152,6 +151,7 @@ def main() -> None:
             "runner, own optimizer": by_runner(batches, f"{root}/own"),
             "runner, OPTIMIZERS": by_runner(batches, f"{root}/built", optim=optim, scheduler=scheduler),
         }
+        logging.getLogger("danling").setLevel(logging.WARNING)
         figures = summarize(measure(ways, arguments.rounds))
     for name, row in figures.items():
         spread = f"{row['low_us']:.0f}-{row['high_us']:.0f}"

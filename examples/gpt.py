@@ -1,12 +1,15 @@
 """A character-level GPT on English text that is on every machine: the documentation topics that ship with CPython.
 
-python examples/gpt.py                                            # two cores: about 2 minutes
+python examples/gpt.py                                            # two idle cores: about 2 minutes
 python examples/gpt.py --data.path my.txt                         # any text file (UTF-8)
 python examples/gpt.py --auto_resume true                         # after a kill: goes on from the latest checkpoint
 python examples/gpt.py --auto_resume true --steps 4800            # after the end: trains on to step 4800
 python examples/gpt.py --resume experiments/.../latest.pth        # a checkpoint by its path
 torchrun --nproc-per-node 2 examples/gpt.py                       # two processes, 8 sequences an update on each
 python examples/gpt.py --model.width 384 --model.depth 6 --precision bf16     # any key; all of them: --help
+
+The first one ends at about 1.57 bits per character in validation; 4.69 is the entropy of single characters. The text is that
+of the running Python, so the figures move a little with its version. Without --auto_resume or --resume a run starts from scratch.
 """
 
 from __future__ import annotations

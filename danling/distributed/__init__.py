@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from .axes import (
+    AXES,
+    Axes,
+    check_divisible,
+    check_expert_width,
+    check_experts,
+    check_heads,
+    check_micro_batches,
+    check_sequence,
+)
 from .ballot import REQUESTS, Ballot, Verdict, agree
 from .domain import Domain, LocalDomain
 from .environment import LaunchEnvironment, destroy_process_group, init_process_group, select_device
+from .topology import ParallelContext, Topology
 
 __all__ = [
+    "AXES",
     "REQUESTS",
+    "Axes",
     "Ballot",
     "Domain",
     "LaunchEnvironment",
     "LocalDomain",
+    "ParallelContext",
+    "Topology",
     "Verdict",
     "agree",
+    "check_divisible",
+    "check_expert_width",
+    "check_experts",
+    "check_heads",
+    "check_micro_batches",
+    "check_sequence",
     "destroy_process_group",
     "init_process_group",
     "select_device",

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,13 @@ def wandb_records(directory: Path) -> list[Any]:
 
 
 @pytest.fixture
-def quiet_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+def quiet_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    wandb = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_SILENT", "true")
+    yield
+    wandb.teardown()  # its service would outlive the test
 
 
 @pytest.mark.usefixtures("quiet_wandb")

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -105,6 +105,10 @@ class TargetWriter(FileSystemWriter):
         storage.sync_directory(path)
         storage.sync_directory(path.parent)
         storage.write_text(path / SUMS, Manifest(self.record, files).text())
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what `.metadata` says of this place: its name, not the path that it has on this machine."""
+        return StorageMeta(checkpoint_id=Path(self.path).name, save_id=self.save_id)
 
     @property
     def _hashing(self) -> HashingFileSystem:

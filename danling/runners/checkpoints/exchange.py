@@ -94,7 +94,14 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
         weights = _read_safetensors(source)
     else:
         weights = _state_dict(read_file(source), source, which)
-    return {canonical_name(name): tensor for name, tensor in weights.items()}
+    return _canonical(weights)
+
+
+def _canonical(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
+    return {
+        canonical_name(name.removeprefix("module.") if wrapped else name): tensor for name, tensor in weights.items()
+    }
 
 
 def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -104,11 +111,13 @@ def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str
             f"Expected whole tensors to export. Received: {sharded} as a DTensor. Gather them first: "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
         )
-    plain: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        value = tensor.detach().cpu()
-        plain[canonical_name(name)] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-    return plain
+    cast: dict[int, Tensor] = {}
+    for tensor in weights.values():
+        # Once for each tensor, so that tied ones stay tied.
+        if id(tensor) not in cast:
+            value = tensor.detach().cpu()
+            cast[id(tensor)] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    return _canonical({name: cast[id(tensor)] for name, tensor in weights.items()})
 
 
 def _put(path: Path, write: Any) -> None:
@@ -131,7 +140,7 @@ def _write_safetensors(
         # safetensors refuses memory that tensors share; tied names are kept in the header and restored by import_weights.
         tied = {name: first for name, first in aliases.items() if first in shard}
         header = {"format": "pt", **metadata, **({"tied": json.dumps(tied)} if tied else {})}
-        content = safetensors.save({name: tensor.contiguous() for name, tensor in shard.items()}, metadata=header)
+        content = safetensors.save({name: _own_memory(tensor) for name, tensor in shard.items()}, metadata=header)
         _put(path, lambda writer, content=content: writer.write(content))
         places.update(dict.fromkeys(shard, path.name))
         written.append(path)
@@ -142,6 +151,11 @@ def _write_safetensors(
         storage.write_text(path, json.dumps(index, indent=2, sort_keys=True) + "\n")
         written.append(path)
     return written
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    shares = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
 
 
 def _aliases(weights: Mapping[str, Tensor]) -> dict[str, str]:

@@ -73,7 +73,7 @@ class FileStore(CheckpointStore):
 
     def _settle(self, path: Path) -> None:
         waiting = _beside(path, NEXT)
-        if _problems(path, waiting, "full"):
+        if _compared(path, waiting, "full")[1]:
             storage.remove(waiting)
         else:
             storage.replace(waiting, _beside(path, SUMS))
@@ -135,18 +135,19 @@ def read_manifest(path: Path, level: str) -> Manifest:
     problems: list[str] = []
     for suffix in (SUMS, NEXT) if waiting else (SUMS,):
         # A save was killed between file and sums: only the contents tell which of the two the file is described by.
-        found = _problems(path, _beside(path, suffix), "full" if waiting else level)
-        if not found:
-            return Manifest.parse(storage.read_text(_beside(path, suffix)))
+        manifest, found = _compared(path, _beside(path, suffix), "full" if waiting else level)
+        if manifest is not None and not found:
+            return manifest
         problems += found
     raise damaged(problems, path)
 
 
-def _problems(path: Path, sums: Path, level: str) -> list[str]:
+def _compared(path: Path, sums: Path, level: str) -> tuple[Manifest | None, list[str]]:
     try:
-        return complaints(_parsed(path, sums), path.parent, level)
+        manifest = _parsed(path, sums)
     except CheckpointDamaged as error:
-        return [str(error)]
+        return None, [str(error)]
+    return manifest, complaints(manifest, path.parent, level)
 
 
 def _parsed(path: Path, sums: Path) -> Manifest:

@@ -105,18 +105,15 @@ class TargetStore(CheckpointStore):
 
     def _recorded(self, path: Path, complete: bool) -> Record | None:
         try:
-            manifest = self._manifest(self.target(path))
-            problems = complaints(manifest, self.target(path), "size")
-            if problems:
-                raise damaged(problems, path)
+            target = self.target(path)
+            manifest = self._manifest(target)
         except CheckpointDamaged as error:
             self.pass_over(path, error)
-            if complete:
-                return None
-        try:
-            return self.record(path)
-        except CheckpointDamaged:
             return None
+        problems = complaints(manifest, target, "size")
+        if problems:
+            self.pass_over(path, damaged(problems, path))
+        return None if complete and problems else manifest.record
 
     def record(self, path: Path) -> Record:
         """Return what the manifest of a target, or of the one that a pointer leads to, records."""

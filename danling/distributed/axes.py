@@ -1,0 +1,248 @@
+"""The seven parallel axes as plain integers: degrees, coordinates and the ranks that go together. Nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from danling.utils.suggest import did_you_mean
+
+AXES = ("replicate", "shard", "context", "pipeline", "tensor", "expert", "expert_tensor")
+"""Names of the axes, in the order of the configuration."""
+
+MESH_ORDER = ("pipeline", "replicate", "shard", "context", "expert", "expert_tensor", "tensor")
+"""How ranks run over the mesh, slowest first: what talks most, tensor parallelism, lies on neighbouring ranks."""
+
+DATA_AXES = ("replicate", "shard")
+"""Axes whose ranks read different samples."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The degrees of the seven axes; their product is the world size.
+
+    The expert axes are axes of their own and not folded into the others: a rank has one coordinate on each of the seven. Ranks
+    that differ only on `expert` hold different experts, those that differ only on `expert_tensor` hold parts of the same
+    experts, and all of them see the same batch and hold the same copy of everything outside the experts.
+
+    Attributes:
+        degrees: Degree by axis, for all of `AXES`.
+
+    Example:
+        >>> axes = Axes.resolve({"shard": -1, "tensor": 2}, world_size=8)
+        >>> axes.degree("shard"), axes.coordinate(5)["shard"], axes.ranks("tensor", rank=5)
+        (4, 2, [4, 5])
+    """
+
+    degrees: Mapping[str, int]
+
+    @classmethod
+    def resolve(cls, degrees: Mapping[str, int], *, world_size: int) -> Axes:
+        """Check the configured degrees and fill the one that is -1.
+
+        Args:
+            degrees: Degree by axis; an axis that is left out has degree 1, at most one is -1.
+            world_size: Number of processes.
+
+        Raises:
+            ValueError: If an axis is unknown, a degree is not an integer >= 1 or -1, or the product is not the world size. All
+                axes are listed.
+        """
+        for name in degrees:
+            _check_name(name)
+        wanted = {name: degrees.get(name, 1) for name in AXES}
+        invalid = [name for name, value in wanted.items() if not _is_degree(value)]
+        open_axes = [name for name, value in wanted.items() if value == -1]
+        if invalid or len(open_axes) > 1:
+            raise ValueError(f"Expected degrees that are integers >= 1, at most one of them -1. {_received(wanted)}.")
+        if open_axes:
+            fixed = prod(value for value in wanted.values() if value != -1)
+            wanted[open_axes[0]] = _fill(wanted, open_axes[0], fixed, world_size)
+        if prod(wanted.values()) != world_size:
+            raise ValueError(
+                f"Expected the product of the parallel axes to be the world size {world_size}. {_received(wanted)}, product "
+                f"{prod(wanted.values())}. Change a degree, set one of them to -1 to fill it, or start another number of processes."
+            )
+        return cls(wanted)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of all degrees."""
+        return prod(self.degrees.values())
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Axes above 1, slowest first; only these cost a communicator."""
+        return tuple(name for name in MESH_ORDER if self.degrees[name] > 1)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Distance in rank between neighbours along each axis."""
+        strides: dict[str, int] = {}
+        stride = 1
+        for name in reversed(MESH_ORDER):
+            strides[name] = stride
+            stride *= self.degrees[name]
+        return strides
+
+    def degree(self, *axes: str) -> int:
+        """Return the degree of an axis, or the product over several."""
+        return prod(self.degrees[_check_name(axis)] for axis in axes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of a global rank on each of the seven axes.
+
+        Raises:
+            ValueError: If the rank lies outside the world.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"Expected 0 <= rank < {self.world_size}. Received: rank={rank!r}. {_received(self.degrees)}."
+            )
+        return {name: rank // self.strides[name] % self.degrees[name] for name in AXES}
+
+    def index(self, *axes: str, rank: int) -> int:
+        """Return the place of a global rank among those that differ from it on these axes only, counted in rank order."""
+        coordinate = self.coordinate(rank)
+        index = 0
+        for name in _in_mesh_order(axes):
+            index = index * self.degrees[name] + coordinate[name]
+        return index
+
+    def ranks(self, *axes: str, rank: int) -> list[int]:
+        """Return the global ranks that differ from `rank` on these axes only, itself included, in ascending order."""
+        names = _in_mesh_order(axes)
+        coordinate = self.coordinate(rank)
+        base = rank - sum(coordinate[name] * self.strides[name] for name in names)
+        places = product(*(range(0, self.degrees[name] * self.strides[name], self.strides[name]) for name in names))
+        return [base + sum(offsets) for offsets in places]
+
+    def describe(self) -> str:
+        """Return all seven axes in one line."""
+        return ", ".join(f"{name}={self.degrees[name]}" for name in AXES)
+
+
+def check_divisible(axes: Axes, value: int, *names: str, what: str, mend: str) -> int:
+    """Return the share of one rank when `value` is divided over axes.
+
+    Args:
+        axes: The degrees.
+        value: What is divided.
+        names: The axes that it is divided over.
+        what: Its name in the error.
+        mend: What to change, a sentence.
+
+    Raises:
+        ValueError: If it does not divide; all axes are listed.
+    """
+    degree = axes.degree(*names)
+    if value < 1 or value % degree:
+        over = " x ".join(names)
+        raise ValueError(
+            f"Expected {what} to be a multiple of {over} = {degree}. Received: {what}={value!r}, {axes.describe()}. {mend}"
+        )
+    return value // degree
+
+
+def check_heads(axes: Axes, heads: int, *, split_by_context: bool = False) -> int:
+    """Return the attention heads of one rank, divided over `tensor`, and over `context` where heads are exchanged for sequence.
+
+    Args:
+        axes: The degrees.
+        heads: Heads of a layer; with grouped queries check those of keys and values too.
+        split_by_context: Whether context parallelism exchanges heads (Ulysses) rather than keys and values.
+
+    Raises:
+        ValueError: If they do not divide.
+    """
+    names = ("tensor", "context") if split_by_context else ("tensor",)
+    return check_divisible(
+        axes, heads, *names, what="the number of attention heads", mend="Change the model or the degree."
+    )
+
+
+def check_sequence(axes: Axes, length: int, *, split_by_tensor: bool = False) -> int:
+    """Return the positions of one rank, divided over `context`, and over `tensor` with sequence parallelism.
+
+    Raises:
+        ValueError: If they do not divide.
+    """
+    names = ("context", "tensor") if split_by_tensor else ("context",)
+    return check_divisible(
+        axes, length, *names, what="the sequence length", mend="Pad the sequence or change the degree."
+    )
+
+
+def check_experts(axes: Axes, experts: int) -> int:
+    """Return the experts of one rank, divided over `expert`.
+
+    Raises:
+        ValueError: If they do not divide.
+    """
+    return check_divisible(
+        axes, experts, "expert", what="the number of experts", mend="Change the model or the degree."
+    )
+
+
+def check_expert_width(axes: Axes, width: int) -> int:
+    """Return the hidden width of an expert on one rank, divided over `expert_tensor`.
+
+    Raises:
+        ValueError: If it does not divide.
+    """
+    return check_divisible(
+        axes, width, "expert_tensor", what="the hidden width of an expert", mend="Change the model or the degree."
+    )
+
+
+def check_micro_batches(axes: Axes, batch_size: int, *, micro_batch_size: int = 1, number: int | None = None) -> int:
+    """Return how many pipeline micro-batches a rank's batch is cut into.
+
+    Args:
+        axes: The degrees.
+        batch_size: Samples of a batch of one data coordinate.
+        micro_batch_size: Samples of a micro-batch; not read when `number` is given.
+        number: Number of micro-batches.
+
+    Raises:
+        ValueError: If the batch does not divide.
+    """
+    parts = number if number is not None else micro_batch_size
+    if parts < 1 or batch_size < 1 or batch_size % parts:
+        setting = "pipeline_microbatch_size" if number is None else "pipeline_n_microbatches"
+        raise ValueError(
+            f"Expected the batch size to be a multiple of parallel.{setting}. Received: batch_size={batch_size!r}, "
+            f"parallel.{setting}={parts!r}, {axes.describe()}. Change either."
+        )
+    return number if number is not None else batch_size // micro_batch_size
+
+
+def _check_name(name: str) -> str:
+    if name not in AXES:
+        raise ValueError(f"Expected an axis out of {list(AXES)}. Received: {name!r}.{did_you_mean(name, AXES)}")
+    return name
+
+
+def _in_mesh_order(axes: Iterable[str]) -> list[str]:
+    names = {_check_name(name) for name in axes}
+    return [name for name in MESH_ORDER if name in names]
+
+
+def _is_degree(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1)
+
+
+def _fill(wanted: Mapping[str, int], name: str, fixed: int, world_size: int) -> int:
+    if world_size % fixed:
+        raise ValueError(
+            f"Expected the world size {world_size} to be a multiple of {fixed}, the product of the fixed axes, so that {name} can be "
+            f"filled. {_received(wanted)}. Change a degree, or start another number of processes."
+        )
+    return world_size // fixed
+
+
+def _received(degrees: Mapping[str, int]) -> str:
+    return "Received: " + ", ".join(f"{name}={degrees[name]!r}" for name in AXES)

@@ -1,0 +1,143 @@
+"""The device mesh of a run: process groups along the parallel axes, and the domains that reduce together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .axes import AXES, DATA_AXES, Axes
+from .domain import Domain, LocalDomain
+
+
+class Topology:
+    """Where this process stands on the seven axes, and the groups it belongs to.
+
+    Axes of degree 1 are not part of the mesh and cost no communicator; a domain that covers every rank uses the default group.
+    What does not fit is refused before the first group is made.
+
+    Attributes:
+        axes: The degrees.
+        rank: Global rank of this process.
+        coordinate: Its coordinate on each of the seven axes.
+        device: Device that collectives of the domains run on.
+        mesh: The mesh of the axes above 1, slowest first; `None` when there is none.
+        data: Domain of `replicate` x `shard`: its ranks read different samples, and metrics are reduced over it.
+        optimizer: Domain of all axes, where an update is decided.
+        checkpoint: Domain of all ranks that take part in a checkpoint: all axes.
+
+    Args:
+        degrees: Degree by axis, at most one of them -1; an axis that is left out has degree 1.
+        device: Device of this process.
+        mesh_device_type: Device type of the mesh; `None` takes that of `device`.
+
+    Raises:
+        ValueError: If the degrees do not fit the world.
+
+    Call on all ranks, after the process group is initialised.
+    """
+
+    def __init__(
+        self, degrees: Mapping[str, int], *, device: torch.device | None = None, mesh_device_type: str | None = None
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.axes = Axes.resolve(degrees, world_size=dist.get_world_size() if distributed else 1)
+        self.rank: int = dist.get_rank() if distributed else 0
+        self.coordinate = self.axes.coordinate(self.rank)
+        self.device = device or torch.device("cpu")
+        self.mesh = self._build_mesh(mesh_device_type or self.device.type)
+        self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.data = self.domain(*DATA_AXES)
+        self.optimizer = self.domain(*AXES)
+        self.checkpoint = self.optimizer
+
+    def _build_mesh(self, device_type: str) -> DeviceMesh | None:
+        active = self.axes.active
+        if not active:
+            return None
+        shape = tuple(self.axes.degrees[name] for name in active)
+        return init_device_mesh(device_type, shape, mesh_dim_names=active)
+
+    def active(self, *axes: str) -> tuple[str, ...]:
+        """Return those of the axes that are above 1, slowest first."""
+        self.axes.degree(*axes)
+        return tuple(name for name in self.axes.active if name in axes)
+
+    def view(self, *axes: str) -> DeviceMesh | None:
+        """Return the mesh of this rank along axes, its dimensions slowest first; `None` when all of them are 1.
+
+        Axes of degree 1 have no dimension in it: with `shard=1`, `view("replicate", "shard")` has the dimension `replicate` only.
+        """
+        names = self.active(*axes)
+        if not names or self.mesh is None:
+            return None
+        return self.mesh if names == self.axes.active else self.mesh[names]
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Return one group over axes, flattened; `None` when all of them are 1.
+
+        The first call for a set of several axes makes the group, so call it on all ranks.
+        """
+        names = self.active(*axes)
+        if not names or self.mesh is None:
+            return None
+        if names == self.axes.active:
+            return dist.group.WORLD
+        if len(names) == 1:
+            return self.mesh.get_group(names[0])
+        if names not in self._flat:
+            self._flat[names] = self.mesh[names]._flatten("_".join(names)).get_group()
+        return self._flat[names]
+
+    def domain(self, *axes: str) -> Domain:
+        """Return the domain of this rank over axes, without communication when all of them are 1. Call on all ranks."""
+        group = self.group(*axes)
+        return LocalDomain() if group is None else Domain(group, device=self.device)
+
+
+class ParallelContext:
+    """What a model's `parallelize(context)` needs to know about the mesh.
+
+    Args:
+        topology: The topology of the run.
+
+    Example:
+        def parallelize(self, context: ParallelContext) -> None:
+            if context.degree("tensor") > 1:
+                parallelize_module(self.block, context.mesh("tensor"), plan)
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    @property
+    def axes(self) -> Axes:
+        """The degrees, as `check_heads` and the other checks take them."""
+        return self._topology.axes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._topology.device
+
+    def degree(self, *axes: str) -> int:
+        """Return the degree of an axis, or the product over several."""
+        return self.axes.degree(*axes)
+
+    def rank(self, *axes: str) -> int:
+        """Return the coordinate of this process on an axis, or its place among the ranks of several."""
+        return self.axes.index(*axes, rank=self._topology.rank)
+
+    def ranks(self, *axes: str) -> list[int]:
+        """Return the global ranks that differ from this one on these axes only, itself included."""
+        return self.axes.ranks(*axes, rank=self._topology.rank)
+
+    def mesh(self, *axes: str) -> DeviceMesh | None:
+        """Return the mesh along axes, without those of degree 1; `None` when none is left."""
+        return self._topology.view(*axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Return the process group over axes; `None` when all of them are 1. Call on all ranks for several axes."""
+        return self._topology.group(*axes)

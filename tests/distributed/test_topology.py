@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from danling.distributed import LaunchEnvironment, LocalDomain, ParallelContext, Topology, init_process_group
+from danling.distributed.axes import AXES
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A world whose collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def counted_groups() -> Iterator[list[int]]:
+    """Sizes of the groups of this rank besides the default one, filled at the end of the block."""
+    sizes: list[int] = []
+    before = len(dist.distributed_c10d._world.pg_map)
+    yield sizes
+    groups = list(dist.distributed_c10d._world.pg_map)[before:]
+    sizes.extend(sorted(group.size() for group in groups))
+
+
+def test_one_process_needs_no_group() -> None:
+    topology = Topology({})
+    assert topology.mesh is None and topology.view("shard") is None and topology.group(*AXES) is None
+    for domain in (topology.data, topology.optimizer, topology.checkpoint):
+        assert isinstance(domain, LocalDomain) and (domain.rank, domain.size) == (0, 1)
+    context = ParallelContext(topology)
+    assert (context.degree("tensor"), context.rank("tensor"), context.ranks("tensor")) == (1, 0, [0])
+    assert context.mesh("tensor") is None and context.group("tensor") is None
+
+
+def test_one_process_refuses_what_needs_more() -> None:
+    with pytest.raises(ValueError, match="world size 1"):
+        Topology({"tensor": 2})
+
+
+@pytest.mark.parametrize("rank", [0, 4097, 16383])
+def test_largest_world(rank: int) -> None:
+    with fake_world(rank, 16384):
+        topology = Topology({"replicate": 4, "shard": -1, "pipeline": 4, "tensor": 8})
+        axes, context = topology.axes, ParallelContext(topology)
+        assert axes.degree("shard") == 128
+        assert topology.mesh is not None
+        assert topology.mesh.mesh_dim_names == ("pipeline", "replicate", "shard", "tensor")
+        assert tuple(topology.mesh.get_coordinate() or ()) == tuple(topology.coordinate[n] for n in axes.active)
+        assert (topology.optimizer.size, topology.optimizer.rank) == (16384, rank)
+        assert (topology.data.size, topology.data.rank) == (512, axes.index("replicate", "shard", rank=rank))
+        assert dist.get_process_group_ranks(topology.data.group) == context.ranks("replicate", "shard")
+        for axis in axes.active:
+            group = context.group(axis)
+            assert group is not None and dist.get_process_group_ranks(group) == context.ranks(axis)
+
+
+def test_axes_of_one_cost_no_communicator() -> None:
+    with fake_world(5, 8), counted_groups() as sizes:
+        topology = Topology({"shard": 2, "tensor": 4})
+        assert topology.data.group is topology.group("shard")
+        assert topology.optimizer.group is dist.group.WORLD
+        assert topology.view("replicate", "shard") is not None
+        assert topology.group("replicate", "shard") is topology.group("shard", "context")
+    assert sizes == [2, 4]
+
+
+def test_a_domain_over_two_axes_is_one_flattened_group() -> None:
+    with fake_world(0, 8), counted_groups() as sizes:
+        topology = Topology({"replicate": 2, "shard": 2, "tensor": 2})
+        assert topology.data.size == 4
+        assert topology.group("shard", "replicate") is topology.data.group
+    assert sizes == [2, 2, 2, 4]
+
+
+def test_pure_data_parallel_uses_the_default_group() -> None:
+    with fake_world(1, 8), counted_groups() as sizes:
+        topology = Topology({"replicate": 2, "shard": 4})
+        assert topology.data.group is dist.group.WORLD
+        assert topology.data.rank == 1
+    assert sizes == [2, 4]
+
+
+def test_without_data_axes_every_rank_reads_the_same() -> None:
+    with fake_world(3, 4):
+        topology = Topology({"tensor": 2, "pipeline": 2})
+        assert (topology.data.rank, topology.data.size) == (0, 1)
+        assert isinstance(topology.data, LocalDomain)
+
+
+def test_views_are_named_and_ordered() -> None:
+    with fake_world(0, 8):
+        topology = Topology({"replicate": 2, "shard": 2, "tensor": 2})
+        view = topology.view("shard", "replicate")
+        assert view is not None and view.mesh_dim_names == ("replicate", "shard")
+        only = topology.view("shard", "context")
+        assert only is not None and only.mesh_dim_names == ("shard",)
+        with pytest.raises(ValueError, match="Did you mean 'tensor'"):
+            topology.view("tensro")
+
+
+def test_what_does_not_fit_makes_no_group() -> None:
+    with fake_world(0, 8), counted_groups() as sizes, pytest.raises(ValueError, match="world size 8"):
+        Topology({"shard": 3})
+    assert sizes == []
+
+
+def sums_over_domains(degrees: dict[str, int]) -> dict[str, Any]:
+    init_process_group(LaunchEnvironment.read(), torch.device("cpu"))
+    topology = Topology(degrees)
+    rank = int(os.environ["RANK"])
+    context = ParallelContext(topology)
+    found: dict[str, Any] = {"data": topology.data.gather_objects(rank), "all": topology.optimizer.gather_objects(rank)}
+    for axis in topology.axes.active:
+        found[axis] = topology.domain(axis).all_reduce(torch.tensor([1 << rank])).item()
+        assert found[axis] == sum(1 << other for other in context.ranks(axis))
+    assert found["data"] == context.ranks("replicate", "shard")
+    dist.destroy_process_group()
+    return found
+
+
+def test_real_processes_reduce_over_their_domains() -> None:
+    ranks = run_processes(sums_over_domains, {"shard": 2, "tensor": -1}, world_size=4)
+    assert [rank["data"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert all(rank["all"] == [0, 1, 2, 3] for rank in ranks)
+    assert [rank["tensor"] for rank in ranks] == [3, 3, 12, 12]
