@@ -14,7 +14,13 @@ from .axes import (
 )
 from .ballot import REQUESTS, Ballot, Verdict, agree
 from .domain import Domain, LocalDomain
-from .environment import LaunchEnvironment, destroy_process_group, init_process_group, select_device
+from .environment import (
+    LaunchEnvironment,
+    destroy_process_group,
+    init_process_group,
+    select_device,
+    set_collective_timeout,
+)
 from .topology import ParallelContext, Topology
 
 __all__ = [
@@ -38,4 +44,5 @@ __all__ = [
     "destroy_process_group",
     "init_process_group",
     "select_device",
+    "set_collective_timeout",
 ]

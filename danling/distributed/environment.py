@@ -126,6 +126,17 @@ def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
     return PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
 
 
+def set_collective_timeout(seconds: float) -> None:
+    """Set how long a collective of the default group may take from now on. Call on all ranks.
+
+    Args:
+        seconds: The new limit, in place of the one the group was made with.
+    """
+    if dist.is_available() and dist.is_initialized():
+        # The only way that torch offers; its own name says that it may move.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
 def destroy_process_group() -> None:
     """Leave the process group, if there is one.
 

@@ -39,6 +39,7 @@ class TorchComponents(BaseRunner):
         Runs once on all ranks after the outermost `__init__`. Bad input is refused before the first file is written.
         """
         self._check_components()
+        self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.data_domain, self.device)
         self.ballot = Ballot(self.optimizer_domain, self.device)
@@ -49,7 +50,6 @@ class TorchComponents(BaseRunner):
         self.metric_set = MetricSet.wrap(self.metrics, domain=self.data_domain, device=self.device)
         super().__post_init__()
         self.init_checkpoint_manager()
-        self.init_fault_tolerance()
         self._seed_forward()
         self.restore()
         self._write_metadata()
@@ -72,6 +72,18 @@ class TorchComponents(BaseRunner):
     def _seed_forward(self) -> None:
         # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
         seed_streams(derive_seed(self.seed, "forward", self.data_domain.rank))
+
+    def init_fault_tolerance(self) -> None:
+        """Refuse TorchFT, which this stack does not join.
+
+        Raises:
+            ValueError: If `config.ft.enabled`.
+        """
+        if self.config.ft.enabled:
+            raise ValueError(
+                "Expected ft.enabled=false: this version of danling does not join TorchFT. Received: ft.enabled=true. Unset it; "
+                "`torchrun --max-restarts` with auto_resume restarts a group from its last checkpoint."
+            )
 
     # Model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from danling.data import Batch, BatchSource
-from danling.distributed import agree
+from danling.distributed import agree, set_collective_timeout
 from danling.optim import needs_metric
 from danling.supervision import EXIT_CODES, Profiler, Telemetry
 from danling.training import UpdateOutcome
@@ -21,6 +22,13 @@ from .config import RunnerConfig
 from .torch_update import TorchUpdate
 
 logger = logging.getLogger("danling")
+
+
+def takes_closure(optimizer: Any) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure, as that of LBFGS."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
 
 _SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second")
 _PRECEDENCE = ("terminate", "interrupt", "user_signal", "stop")
@@ -46,6 +54,7 @@ class TorchRunner(TorchUpdate):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._logged_samples = 0
+        self._first_update_done = False
         self._stop_for: str | None = None
         self._deadline = math.inf
         self._save_asked = False
@@ -154,6 +163,11 @@ class TorchRunner(TorchUpdate):
         if self.optimizer is None:
             raise ValueError(
                 "Expected an optimizer. Received: optimizer=None. Assign `self.optimizer` in __init__, or set `optim.type`."
+            )
+        if takes_closure(self.optimizer):
+            raise ValueError(
+                f"Expected an optimizer whose step takes the gradient as it is. Received: {type(self.optimizer).__name__}, whose "
+                "step calls a closure again and again. Override `step` and `optimizer_step` for it, or choose another."
             )
         to_train = self._named_splits(train_splits, self.train_splits, "train on")
         if evaluate_splits is None and not self.evaluate_splits:
@@ -279,6 +293,8 @@ class TorchRunner(TorchUpdate):
         """What happens at every update boundary, besides evaluation and periodic checkpoints."""
         step = self.state.train.global_step
         if outcome.committed:
+            if not self._first_update_done:
+                self._tighten_timeout()
             if step % self._log_every == 0:
                 self._log(outcome)
             if self.progress_bar is not None:
@@ -292,6 +308,14 @@ class TorchRunner(TorchUpdate):
         if self._save_asked:
             self._save_asked = False
             self.save_checkpoint()
+
+    def _tighten_timeout(self) -> None:
+        # Compilation and the first data make the first update slow; the limit that catches a hang begins after it, everywhere.
+        self._first_update_done = True
+        limit = self.config.comm.train_timeout_seconds
+        if limit is not None and self.distributed:
+            self.world.barrier()
+            set_collective_timeout(limit)
 
     def _log(self, outcome: UpdateOutcome) -> None:
         """Write the figures of the update and the pace since the last line, on the main process; no communication."""

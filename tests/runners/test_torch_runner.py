@@ -387,6 +387,36 @@ def test_what_training_needs_is_named_when_it_is_missing() -> None:
         runner.train()
 
 
+def test_what_the_stack_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ft\.enabled"):
+        Classifier(settings(ft={"enabled": True}))
+    with Classifier(settings(optim={"type": "lbfgs", "lr": 0.1})) as runner, pytest.raises(ValueError, match="closure"):
+        runner.train()
+    with pytest.warns(UserWarning, match=r"fsdp\.enabled"):
+        Classifier(settings(fsdp={"enabled": True})).close()
+
+
+def hang_after_the_first_update(seconds: float) -> str:
+    import time
+
+    class Hanging(Classifier):
+        def train_step(self, data: Any) -> Any:
+            if self.rank == 1 and self.state.train.global_step == 2:
+                time.sleep(seconds)
+            return super().train_step(data)
+
+    try:
+        with Hanging(settings(**{"comm.train_timeout_seconds": 1.0})) as runner:
+            runner.train()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_timeout_of_training_acts() -> None:
+    assert "imed out" in run_processes(hang_after_the_first_update, 4.0, world_size=2)[0]
+
+
 def test_base_runner_verbs_are_not_implemented() -> None:
     with dl.BaseRunner() as runner:
         for verb in ("train", "train_step", "backward", "step", "evaluate", "infer"):
