@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 import danling as dl
 
 Batches = list[tuple[Tensor, Tensor]]
-BLOCK = 500
+BLOCK = 2000
 
 
 def make_batches() -> Batches:

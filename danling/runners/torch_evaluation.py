@@ -43,7 +43,7 @@ class TorchEvaluation(TorchState):
         Returns:
             A float, or a 0-dim tensor on the device that need not be waited for.
         """
-        return criterion_weight(self.criterion, target, count_samples(data))
+        return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
         """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from danling.distributed import Verdict
 from danling.training import (
@@ -117,7 +118,7 @@ class TorchUpdate(TorchEvaluation):
     @property
     def gradient_mean_over(self) -> int:
         """Number of ranks over which the gradient reduction takes a mean, as DistributedDataParallel does."""
-        return self.data_domain.size if self.model is not self.unwrapped_model else 1
+        return self.data_domain.size if isinstance(self.model, DistributedDataParallel) else 1
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -18,6 +18,8 @@ def unpack_batch(data: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: If a mapping has no `input`, or a sequence is empty or longer than two.
     """
+    if type(data) in (tuple, list) and len(data) == 2:  # by far the most batches; the checks of abstract types are slow
+        return data[0], data[1]
     if isinstance(data, Mapping):
         if "input" not in data:
             raise ValueError(
@@ -39,20 +41,22 @@ def unpack_batch(data: Any) -> tuple[Any, Any]:
 
 def peek_target(data: Any) -> Any:
     """Return the target of a batch, or `None` where there is none or the batch has a shape of the user's own."""
-    if isinstance(data, Mapping):
-        return data.get("target")
-    if isinstance(data, (list, tuple)) and len(data) == 2:
-        return data[1]
-    return None
+    if isinstance(data, (list, tuple)):
+        return data[1] if len(data) == 2 else None
+    return data.get("target") if isinstance(data, Mapping) else None
 
 
 def call_model(model: Any, inputs: Any) -> Any:
     """Call `model`; a mapping is passed as keyword arguments."""
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
+        return model(inputs)
+    return model(**inputs)
 
 
 def count_samples(data: Any) -> int:
     """Return the number of samples of a batch: the first dimension of its first tensor, else 1."""
+    if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
+        data = data[0]
     if isinstance(data, Tensor):
         return data.shape[0] if data.ndim else 1
     if isinstance(data, Mapping):
@@ -65,7 +69,7 @@ def count_samples(data: Any) -> int:
     return 1
 
 
-def criterion_weight(criterion: Any, target: Any, samples: int) -> float | Tensor:
+def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
     """Return what a mean-reduced `criterion` averages over.
 
     `CrossEntropyLoss` and `NLLLoss` divide by the (class-weighted) count of targets other than `ignore_index`
@@ -75,13 +79,13 @@ def criterion_weight(criterion: Any, target: Any, samples: int) -> float | Tenso
     Args:
         criterion: The loss module or callable, or `None`.
         target: The target of the batch, any type.
-        samples: Number of samples of the batch.
+        data: The batch, whose samples count where there is no target tensor.
 
     Returns:
         A float, or a 0-dim tensor on the target's device that has not been waited for.
     """
     if not isinstance(target, Tensor):
-        return float(samples)
+        return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
     ignore_index = getattr(criterion, "ignore_index", None)
