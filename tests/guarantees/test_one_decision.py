@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_outcomes, run_processes
+from support.processes import ProcessFailure, run_outcomes, run_processes
 from support.toys import TracingRunner, differences, whole_state
 from torch import Tensor
 
@@ -159,6 +159,24 @@ def test_what_one_rank_asks_all_do(what: str, code: int | None, tmp_path: Path) 
 def test_a_save_that_one_rank_asks_for(tmp_path: Path) -> None:
     ranks = run_processes(train_asking, settings(tmp_path, **{"checkpoint.interval": 100}), "save", world_size=2)
     assert [step for step, _, _ in ranks] == [6, 6]
+
+
+def train_failing(config: dict[str, Any]) -> None:
+    class Failing(TracingRunner):
+        def train_step(self, data: Any) -> Any:
+            if self.rank == 1 and self.state.train.global_step == 2:
+                raise LookupError("mine")
+            return super().train_step(data)
+
+    with Failing(config) as runner:
+        runner.train()
+
+
+def test_an_error_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> None:
+    outcomes = run_outcomes(train_failing, settings(tmp_path), world_size=2, timeout=20)
+    first, second = sorted(outcomes, key=lambda outcome: outcome.rank)
+    assert isinstance(second.error, LookupError) and "mine" in str(second.error)
+    assert first.error is not None and not isinstance(first.error, ProcessFailure), first.error
 
 
 class UnevenRunner(TracingRunner):
