@@ -18,7 +18,8 @@ from support.processes import free_port
 from danling.distributed import LocalDomain
 from danling.runners.checkpoints import CheckpointSettings, FileCheckpointManager
 
-STEPS = 150
+KILLS = int(os.environ.get("DANLING_KILLS", "3"))
+STEPS = 50 * KILLS  # of 20 ms and more: longer than all attempts that are killed together
 SCRIPT = f"""
 import sys, torch
 from torch import distributed as dist
@@ -39,6 +40,7 @@ def main(kind, mode, world_size):
         weights, step = loaded["model"]["w"], loaded["state"]["step"]
         assert loaded["state"]["digest"] == float(weights.sum()), "weights and step of different saves"
     while step < {STEPS}:
+        __import__('time').sleep(0.02)
         step += 1
         weights.mul_(1.01).add_(step).sin_()
         payload = dict(format_version=1, model=dict(w=weights), state=dict(step=step, digest=float(weights.sum())))
@@ -98,7 +100,7 @@ def _kill_while_saving(jobs: list[Job], delay: float) -> None:
 def test_kill_anywhere(tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
     Path("run.py").write_text(SCRIPT)
     draw = random.Random(f"{kind} {mode}")
-    for _ in range(int(os.environ.get("DANLING_KILLS", "3"))):
+    for _ in range(KILLS):
         with _started(kind, mode, world_size) as jobs:
             _kill_while_saving(jobs, draw.uniform(0, 0.3))
     with _started(kind, mode, world_size) as jobs:
