@@ -43,11 +43,14 @@ class Ballot:
     Args:
         domain: The ranks that decide together.
         device: Where weights and losses live.
+        reports: Whether the weight and loss of this rank count, and its samples; of several ranks that work on one micro-batch
+            together, one reports it. What is not finite, and what is asked for, always counts.
     """
 
-    def __init__(self, domain: Domain, device: torch.device) -> None:
+    def __init__(self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)) -> None:
         self.domain = domain
         self.device = device
+        self.reports_loss, self.reports_samples = reports
         self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
 
     def cast(
@@ -71,6 +74,10 @@ class Ballot:
         asked = frozenset(requests)
         if self.domain.size == 1:
             return Verdict(weight, loss, samples, nonfinite, asked)
+        if not self.reports_loss:
+            weight, loss = 0.0, 0.0
+        if not self.reports_samples:
+            samples = 0.0
         flags = [float(name in asked) for name in REQUESTS]
         if self.device.type == "cpu":
             return self._cast_on_host([float(weight), float(loss), samples, float(nonfinite), *flags])

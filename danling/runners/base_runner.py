@@ -319,6 +319,21 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         return self.world
 
     @property
+    def figures_domain(self) -> Domain:
+        """Ranks whose losses and metrics add up to those of all data; the data domain, unless one sample lies on several ranks."""
+        return self.data_domain
+
+    @property
+    def reports(self) -> tuple[bool, bool]:
+        """Whether the loss of this rank counts, and its samples: of the ranks that compute the same, one does."""
+        return True, True
+
+    @property
+    def stream_place(self) -> tuple[int, int]:
+        """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
+        return self.data_domain.rank, self.data_domain.size
+
+    @property
     def name(self) -> str:
         """Name of the run: `config.name`, else lineage, experiment and id."""
         config = self.config

@@ -36,18 +36,20 @@ class ElasticState:
 
     Attributes:
         world_size: Number of processes of the attempt.
+        data_replicas: How many of them read different samples.
         restart_count: How often torchrun has restarted the group in this attempt.
         attempts: How many processes in a row have worked on the run, the first one counted.
     """
 
     world_size: int = 1
+    data_replicas: int = 1
     restart_count: int = 0
     attempts: int = 1
 
 
 @dataclass
 class RngState:
-    """Random streams by global rank, as `danling.data.capture_random_state` returns them."""
+    """Random streams by their index, as `danling.data.capture_random_state` returns them."""
 
     ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
 

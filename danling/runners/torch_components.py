@@ -41,13 +41,13 @@ class TorchComponents(BaseRunner):
         self._check_components()
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
-        self.window = Window(self.data_domain, self.device)
-        self.ballot = Ballot(self.optimizer_domain, self.device)
+        self.window = Window(self.optimizer_domain, self.device)
+        self.ballot = Ballot(self.optimizer_domain, self.device, reports=self.reports)
         self.materialize_model()
         self._build_if_absent()
         self._open_sources()
         self._choose_score()
-        self.metric_set = MetricSet.wrap(self.metrics, domain=self.data_domain, device=self.device)
+        self.metric_set = MetricSet.wrap(self.metrics, domain=self.figures_domain, device=self.device)
         super().__post_init__()
         self.init_checkpoint_manager()
         self._seed_forward()
@@ -71,7 +71,8 @@ class TorchComponents(BaseRunner):
 
     def _seed_forward(self) -> None:
         # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
-        seed_streams(derive_seed(self.seed, "forward", self.data_domain.rank))
+        self.state.elastic.data_replicas = self.data_domain.size
+        seed_streams(derive_seed(self.seed, "forward", self.stream_place[0]))
 
     def init_fault_tolerance(self) -> None:
         """Refuse TorchFT, which this stack does not join.
@@ -132,6 +133,15 @@ class TorchComponents(BaseRunner):
         if isinstance(self.criterion, nn.Module):
             for name, parameter in self.criterion.named_parameters():
                 yield f"criterion.{name}", parameter
+
+    def equalize_buffers(self) -> None:
+        """Give all ranks the buffers of the first one. Call on all ranks.
+
+        DistributedDataParallel does it at the next training forward; until then those of the other ranks are their own.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            for buffer in self.model.module.buffers():
+                self.world.broadcast(buffer)
 
     # Optimizer and scheduler
 

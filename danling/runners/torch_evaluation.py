@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from danling.data import Batch, BatchSource, derive_seed, move_to_device, preserved_random_state
 from danling.metrics import Meters
@@ -132,10 +131,10 @@ class TorchEvaluation(TorchState):
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
         pred, loss = self.evaluate_step(data)
-        if loss is not None:
+        if loss is not None and (isinstance(weight, Tensor) or weight):
             if self.sums_loss:
                 totals.add_totals("loss", loss, weight)
-            elif isinstance(weight, Tensor) or weight:
+            else:
                 totals.update({"loss": loss}, weight)
         if self.metric_set and pred is not None:
             self.metric_set.update(pred, peek_target(data), samples)
@@ -166,16 +165,16 @@ class TorchEvaluation(TorchState):
             split: The split that was evaluated.
             totals: Sums and weights of this rank.
         """
-        result = totals.averages(self.data_domain)
-        result.update(self.metric_set.compute(self.data_domain))
+        result = totals.averages(self.figures_domain)
+        result.update(self.metric_set.compute(self.figures_domain))
         return result
 
     @contextmanager
     def _evaluating(self, split: str, mode: str) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
-        seed = derive_seed(self.seed, mode, split, self.data_domain.rank)
+        seed = derive_seed(self.seed, mode, split, self.stream_place[0])
         wrapped, training, before = self.model, self.model.training, self.mode
-        self._equalize_buffers()
+        self.equalize_buffers()
         with ExitStack() as stack:
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
@@ -190,12 +189,6 @@ class TorchEvaluation(TorchState):
                 self.mode = before
                 self.model = wrapped
                 self.model.train(training)
-
-    def _equalize_buffers(self) -> None:
-        # DDP copies rank 0's buffers at the next training forward; until then those of the other ranks are their own.
-        if isinstance(self.model, DistributedDataParallel):
-            for buffer in self.model.module.buffers():
-                self.world.broadcast(buffer)
 
     def _pass_over(self, split: str) -> Iterator[Batch]:
         source = self._evaluation_source(split)

@@ -229,7 +229,7 @@ class TorchRunner(TorchUpdate):
             consumed: list[Batch] = []
             while batch is not None:
                 consumed.append(batch)
-                upcoming = next(batches, None) if len(consumed) < accum_steps else None
+                upcoming = self._upcoming(source, batches) if len(consumed) < accum_steps else None
                 self.reduces_gradients = upcoming is None
                 self._micro_step(batch)
                 batch = upcoming
@@ -244,15 +244,19 @@ class TorchRunner(TorchUpdate):
             )
 
     def _all_have(self, source: BatchSource, batch: Batch | None) -> bool:
-        if source.even or self.data_domain.size == 1:
+        if source.even or self.optimizer_domain.size == 1:
             return batch is not None
         # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
-        ended = agree(self.data_domain, () if batch is not None else ("exhausted",))
+        ended = agree(self.optimizer_domain, () if batch is not None else ("exhausted",))
         if ended and batch is not None:
             logger.warning(
                 "Another rank has no batch left in split %r: this pass ends early on rank %d.", source.split, self.rank
             )
         return not ended
+
+    def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
+        """Return the next batch of the open window, `None` where the pass ends."""
+        return next(batches, None)
 
     def _micro_step(self, batch: Batch) -> None:
         data = self.to_device(batch.data)
@@ -341,7 +345,7 @@ class TorchRunner(TorchUpdate):
         self.settle()
         figures = self.losses.averages()
         if self.meters:
-            figures.update(self.meters.averages(self.data_domain))
+            figures.update(self.meters.averages(self.figures_domain))
         self.losses.reset()
         self.meters.reset()
         return figures

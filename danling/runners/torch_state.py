@@ -84,12 +84,16 @@ class TorchState(TorchComponents):
         them.
         """
         splits = [split for split in self.train_splits if split in self.sources]
+        self.equalize_buffers()
         mine = {
+            "stream": self.stream_place[0],
             "rng": capture_random_state(self.device),
+            "replica": self.data_domain.rank,
             "loaders": {s: self.sources[s].state_dict() for s in splits if self.sources[s].is_rank_local},
         }
         ranks = self.world.gather_objects(mine)
-        self.state.rng.ranks = {str(rank): entry["rng"] for rank, entry in enumerate(ranks)}
+        # From the last to the first: of ranks that draw the same numbers, and of those that read the same data, the first one's.
+        self.state.rng.ranks = {str(entry["stream"]): entry["rng"] for entry in reversed(ranks)}
         payload: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "runner": self.config.plain(),
@@ -119,7 +123,10 @@ class TorchState(TorchComponents):
     def _loader_state(self, split: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.sources[split].is_rank_local:
             return self.sources[split].state_dict()
-        return {"ranks": {str(rank): entry["loaders"][split] for rank, entry in enumerate(ranks)}}
+        states = {
+            str(entry["replica"]): entry["loaders"][split] for entry in reversed(ranks) if split in entry["loaders"]
+        }
+        return {"ranks": states}
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the bare model, by canonical name."""
@@ -191,8 +198,9 @@ class TorchState(TorchComponents):
         stored = payload.get("runner", {})
         if self.seed_was_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
-        before = int(payload.get("state", {}).get("elastic", {}).get("world_size", self.world_size))
-        differences = self.config.differences(stored, stored_replicas=before, replicas=self.world_size)
+        elastic = payload.get("state", {}).get("elastic", {})
+        before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_domain.size)))
+        differences = self.config.differences(stored, stored_replicas=before, replicas=self.data_domain.size)
         if differences:
             listing = "\n  ".join(differences)
             raise CheckpointMismatch(
@@ -288,13 +296,13 @@ class TorchState(TorchComponents):
         if "ranks" not in state:
             return state
         ranks = state["ranks"]
-        if len(ranks) != self.world_size:
+        if len(ranks) != self.data_domain.size:
             raise CheckpointMismatch(
-                f"Expected {len(ranks)} processes: the loader of split {split!r} keeps a state of its own on each rank, which "
-                f"cannot be divided anew. Received: world_size={self.world_size}. Let the library build the loader from a "
+                f"Expected {len(ranks)} data replicas: the loader of split {split!r} keeps a state of its own on each, which "
+                f"cannot be divided anew. Received: {self.data_domain.size}. Let the library build the loader from a "
                 "dataset, or exclude 'dataloaders' from loading."
             )
-        own: Mapping[str, Any] = ranks[str(self.rank)]
+        own: Mapping[str, Any] = ranks[str(self.data_domain.rank)]
         return own
 
     def _load_run_state(self, state: Mapping[str, Any]) -> None:
@@ -312,16 +320,17 @@ class TorchState(TorchComponents):
     def _load_random_state(self, ranks: Mapping[str, Any]) -> None:
         if not ranks:
             return
-        if len(ranks) != self.world_size and self.is_main_process:
+        index, number = self.stream_place
+        if len(ranks) != number and self.is_main_process:
             logger.info(
                 "The checkpoint holds random streams of %d ranks and this run has %d: old ranks keep theirs, new ones are "
                 "seeded from (seed, step, rank).",
                 len(ranks),
-                self.world_size,
+                number,
             )
-        own = ranks.get(str(self.rank))
+        own = ranks.get(str(index))
         if own is None:
-            seed_streams(derive_seed(self.seed, "resumed", self.state.train.global_step, self.rank))
+            seed_streams(derive_seed(self.seed, "resumed", self.state.train.global_step, index))
         else:
             restore_random_state(own, self.device)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.utils.names import canonical_name
+from danling.utils.tensors import local_part
 
 
 class EMA:
@@ -58,8 +59,9 @@ class EMA:
         lives: list[Tensor] = []
         for name, live in self._live.items():
             if live.is_floating_point():
-                averages.append(self.weights[name])
-                lives.append(live)
+                # Elementwise, so each rank averages what it holds; sharded and plain tensors do not mix in one call.
+                averages.append(local_part(self.weights[name]))
+                lives.append(local_part(live))
             else:
                 self.weights[name].copy_(live)
         torch._foreach_lerp_(averages, lives, 1.0 - self.current_decay())

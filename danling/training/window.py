@@ -78,14 +78,15 @@ class Window:
         """
         self._record(loss)
         if self.sum_reduced:
-            return loss
+            # Padding weighs nothing in a sum either.
+            return loss * 0.0 if isinstance(self.current, float) and self.current == 0.0 else loss
         if isinstance(self.current, Tensor):
             return loss * (self.current / self._reference).to(loss.dtype)
         factor = self.current / self._reference
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def _record(self, loss: Tensor) -> None:
-        weight = 1.0 if self.sum_reduced else self.current
+        weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if self.on_host:
             # A micro-batch without a single target has a loss of 0/0 and says nothing.
             if weight:

@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from danling.utils.tensors import is_sharded
+
 from .errors import CheckpointDamaged, CheckpointError
-from .snapshot import is_sharded
 
 Path = tuple[Any, ...]
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from danling.utils.names import canonical_name
+from danling.utils.tensors import is_sharded
 
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .reading import read_file
-from .snapshot import is_sharded
 
 _STEMS = {"model": "model", "ema": "ema"}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from danling.utils.tensors import local_part, with_local_part
 
 from .errors import CheckpointError
 
@@ -55,28 +56,6 @@ def _plain(value: Any, path: str) -> Any:
         f"Expected tensors and plain values in a checkpoint. Received: {path}={value!r} ({type(value).__name__}). Save it as a tensor, a "
         "number, a string, or a list or dict of these."
     )
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; nobody has one who has not imported its module."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return type(tensor) is not Tensor and module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the shard of a DTensor, else the tensor."""
-    local: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return local
-
-
-def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor like `tensor` whose local part is `local`, on whatever device that is."""
-    if not is_sharded(tensor):
-        return local
-    # from_local() would move it to the device of the mesh, which is where a copy in host memory must not go.
-    kind: Any = type(tensor)
-    rebuilt: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
-    return rebuilt
 
 
 class SnapshotBuffers:

@@ -1,0 +1,36 @@
+"""What this rank holds of a tensor that may be sharded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; nobody has one who has not imported its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return type(tensor) is not Tensor and module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: the shard of a DTensor, else the tensor."""
+    local: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor like `tensor` whose local part is `local`, on whatever device that is."""
+    if not is_sharded(tensor):
+        return local
+    # from_local() would move it to the device of the mesh, which is where a copy in host memory must not go.
+    kind: Any = type(tensor)
+    rebuilt: Tensor = kind(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return rebuilt
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor; for a DTensor a collective of its mesh."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full
