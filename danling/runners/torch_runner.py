@@ -319,7 +319,11 @@ class TorchRunner(TorchUpdate):
         limit = self.config.comm.train_timeout_seconds
         if limit is not None and self.distributed:
             self.world.barrier()
-            set_collective_timeout(limit)
+            set_collective_timeout(limit, self.training_groups())
+
+    def training_groups(self) -> Sequence[Any]:
+        """Return the process groups that training communicates over; `None` is the default one."""
+        return [None]
 
     def _log(self, outcome: UpdateOutcome) -> None:
         """Write the figures of the update and the pace since the last line, on the main process; no communication."""
