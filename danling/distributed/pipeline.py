@@ -173,6 +173,11 @@ class Pipeline:
         self._loss: LossFunction | None = None
 
     @property
+    def has_blind_ranks(self) -> bool:
+        """Whether some rank of the pipeline has neither the first nor the last stage, and so reads no data."""
+        return self.domain.size > len({self.rank_of_stage[0], self.last_rank})
+
+    @property
     def last_rank(self) -> int:
         """Place in the pipeline of the rank with the last stage."""
         return self.rank_of_stage[self.num_stages - 1]

@@ -72,7 +72,12 @@ class ParallelRunner(ParallelState):
     def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
         batch = super()._upcoming(source, batches)
         # A forward is a collective here, so the ranks must close the window together.
-        return batch if source.even or self._all_have(source, batch) else None
+        return batch if self._ends_together(source) or self._all_have(source, batch) else None
+
+    def _ends_together(self, source: BatchSource) -> bool:
+        # Where a stage reads nothing, it knows the end of a loader of the library only.
+        blind = self.pipeline is not None and self.pipeline.has_blind_ranks
+        return source.even and (source.kind == "position" or not blind)
 
     # One update
 
@@ -151,6 +156,7 @@ class ParallelRunner(ParallelState):
         # The scaler would look at the gradients of this rank only, and scales that differ would never meet again.
         scaler = self.precision.scaler
         assert scaler is not None
+        scaler.scale(norm)  # the scale begins with the first loss, which other stages have
         scaler._per_optimizer_states[id(self.optimizer)] = {
             "stage": OptState.UNSCALED,
             "found_inf_per_device": {norm.device: (~torch.isfinite(norm)).float()},
