@@ -56,9 +56,9 @@ def run(options: argparse.Namespace) -> int:
         facts: dict[str, Any] = {"layout": vars(layout), "world_size": layout.world_size}
         print_json({**facts, "parameters": model.dense + model.experts, "bytes_per_rank": parts})
         return OK
-    degrees = ", ".join(f"{name} {value}" for name, value in vars(layout).items() if value > 1 and name != "stage")
+    active = ", ".join(f"{name} {value}" for name, value in vars(layout).items() if value > 1 and name != "stage")
     print(
-        f"{model.dense + model.experts:.4g} parameters on {layout.world_size} ranks ({degrees or 'no axis above 1'}), stage {layout.stage}\n"
+        f"{model.dense + model.experts:.4g} parameters on {layout.world_size} ranks ({active or 'no axis above 1'}), stage {layout.stage}\n"
     )
     print_table(
         ("on each rank", "memory"), [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]

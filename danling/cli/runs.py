@@ -39,11 +39,17 @@ def run(options: argparse.Namespace) -> int:
         return OK if runs else NOTHING_THERE
     if not runs:
         raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
-    print_table(_HEAD, [[row[name] for name in _COLUMNS] for row in (run.summary() for run in runs)])
+    print_table(_HEAD, [_row(run) for run in runs])
     if differences:
         print("\nsettings that differ")
         print_table(("run", *differences), list(zip((r.name for r in runs), *map(_texts, differences.values()))))
     return OK
+
+
+def _row(run: Run) -> list[Any]:
+    changed = f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None
+    row = {**run.summary(), "changed": changed}
+    return [row[name] for name in _COLUMNS]
 
 
 def ordered(runs: list[Run], key: str, *, reverse: bool = False) -> list[Run]:

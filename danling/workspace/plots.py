@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .runs import Curve, Run
+from .runs import Curve, Run, labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def draw_curves(
         figures: What to draw: quantities such as `loss`, or figures such as `val/acc`; empty draws all but the pace.
         by: `"step"`, or `"time"` in seconds since the first line of each run.
         smooth: Weight of the past in [0, 1): an exponential mean of what was logged in training, without the bias of its
-            start. The raw curve stays faintly visible. Evaluations are never smoothed.
+            start. The raw curve stays faintly visible. Evaluations and learning rates, which have no noise, are not smoothed.
         log_scale: A logarithmic vertical axis.
         columns: Panels beside each other, at most.
 
@@ -51,10 +51,12 @@ def draw_curves(
         raise ValueError(f"Expected smooth in [0, 1). Received: smooth={smooth!r}.")
     panels = group(runs, figures)
     canvas = _new_figure(len(panels), columns)
+    titles = labels(runs) if len(runs) > 1 else [""]
     for axes, (quantity, names) in zip(canvas.axes, panels.items()):
         for index, run in enumerate(runs):
             for name in names:
-                _draw(axes, run, name, by, smooth, COLORS[index % len(COLORS)], alone=len(runs) == 1)
+                color = COLORS[index % len(COLORS)] if len(runs) > 1 else None
+                _draw(axes, run, name, by, smooth, color, titles[index])
         axes.set_title(quantity, fontsize=10)
         axes.set_xlabel("seconds" if by == "time" else "step", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -135,21 +137,21 @@ def _new_figure(panels: int, columns: int) -> Figure:
     # A figure of its own, not pyplot's: nothing global changes, and no display is looked for.
     figure = Figure(figsize=(_WIDTH * width, _HEIGHT * height), layout="constrained")
     for index in range(panels):
-        figure.add_subplot(height, width, index + 1)
+        figure.add_subplot(height, width, index + 1).set_prop_cycle(color=COLORS)
     return figure
 
 
-def _draw(axes: Any, run: Run, name: str, by: str, smooth: float, color: str, *, alone: bool) -> None:
+def _draw(axes: Any, run: Run, name: str, by: str, smooth: float, color: str | None, title: str) -> None:
     xs, ys = run.curve(name, by=by)
     if not xs:
         return
     split = name.partition("/")[0]
-    label = split if alone else f"{run.name} {split}"
-    style: dict[str, Any] = {"color": color if not alone else None, "linewidth": 1.3, "label": label}
+    label = f"{title} {split}".strip()
+    style: dict[str, Any] = {"color": color, "linewidth": 1.3, "label": label}
     if split not in _STYLES:
         axes.plot(xs, ys, linestyle="--", marker="o", markersize=3, **style)
         return
-    if smooth and split == "train":
+    if smooth and split == "train" and not quantity_of(name).startswith("learning_rate"):
         faint = axes.plot(xs, ys, alpha=0.25, linewidth=0.8, color=style["color"])[0]
         style["color"] = faint.get_color()
         xs, ys = smooth_curve((xs, ys), smooth)

@@ -191,6 +191,13 @@ def config_differences(runs: Sequence[Run], *, everything: bool = False) -> dict
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Return what tells runs apart in a legend: one or two settings, where these do; else their names."""
+    differences = config_differences(runs)
+    told = [", ".join(f"{key}={value}" for key, value in zip(differences, row)) for row in zip(*differences.values())]
+    return told if len(differences) <= 2 and len(set(told)) == len(runs) else [run.name for run in runs]
+
+
 def _seeds(run: Run) -> dict[str, Any]:
     # Budgets and seeds may change in a resumed run, so they are not canonical everywhere; they do tell runs apart.
     return {key: run.config[key] for key in ("seed", "steps", "epochs") if key in run.config}
