@@ -21,7 +21,6 @@ else:
             "optim": ("OPTIMIZERS", "SCHEDULERS"),
             "runners": ("BaseRunner", "MetaRunner", "Runner", "RunnerConfig", "RunnerState", "TorchRunner"),
         },
-        rooms=("data", "distributed", "metrics", "optim", "runners", "supervision", "training", "utils", "workspace"),
     )
 
 __version__ = "0.1.0"

@@ -24,7 +24,6 @@ else:
             "state": ("RunnerState",),
             "torch_runner": ("TorchRunner",),
         },
-        rooms=("checkpoints",),
     )
 
 __all__ = ["BaseRunner", "MetaRunner", "Runner", "RunnerConfig", "RunnerState", "TorchRunner"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
-def lazily(
-    package: str, homes: Mapping[str, Iterable[str]], *, rooms: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a module's `__getattr__` and `__dir__` that import a name's module when the name is first used.
+
+    Submodules are found as attributes too, as if they had been imported.
 
     Importing torch takes seconds; what needs no torch, such as most of the command line, should not wait for it. Bind the
     two under `if not TYPE_CHECKING`, with plain imports for type checkers beside them: a `__getattr__` that type checkers
@@ -20,15 +21,13 @@ def lazily(
     Args:
         package: `__name__` of the package.
         homes: Public names by the submodule that defines them.
-        rooms: Submodules that are reached as attributes themselves.
     """
     home = {name: module for module, names in homes.items() for name in names}
-    submodules = frozenset(rooms)
 
     def __getattr__(name: str) -> Any:
         if name in home:
             value = getattr(import_module(f"{package}.{home[name]}"), name)
-        elif name in submodules:
+        elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             value = import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -37,6 +36,7 @@ def lazily(
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home, *submodules})
+        module = sys.modules[package]
+        return sorted({*vars(module), *home, *getattr(module, "__all__", ())})
 
     return __getattr__, __dir__
