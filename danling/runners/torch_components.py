@@ -321,10 +321,12 @@ class TorchComponents(BaseRunner):
         self._closers.callback(tracker.close)
 
     def init_tensorboard(self) -> None:
-        """Open the TensorBoard writer on the main process when `config.tensorboard`."""
+        """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
         if self.config.tensorboard and self.is_main_process:
             step = self.state.train.global_step
-            self._track(TensorBoardTracker(self.workspace.tensorboard_dir, purge_step=step or None))
+            earlier = self.workspace.latest_tensorboard_dir() if step else None
+            directory = earlier or self.workspace.tensorboard_dir
+            self._track(TensorBoardTracker(directory, purge_step=step + 1 if step else None))
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""

@@ -123,9 +123,13 @@ class TorchEvaluation(TorchState):
         totals = Meters()
         self.metric_set.reset()
         with self._evaluating(split, "evaluate"), torch.no_grad():
-            for batch in islice(self._pass_over(split), limit):
+            for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
                 self._evaluate_batch(batch, totals)
         return self.summarize(split, totals)
+
+    def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; training heeds requests between them."""
+        return batches
 
     def _evaluate_batch(self, batch: Batch, totals: Meters) -> None:
         data = self.to_device(batch.data)
