@@ -194,12 +194,18 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             checkpoint_dir=config.get("checkpoint_dir", None),
             checkpoint_dir_name=config.checkpoint.dir_name,
             log_file=config.get("log_file", None),
+            part=self.workspace_part,
         )
         self.workspace.create()
         handler = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
         self._closers.callback(close_run_log, handler)
+
+    @property
+    def workspace_part(self) -> str | None:
+        """Directory below the run directory for all but the checkpoints; `None` unless several groups work on one run."""
+        return None
 
     # Sources
 

@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from danling.data import Batch, BatchSource
-from danling.distributed import agree, set_collective_timeout
+from danling.distributed import QuorumError, agree, set_collective_timeout
 from danling.optim import needs_metric
 from danling.supervision import EXIT_CODES, Profiler, Telemetry
 from danling.training import UpdateOutcome
@@ -19,6 +20,7 @@ from danling.workspace import Progress, format_scores
 
 from .base_runner import Results
 from .config import RunnerConfig
+from .torch_replicas import UNCOMMITTED
 from .torch_update import TorchUpdate
 
 logger = logging.getLogger("danling")
@@ -58,6 +60,8 @@ class TorchRunner(TorchUpdate):
         self._stop_for: str | None = None
         self._deadline = math.inf
         self._save_asked = False
+        self._moved = False
+        """Whether another replica group's state was taken over that stands in another pass than the loops."""
         self._profiler: Profiler | None = None
         self.telemetry: Telemetry | None = None
 
@@ -94,10 +98,11 @@ class TorchRunner(TorchUpdate):
             return self.results
         with self._session():
             while state.epoch < (self.epochs or 0) and not self._stop_for:
+                self._moved = False
                 for split in to_train:
-                    if split not in self.open_result:
+                    if not self._is_trained(split):
                         self.train_epoch(split)
-                    if self._stop_for:
+                    if self._stop_for or self._moved:
                         break
                 else:
                     for split in to_evaluate:
@@ -119,6 +124,8 @@ class TorchRunner(TorchUpdate):
             self._after_update(outcome)
             if self._stop_for:
                 return {}
+        if self._moved:
+            return {}
         self.open_result[split] = self._training_figures()
         return self.open_result[split]
 
@@ -132,7 +139,10 @@ class TorchRunner(TorchUpdate):
             return self.results
         with self._session():
             while state.global_step < (self.steps or 0) and not self._stop_for:
+                self._moved = False
                 for split in to_train:
+                    if self._is_trained(split):
+                        continue
                     for outcome in self._updates(split):
                         self._after_update(outcome)
                         if outcome.committed and self._evaluation_due():
@@ -145,12 +155,20 @@ class TorchRunner(TorchUpdate):
                         if self._stop_for or state.global_step == self.steps:
                             break
                     else:
-                        self.sources[split].finish_pass()
-                        continue
+                        if not self._moved:
+                            self.sources[split].finish_pass()
+                            continue
                     break
                 else:
                     state.epoch += 1
         return self.results
+
+    def _is_trained(self, split: str) -> bool:
+        """Whether the pass that the state stands in is over for one of the splits."""
+        train = self.state.train
+        if self.is_step_mode:
+            return train.global_step >= (self.steps or 0) or self.sources[split].epoch > train.epoch
+        return train.epoch >= (self.epochs or 0) or split in self.open_result
 
     def _gave_up(self) -> bool:
         return self.scoreboard is not None and self.scoreboard.should_stop
@@ -178,6 +196,7 @@ class TorchRunner(TorchUpdate):
     def _session(self) -> Iterator[None]:
         """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
         self._stop_for = None
+        self._update_open = False
         self._parameters = None
         self.window.sum_reduced = self.sums_loss
         limit = self.config.max_time_seconds()
@@ -189,6 +208,9 @@ class TorchRunner(TorchUpdate):
         try:
             yield
             self._finish_session()
+        except QuorumError:
+            self._save_before_leaving()
+            raise
         finally:
             if self.signals is not None:
                 self.signals.uninstall()
@@ -208,6 +230,15 @@ class TorchRunner(TorchUpdate):
             logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
             raise SystemExit(EXIT_CODES[self._stop_for])
 
+    def _save_before_leaving(self) -> None:
+        """Save where the replica groups have lost each other: this group stands between two updates."""
+        logger.error("Lost the other replica groups after step %d; saving.", self.state.train.global_step)
+        try:
+            self.save_checkpoint()
+            self.checkpoint_manager.wait()
+        except Exception:
+            logger.exception("That save failed; the loss itself follows.")
+
     # One update
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
@@ -226,6 +257,13 @@ class TorchRunner(TorchUpdate):
             if not self._all_have(source, batch):
                 break
             found = True
+            if self.open_update():
+                self._logged_samples = self.state.train.samples
+                if self._is_trained(split):
+                    self._moved = True
+                    return
+                batches = source.batches()
+                continue
             consumed: list[Batch] = []
             while batch is not None:
                 consumed.append(batch)
@@ -234,6 +272,9 @@ class TorchRunner(TorchUpdate):
                 self._micro_step(batch)
                 batch = upcoming
             outcome = self.step()
+            if outcome.reason == UNCOMMITTED:
+                batches = chain(consumed, batches)
+                continue
             source.commit(consumed)
             telemetry.stepped(1.0, committed=outcome.committed)
             yield outcome

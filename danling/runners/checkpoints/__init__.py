@@ -10,6 +10,7 @@ from .exchange import export_weights, import_weights
 from .exclusion import exclude
 from .file import FileCheckpointManager
 from .reading import read_config, read_model
+from .replicas import ReplicaLoaderCheckpoints, WriterLock
 from .settings import CheckpointSettings
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointSettings",
     "FileCheckpointManager",
+    "ReplicaLoaderCheckpoints",
     "TorchDistributedCheckpointManager",
+    "WriterLock",
     "exclude",
     "export_weights",
     "import_weights",

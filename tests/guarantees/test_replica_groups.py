@@ -1,0 +1,156 @@
+"""Replica groups are killed and come back: the others go on, all end with the same weights, and no sample of theirs is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import ReplicaGroup, lighthouse
+from support.toys import NoisyPoints, differences
+from torch import Tensor, nn
+
+import danling as dl
+from danling.data.sampler import PositionedBatchSampler
+
+pytest.importorskip("torchft", reason="torchft is not installed")
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "2"))
+TRAIN_SIZE = 40
+BATCH_SIZE = 4  # a ragged last batch leaves two samples to each of four ranks, which BatchNorm needs
+
+
+class GroupRunner(dl.TorchRunner):
+    """Writes down the ids of every update, tells how far it is, and stops at the step that a file names."""
+
+    def __init__(self, config: dict[str, Any], board: Path) -> None:
+        super().__init__(config)
+        self.board = board
+        self.window_ids: list[int] = []
+        self.committed: list[tuple[int, int, list[int]]] = []
+        self.heals: list[int] = []
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": NoisyPoints(TRAIN_SIZE)}
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Take some time, so that a kill meets it at work."""
+        time.sleep(0.01)
+        self.window_ids += data["index"].tolist()
+        return super().train_step((data["input"], data["target"]))
+
+    def step(self) -> Any:
+        """Note what is committed, and stop where the test says."""
+        stop_at = self.board / "stop"
+        if stop_at.exists() and self.state.train.global_step == int(stop_at.read_text()) - 1:
+            self.stop()
+        epoch = self.sources["train"].epoch
+        outcome = super().step()
+        if outcome.committed:
+            step = self.state.train.global_step
+            self.committed.append((step, epoch, self.window_ids))
+            (self.board / f"group-{self.config.ft.replica_id}-{self.rank}").write_text(str(step))
+        self.window_ids = []
+        return outcome
+
+    def heal(self, state: Any) -> None:
+        """Note where."""
+        super().heal(state)
+        self.window_ids = []
+        self.heals.append(self.state.train.global_step)
+
+
+def settings(root: Path, group: int) -> dict[str, Any]:
+    return {
+        "steps": 10**6,
+        "seed": 3,
+        "accum_steps": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": BATCH_SIZE, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "total_steps": 10**6},
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "checkpoint": {"interval": 20, "keep_latest_k": 2},
+        "log_interval": 1000,
+        "ft": {"enabled": True, "replica_id": group, "group_size": 2, "process_group_timeout_ms": 5000},
+    }
+
+
+def train(root: Path, group: int) -> dict[str, Any]:
+    with GroupRunner(settings(root, group), root) as runner:
+        runner.train()
+        rates = [entry["lr"] for entry in runner.optimizer.param_groups]
+        state = {
+            "model": {name: value.clone() for name, value in runner.model_state_dict().items()},
+            "optimizer": runner.optimizer_state_dict(),
+            "ema": runner.ema.state_dict(),
+            "scheduler": runner.scheduler.state_dict(),
+            "step": runner.state.train.global_step,
+            "epoch": runner.state.train.epoch,
+            "samples": runner.state.train.samples,
+            "position": runner.sources["train"].state_dict(),
+            "rates": rates,
+        }
+        return {"state": state, "committed": runner.committed, "heals": runner.heals}
+
+
+def step_of(root: Path, group: int) -> int:
+    try:
+        return int((root / f"group-{group}-0").read_text() or 0)
+    except FileNotFoundError:
+        return 0
+
+
+def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_size: int) -> list[list[int]]:
+    """Return the share of every update from the first to the last, read off the order of the whole run."""
+    sampler = PositionedBatchSampler(
+        TRAIN_SIZE, batch_size=BATCH_SIZE, shuffle=True, pad=True, seed=3, rank=rank, world_size=world_size
+    )
+    shares: list[list[int]] = []
+    for epoch in range(committed[-1][1] + 1):
+        sampler.epoch = epoch
+        batches = [[index for _, index in keys] for keys in sampler]
+        shares += [sum(batches[i : i + 2], []) for i in range(0, len(batches), 2)]
+    return shares
+
+
+@pytest.mark.timeout(120 + 20 * KILLS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_is_killed_again_and_again(world_size: int, tmp_path: Path) -> None:
+    instants = random.Random(world_size)
+    with (
+        lighthouse() as address,
+        ReplicaGroup(train, tmp_path, 0, world_size=world_size, lighthouse=address, timeout=100 + 20 * KILLS) as whole,
+        ReplicaGroup(train, tmp_path, 1, world_size=world_size, lighthouse=address, timeout=100 + 20 * KILLS) as killed,
+    ):
+        whole.wait_until(lambda: step_of(tmp_path, 0) > 5)
+        killed.wait_until(lambda: step_of(tmp_path, 1) > 5)
+        for _ in range(KILLS):
+            time.sleep(instants.uniform(0.0, 1.0))
+            killed.kill()
+            died_at = step_of(tmp_path, 0)
+            whole.wait_until(lambda: step_of(tmp_path, 0) > died_at + 3)
+            killed.start()
+            killed.wait_until(lambda: step_of(tmp_path, 1) > died_at + 5)
+        (tmp_path / "stop").write_text(str(max(step_of(tmp_path, 0), step_of(tmp_path, 1)) + 40))
+        healthy, returned = whole.values(), killed.values()
+    for ended, other in zip(returned, healthy, strict=True):
+        assert differences(ended["state"], other["state"]) == []
+    for ended in healthy:
+        # Averages of buffers are a rank's own, as the buffers are between two forwards of DistributedDataParallel.
+        assert differences(ended["state"]["model"], healthy[0]["state"]["model"]) == []
+    for rank, ended in enumerate(healthy):
+        steps = [step for step, _, _ in ended["committed"]]
+        assert steps == list(range(1, ended["state"]["step"] + 1))
+        ids = [ids for _, _, ids in ended["committed"]]
+        assert ids == expected_ids(ended["committed"], rank, 2 * world_size)[: len(ids)]
+    for rank, ended in enumerate(returned):
+        assert len(ended["heals"]) >= 1
+        shares = expected_ids(ended["committed"], world_size + rank, 2 * world_size)
+        assert all(ids == shares[step - 1] for step, _, ids in ended["committed"])
+    assert torch.isfinite(healthy[0]["state"]["model"]["0.weight"]).all()
