@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,10 @@ def step_of(root: Path, group: int) -> int:
         return 0
 
 
+def reached(root: Path, group: int, step: int) -> Callable[[], bool]:
+    return lambda: step_of(root, group) >= step
+
+
 def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_size: int) -> list[list[int]]:
     """Return the share of every update from the first to the last, read off the order of the whole run."""
     sampler = PositionedBatchSampler(
@@ -115,7 +121,7 @@ def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_s
     for epoch in range(committed[-1][1] + 1):
         sampler.epoch = epoch
         batches = [[index for _, index in keys] for keys in sampler]
-        shares += [sum(batches[i : i + 2], []) for i in range(0, len(batches), 2)]
+        shares += [list(chain(*batches[i : i + 2])) for i in range(0, len(batches), 2)]
     return shares
 
 
@@ -128,15 +134,15 @@ def test_a_group_is_killed_again_and_again(world_size: int, tmp_path: Path) -> N
         ReplicaGroup(train, tmp_path, 0, world_size=world_size, lighthouse=address, timeout=100 + 20 * KILLS) as whole,
         ReplicaGroup(train, tmp_path, 1, world_size=world_size, lighthouse=address, timeout=100 + 20 * KILLS) as killed,
     ):
-        whole.wait_until(lambda: step_of(tmp_path, 0) > 5)
-        killed.wait_until(lambda: step_of(tmp_path, 1) > 5)
+        whole.wait_until(reached(tmp_path, 0, 6))
+        killed.wait_until(reached(tmp_path, 1, 6))
         for _ in range(KILLS):
             time.sleep(instants.uniform(0.0, 1.0))
             killed.kill()
             died_at = step_of(tmp_path, 0)
-            whole.wait_until(lambda: step_of(tmp_path, 0) > died_at + 3)
+            whole.wait_until(reached(tmp_path, 0, died_at + 4))
             killed.start()
-            killed.wait_until(lambda: step_of(tmp_path, 1) > died_at + 5)
+            killed.wait_until(reached(tmp_path, 1, died_at + 6))
         (tmp_path / "stop").write_text(str(max(step_of(tmp_path, 0), step_of(tmp_path, 1)) + 40))
         healthy, returned = whole.values(), killed.values()
     for ended, other in zip(returned, healthy, strict=True):
