@@ -252,21 +252,34 @@ class TorchReplicas(TorchEvaluation):
         self.replicas.average(self._statistics())
         return Verdict(weight, loss, samples, nonfinite, verdict.requests)
 
-    def commit_over_replicas(self) -> bool:
-        """Whether the open update may be made. Call on all ranks of the group."""
+    def commit_over_replicas(self) -> UpdateOutcome | None:
+        """Ask whether the open update may be made. Call on all ranks of the group.
+
+        Returns:
+            `None` when it may; else its outcome, with everything as it was before the update.
+
+        Raises:
+            QuorumError: If too many in a row may not; everything is as it was before this one.
+        """
         assert self.replicas is not None
         self._update_open = False
-        return self.replicas.commit()
-
-    def take_back(self) -> UpdateOutcome:
-        """Leave everything as it was before the update that was not committed."""
-        assert self.replicas is not None
-        self.optimizer.zero_grad()
-        self.window.reset()
-        self._restore(self._before)
+        committed = False
+        try:
+            committed = self.replicas.commit()
+        finally:
+            if not committed:
+                self._take_back()
+        if committed:
+            return None
         step = self.state.train.global_step + 1
         logger.warning("The replica groups did not commit update %d (failure %d); again.", step, self.replicas.failures)
         return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+
+    def _take_back(self) -> None:
+        self.optimizer.zero_grad()
+        self.window.reset()
+        if self._before is not None:
+            self._restore(self._before)
 
     def _statistics(self) -> list[Tensor]:
         """Return the running means and variances of normalisation, which every forward changes."""
@@ -286,9 +299,7 @@ class TorchReplicas(TorchEvaluation):
         micro_step, meters = self.state.train.micro_step, self.meters.state_dict()
         return _Before(capture_random_state(self.device), micro_step, meters, tensors)
 
-    def _restore(self, before: _Before | None) -> None:
-        if before is None:
-            return
+    def _restore(self, before: _Before) -> None:
         restore_random_state(before.streams, self.device)
         self.state.train.micro_step = before.micro_step
         self.meters.load_state_dict(before.meters)

@@ -95,9 +95,10 @@ class TorchUpdate(TorchReplicas):
         if self.replicas is not None:
             verdict = self.sum_over_replicas(verdict, self.parameters, self.gradient_mean_over)
             # Asked before anything is judged: after an error between the groups there is nothing to judge.
-            if not self.commit_over_replicas():
+            refused = self.commit_over_replicas()
+            if refused is not None:
                 self._asked |= verdict.requests
-                return self.take_back()
+                return refused
         gradients = self.unscale_gradients(verdict)
         grad_norm = self.gradient_norm(gradients)
         reason = self._objection(verdict, grad_norm)

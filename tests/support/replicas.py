@@ -9,32 +9,49 @@ with lighthouse() as address:
 
 from __future__ import annotations
 
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from .processes import Outcome, run_outcomes
+from .job import Job
+from .processes import Outcome, free_port, run_outcomes
 
 
-@contextmanager
-def lighthouse(min_replicas: int = 1) -> Iterator[str]:
-    """Run a lighthouse in this process that notices a death after a second and a half; gives its address."""
-    from torchft.coordination import LighthouseServer
+class Lighthouse:
+    """The program `torchft_lighthouse`, which notices a death after a second and a half.
 
-    server = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=min_replicas,
-        join_timeout_ms=300,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=1500,
-    )
-    try:
-        # It names the machine, whose name need not resolve.
-        yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-    finally:
-        server.shutdown()
+    Args:
+        min_replicas: Groups that a quorum needs.
+    """
+
+    def __init__(self, min_replicas: int = 1) -> None:
+        port = free_port()
+        flags = {
+            "min_replicas": min_replicas,
+            "join_timeout_ms": 300,
+            "quorum_tick_ms": 50,
+            "heartbeat_timeout_ms": 1500,
+        }
+        program = Path(sys.executable).with_name("torchft_lighthouse")
+        command = [str(program), "--bind", f"127.0.0.1:{port}", *(f"--{name}={value}" for name, value in flags.items())]
+        self.address = f"http://127.0.0.1:{port}"
+        self.job = Job(command, environment={"RUST_LOG": "error"})
+        self.job.wait_until(lambda: _listens(port))
+
+    def __enter__(self) -> Lighthouse:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.job.__exit__()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class ReplicaGroup:
@@ -44,16 +61,21 @@ class ReplicaGroup:
         function: What each of its ranks runs; a function of a test file.
         args: Its arguments.
         world_size: Ranks of the group.
-        lighthouse: Address of the lighthouse.
+        lighthouse: The lighthouse, if there is one.
         timeout: Seconds that one life of the group may take.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *args: Any, world_size: int, lighthouse: str, timeout: float = 120.0
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        lighthouse: Lighthouse | None,
+        timeout: float = 120.0,
     ) -> None:
         self._function, self._args = function, args
         self._world_size, self._timeout = world_size, timeout
-        self._environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"}
+        self._environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address if lighthouse else "", "RUST_LOG": "error"}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.outcomes: list[Outcome] = []
