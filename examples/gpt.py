@@ -6,6 +6,7 @@ python examples/gpt.py --auto_resume true                         # after a kill
 python examples/gpt.py --auto_resume true --steps 4800            # after the end: trains on to step 4800
 python examples/gpt.py --resume experiments/.../latest.pth        # a checkpoint by its path
 torchrun --nproc-per-node 2 examples/gpt.py                       # two processes, 8 sequences an update on each
+torchrun --nproc-per-node 4 examples/gpt.py --stack parallel --parallel.axes.shard 2 --parallel.axes.tensor 2   # on a mesh
 python examples/gpt.py --model.width 384 --model.depth 6 --precision bf16     # any key; all of them: --help
 
 The first one ends at about 1.57 bits per character in validation; 4.69 is the entropy of single characters. The text is that
@@ -110,7 +111,8 @@ if __name__ == "__main__":
         runner.train()
         train, val = ((runner.latest_result or {})[split]["loss"] / math.log(2) for split in ("train", "val"))
         if runner.is_main_process:
-            print(f"\n{runner.sample()}\n")
+            if runner.stack == "ddp":  # a divided model would have to be called by all ranks
+                print(f"\n{runner.sample()}\n")
             print(f"{train:.3f} bits per character in training, {val:.3f} in validation, after {runner.steps} steps")
             print(f"{runner.unigram_entropy:.3f} bits is the entropy of single characters")
             print(f"run directory: {runner.workspace.dir}")

@@ -7,6 +7,7 @@ from .cursors import Batch
 from .keyed import KeyedDataset
 from .loader import DataLoader
 from .movement import move_to_device
+from .proxy import PLACEHOLDER, ProxySource
 from .randomness import (
     capture_random_state,
     derive_seed,
@@ -18,11 +19,13 @@ from .sampler import PositionedBatchSampler
 from .source import BatchSource
 
 __all__ = [
+    "PLACEHOLDER",
     "Batch",
     "BatchSource",
     "DataLoader",
     "KeyedDataset",
     "PositionedBatchSampler",
+    "ProxySource",
     "build_dataloader",
     "capture_random_state",
     "derive_seed",

@@ -43,6 +43,9 @@ class BatchSource:
         self.split = split
         self._cursor = _choose_cursor(loader)(loader, split=split, rank=rank, world_size=world_size, seed=seed)
 
+    reads: bool = True
+    """Whether batches are read on this rank."""
+
     @property
     def kind(self) -> str:
         """How the loader is positioned: `"position"`, `"stateful"` or `"counted"`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -126,15 +127,18 @@ def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
     return PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
 
 
-def set_collective_timeout(seconds: float) -> None:
-    """Set how long a collective of the default group may take from now on. Call on all ranks.
+def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
+    """Set how long a collective may take from now on. Call on all ranks.
 
     Args:
-        seconds: The new limit, in place of the one the group was made with.
+        seconds: The new limit, in place of the one the groups were made with.
+        groups: The groups; `None` is the default one.
     """
-    if dist.is_available() and dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    for group in groups:
         # The only way that torch offers; its own name says that it may move.
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def destroy_process_group() -> None:

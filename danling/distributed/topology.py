@@ -91,6 +91,13 @@ class Topology:
             self._flat[names] = self.mesh[names]._flatten("_".join(names)).get_group()
         return self._flat[names]
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the mesh that have been made so far."""
+        if self.mesh is None:
+            return []
+        return [*(self.mesh.get_group(name) for name in self.axes.active), *self._flat.values()]
+
     def domain(self, *axes: str) -> Domain:
         """Return the domain of this rank over axes, without communication when all of them are 1. Call on all ranks."""
         group = self.group(*axes)

@@ -61,8 +61,10 @@ def load_named_state_dict(
         name: i for group, labels in zip(plain["param_groups"], names) for i, name in zip(group["params"], labels)
     }
     groups = []
-    for group, labels in zip(plain["param_groups"], names):
-        match = next(entry for entry in state["param_groups"] if set(entry["params"]) == set(labels))
+    for i, (group, labels) in enumerate(zip(plain["param_groups"], names)):
+        # The same place first: several groups may be empty where this process holds a part of the model.
+        candidates = [state["param_groups"][i], *state["param_groups"]]
+        match = next(entry for entry in candidates if set(entry["params"]) == set(labels))
         groups.append({**match, "params": group["params"]})
     values = {index_of[name]: _clone(entry) for name, entry in state["state"].items()}
     optimizer.load_state_dict({"state": values, "param_groups": groups})

@@ -18,6 +18,7 @@ def build_param_groups(
     weight_decay: float | None,
     groups: Sequence[Mapping[str, Any]],
     betas: Sequence[float] | None = None,
+    whole: Mapping[str, bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Return one optimizer group for every entry, and one for what no entry matches.
 
@@ -31,24 +32,29 @@ def build_param_groups(
         groups: Entries with `pattern` and any of `options`, `lr_multiplier`, `weight_decay_multiplier`, `beta1`, `beta2`. A
             multiplier multiplies the entry's own option where `options` has it.
         betas: Base betas, of which `beta1` and `beta2` replace one.
+        whole: Where `named_parameters` are a part of a model: names of all its parameters, and whether they require a gradient.
+            Every part gets the groups of the whole then, though some may be empty.
 
     Raises:
         ValueError: If an entry has an unknown key, no pattern, a pattern that matches nothing, or multiplies what is not set.
     """
     entries = [_checked(entry) for entry in groups]
-    matched: list[list[nn.Parameter]] = [[] for _ in entries]
-    unmatched = set(range(len(entries)))
-    rest: list[nn.Parameter] = []
-    names: list[str] = []
-    for name, parameter in named_parameters:
-        names.append(name)
-        index = next((i for i, entry in enumerate(entries) if re.search(entry["pattern"], name)), None)
-        unmatched.discard(-1 if index is None else index)
+    options: list[dict[str, Any]] = [{}, *(_options(entry, lr, weight_decay, betas) for entry in entries)]
+    members: list[list[nn.Parameter]] = [[] for _ in options]
+    mine = list(named_parameters)
+    required = dict(whole) if whole is not None else {name: parameter.requires_grad for name, parameter in mine}
+    place = {name: _place_of(name, entries) for name in required}
+    _check_all_matched([e["pattern"] for i, e in enumerate(entries, 1) if i not in place.values()], list(required))
+    for name, parameter in mine:
         if parameter.requires_grad:
-            (rest if index is None else matched[index]).append(parameter)
-    _check_all_matched([entries[i]["pattern"] for i in sorted(unmatched)], names)
-    built = [{"params": params, **_options(entry, lr, weight_decay, betas)} for entry, params in zip(entries, matched)]
-    return [group for group in ({"params": rest}, *built) if group["params"]]
+            members[place[name]].append(parameter)
+    kept = {place[name] for name, trained in required.items() if trained}
+    return [{"params": params, **options[i]} for i, params in enumerate(members) if i in kept]
+
+
+def _place_of(name: str, entries: Sequence[Mapping[str, Any]]) -> int:
+    """Return the group of a parameter: 0 for what no entry matches."""
+    return next((i for i, entry in enumerate(entries, 1) if re.search(entry["pattern"], name)), 0)
 
 
 def _check_all_matched(unmatched: Sequence[str], names: Sequence[str]) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 # Does not change what is learned: where it runs, how fast, what is written where, and how long it goes on. The budgets are here
 # because a run that is continued with a larger one must find its own directory.
 LAYOUT = frozenset({"stack", "parallel", "backend", "init_method", "comm", "ft", "deepspeed", "compile"})
-LAYOUT_OF_FSDP = frozenset({"fsdp.enabled", "fsdp.reshard_after_forward", "fsdp.offload_policy"})
+LAYOUT_OF_FSDP = frozenset(
+    {"fsdp.enabled", "fsdp.reshard_after_forward", "fsdp.offload_policy", "fsdp.blocks", "fsdp.gradient_sync"}
+)
 NAMES = frozenset({"name", "lineage", "experiment", "workspace_root", "dir", "checkpoint_dir", "log_file"})
 SOURCES = frozenset({"resume", "auto_resume"})
 OUTPUT = frozenset({"log", "log_interval", "tensorboard", "wandb", "checkpoint"})

@@ -125,6 +125,8 @@ class ParallelConfig(ClosedSection):
     """Pipeline micro-batches of a batch; none follows from their size."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names of every stage; the outer length is the number of stages."""
+    activation_checkpointing: bool = False
+    """Compute the activations of each block again in the backward instead of keeping them."""
     mesh_device_type: str | None = None
     """Device type of the mesh; none takes the runner's device."""
     allow_degree_change: bool = False
@@ -144,6 +146,10 @@ class FsdpConfig(ClosedSection):
     """Mixed precision policy."""
     offload_policy: Any = None
     """CPU offload policy."""
+    blocks: list[str] | None = None
+    """Modules that are gathered one by one, by class or dotted name; none takes the layers of every module list."""
+    gradient_sync: Literal["every", "last", "last_all_reduce"] = "last_all_reduce"
+    """Micro-batches whose gradient is reduced: every one, the last of a window, or scattered each and summed over replicas last."""
 
 
 class CompileConfig(ClosedSection):

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .base_runner import BaseRunner
 from .config import RunnerConfig
+
+if TYPE_CHECKING:
+    # Every stack is a TorchRunner, so a type checker may know its methods; which one it is shows when it is constructed.
+    from .torch_runner import TorchRunner as _Base
+else:
+    _Base = BaseRunner
 
 _STACKS = {
     "ddp": ("torch_runner", "TorchRunner"),
@@ -19,7 +25,7 @@ _STACKS = {
 }
 
 
-class Runner(BaseRunner):
+class Runner(_Base):
     """Picks the stack named by `config.stack` and is it.
 
     `Runner(config)` and subclasses of `Runner` are instances of the stack's class too: `isinstance(runner, TorchRunner)` holds for

@@ -139,10 +139,15 @@ class TorchComponents(BaseRunner):
         groups = settings.pop("param_groups", None)
         if groups:
             bases = {name: settings.get(name) for name in ("lr", "weight_decay", "betas")}
-            params: Any = build_param_groups(self.named_parameters(), groups=groups, **bases)
+            whole = self.whole_parameters()
+            params: Any = build_param_groups(self.named_parameters(), groups=groups, whole=whole, **bases)
         else:
             params = [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
-        return OPTIMIZERS.build(params=params, **settings)
+        return OPTIMIZERS.build(params=params or [{"params": []}], **settings)
+
+    def whole_parameters(self) -> dict[str, bool] | None:
+        """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`."""
+        return None
 
     def build_scheduler(self) -> Any:
         """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length."""

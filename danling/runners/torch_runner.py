@@ -285,7 +285,7 @@ class TorchRunner(TorchUpdate):
             )
 
     def _all_have(self, source: BatchSource, batch: Batch | None) -> bool:
-        if source.even or self.optimizer_domain.size == 1:
+        if self._ends_together(source):
             return batch is not None
         # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
         ended = agree(self.optimizer_domain, () if batch is not None else ("exhausted",))
@@ -294,6 +294,10 @@ class TorchRunner(TorchUpdate):
                 "Another rank has no batch left in split %r: this pass ends early on rank %d.", source.split, self.rank
             )
         return not ended
+
+    def _ends_together(self, source: BatchSource) -> bool:
+        """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
+        return source.even or self.optimizer_domain.size == 1
 
     def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
         """Return the next batch of the open window, `None` where the pass ends."""
@@ -360,7 +364,11 @@ class TorchRunner(TorchUpdate):
         limit = self.config.comm.train_timeout_seconds
         if limit is not None and self.distributed:
             self.world.barrier()
-            set_collective_timeout(limit)
+            set_collective_timeout(limit, self.training_groups())
+
+    def training_groups(self) -> Sequence[Any]:
+        """Return the process groups that training communicates over; `None` is the default one."""
+        return [None]
 
     def _log(self, outcome: UpdateOutcome) -> None:
         """Write the figures of the update and the pace since the last line, on the main process; no communication."""

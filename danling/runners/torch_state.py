@@ -89,7 +89,11 @@ class TorchState(TorchComponents):
             "stream": self.stream_place[0],
             "rng": capture_random_state(self.device),
             "replica": self.data_domain.rank,
-            "loaders": {s: self.sources[s].state_dict() for s in splits if self.sources[s].is_rank_local},
+            "loaders": {
+                s: self.sources[s].state_dict()
+                for s in splits
+                if self.sources[s].is_rank_local and self.sources[s].reads
+            },
         }
         ranks = self.world.gather_objects(mine)
         # From the last to the first: of ranks that draw the same numbers, and of those that read the same data, the first one's.

@@ -183,9 +183,10 @@ class TorchUpdate(TorchReplicas):
             raise self._nonfinite_error(pending[0])
 
     def _nonfinite_error(self, step: int) -> NonFiniteError:
-        names = nonfinite_parameters((n, p) for n, p in self.named_parameters())
-        bad_ranks = self.optimizer_domain.gather_objects(bool(self.window.nonfinite))
-        ranks = [rank for rank, bad in enumerate(bad_ranks) if bad]
+        mine = (bool(self.window.nonfinite), nonfinite_parameters((n, p) for n, p in self.named_parameters()))
+        found = self.optimizer_domain.gather_objects(mine)
+        ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
+        names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
         return NonFiniteError(
             f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
             f"gradients that are not finite for {names or 'no parameter'}. Lower the learning rate, set max_grad_norm, or set "

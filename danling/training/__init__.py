@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .batches import call_model, count_samples, criterion_weight, peek_target, unpack_batch
 from .ema import EMA
-from .gradients import clip_by_norm, gradients_of, nonfinite_parameters, scale_gradients
+from .gradients import clip_by_norm, clip_coefficient, gradients_of, nonfinite_parameters, scale_gradients
 from .outcome import NonFiniteError, UpdateOutcome
 from .precision import Precision
 from .window import Window
@@ -17,6 +17,7 @@ __all__ = [
     "Window",
     "call_model",
     "clip_by_norm",
+    "clip_coefficient",
     "count_samples",
     "criterion_weight",
     "gradients_of",

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from danling.utils.tensors import local_part
+
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients that exist."""
@@ -35,8 +37,13 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
 
 
+def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
+    """Return what gradients are multiplied with so that their norm is at most `max_norm`: torch's rule, 0-dim, at most 1."""
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
 def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], limit: int = 5) -> list[str]:
-    """Return the names of the first parameters whose gradient has a NaN or an infinity.
+    """Return the names of the first parameters whose gradient has a NaN or an infinity in what this rank holds of it.
 
     Args:
         named_parameters: Names and parameters in model order.
@@ -44,7 +51,7 @@ def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], l
     """
     names = []
     for name, parameter in named_parameters:
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+        if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
             names.append(name)
             if len(names) == limit:
                 break

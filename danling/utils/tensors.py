@@ -34,3 +34,21 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor; for a DTensor a collective of its mesh."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor divided as `like` is, without communication; anything else is returned as it is.
+
+    Args:
+        tensor: The same on all ranks of the mesh of `like`, or a DTensor already.
+        like: A tensor of the same shape.
+    """
+    if is_sharded(tensor) or not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    placements: Any = like.placements  # type: ignore[attr-defined]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    local = tensor[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
+    return with_local_part(like, local.to(local_part(like).device).contiguous())

@@ -61,6 +61,15 @@ def test_runs_on_two_processes(text: list[str]) -> None:
     assert output.count("in validation") == 1
 
 
+def test_runs_unchanged_on_a_mesh(text: list[str]) -> None:
+    axes = ("--stack", "parallel", "--parallel.axes.shard", "2", "--parallel.axes.tensor", "2")
+    exit_code, output = run_torchrun(EXAMPLES / "gpt.py", "--steps", "40", *text, *axes, nproc_per_node=4)
+    assert exit_code == 0, output
+    validation, entropy = bits_in(output)
+    assert validation < entropy
+    assert list(Path("experiments/gpt").glob("*/checkpoints/targets/*/.metadata"))
+
+
 def test_the_model_looks_back_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     from models.gpt import GPT
@@ -74,7 +83,7 @@ def test_the_model_looks_back_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before.shape == (2, 8, 11)
     assert torch.equal(before[:, :5], after[:, :5])
     assert not torch.equal(before[:, 5:], after[:, 5:])
-    assert model.head.weight is model.tokens.weight
+    assert model.head.weight is model.embedding.tokens.weight
     assert model.generate(tokens, 4).shape == (2, 12)
     with pytest.raises(ValueError, match="multiple of `heads`"):
         GPT(11, width=10, heads=4)

@@ -15,6 +15,10 @@ import pytest
 from support.processes import ProcessFailure, run_outcomes, run_processes
 from support.toys import TracingRunner, differences, whole_state
 from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from danling.runners.parallel_runner import ParallelRunner
+from danling.utils.tensors import whole
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "5"))
 
@@ -28,8 +32,14 @@ class SlowRunner(TracingRunner):
         return super().train_step(data)
 
 
-def settings(root: Path, backend: str, mode: str) -> dict[str, Any]:
+class SlowParallelRunner(SlowRunner, ParallelRunner):
+    """The same on a mesh."""
+
+
+def settings(root: Path, backend: str, mode: str, axes: dict[str, int] | None = None) -> dict[str, Any]:
+    layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
     return {
+        **layout,
         "steps": 30 + 10 * KILLS,  # over four seconds of waiting: no attempt that is killed can be the whole run
         "seed": 3,
         "accum_steps": 2,
@@ -46,21 +56,31 @@ def settings(root: Path, backend: str, mode: str) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    with SlowRunner(config) as runner:
+    kind = SlowParallelRunner if "parallel" in config else SlowRunner
+    with kind(config) as runner:
         runner.train()
-        return whole_state(runner)
+        return tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, whole_state(runner))
 
 
 @pytest.mark.timeout(360 + 12 * KILLS)
 @pytest.mark.parametrize(
-    ("backend", "mode", "world_size"),
-    [("file", "disabled", 1), ("file", "async", 2), ("dcp", "disabled", 2), ("dcp", "async", 2)],
+    ("backend", "mode", "world_size", "axes"),
+    [
+        ("file", "disabled", 1, None),
+        ("file", "async", 2, None),
+        ("dcp", "disabled", 2, None),
+        ("dcp", "async", 2, None),
+        ("dcp", "async", 2, {"shard": 2}),
+        ("dcp", "async", 2, {"pipeline": 2}),
+    ],
 )
-def test_killed_again_and_again(backend: str, mode: str, world_size: int, tmp_path: Path) -> None:
-    whole = run_processes(
-        train, settings(tmp_path / "whole", backend, mode), world_size=world_size, timeout=150 + KILLS
+def test_killed_again_and_again(
+    backend: str, mode: str, world_size: int, axes: dict[str, int] | None, tmp_path: Path
+) -> None:
+    uninterrupted = run_processes(
+        train, settings(tmp_path / "whole", backend, mode, axes), world_size=world_size, timeout=150 + KILLS
     )
-    config = settings(tmp_path / "parts", backend, mode)
+    config = settings(tmp_path / "parts", backend, mode, axes)
     instants = random.Random(f"{backend} {mode} {world_size}")
     kills = 0
     for _ in range(KILLS):
@@ -72,5 +92,5 @@ def test_killed_again_and_again(backend: str, mode: str, world_size: int, tmp_pa
     ended = run_processes(train, config, world_size=world_size, timeout=150 + KILLS)
     assert kills > 0
     for rank in range(world_size):
-        assert differences(ended[rank], whole[rank]) == []
+        assert differences(ended[rank], uninterrupted[rank]) == []
     assert not list(tmp_path.rglob(".staged-*"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -162,6 +163,8 @@ def read_target(
     reader = TargetReader(path)
     metadata = reader.read_metadata()
     flat = destinations(metadata, template, None if sections is None else frozenset(sections))
+    elsewhere = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
+    flat = {name: value for name, value in flat.items() if name not in elsewhere}
     planner = LoadPlanner()
     if flat:
         try:
@@ -170,7 +173,7 @@ def read_target(
         except CheckpointException as error:
             reason = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise CheckpointDamaged(f"Expected a readable checkpoint. Received: {path}: {reason}") from None
-    return nest(planner.state_dict if flat else {}, metadata.planner_data)
+    return nest({**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data)
 
 
 @contextmanager

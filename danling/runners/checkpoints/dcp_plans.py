@@ -130,7 +130,8 @@ def destinations(
 
     Args:
         metadata: Of the checkpoint.
-        template: A state whose DTensors say how tensors of the same name and shape are sharded here; others are read whole.
+        template: A state whose DTensors say how tensors of the same name, or of a name one longer, and of the same shape are sharded
+            here; others are read whole. In the sections that it has, what it knows nothing of gets no memory: a meta tensor.
         sections: First components of the names to read; `None` reads all.
     """
     layouts = flatten(template)[0] if template is not None else {}
@@ -141,8 +142,11 @@ def destinations(
         if not isinstance(entry, TensorStorageMetadata):
             found[name] = None
             continue
-        like, dtype = layouts.get(name), entry.properties.dtype
-        if isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
+        # The state of an optimizer lies as its parameter does: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
+        like, dtype = layouts.get(name, layouts.get(name.rpartition(".")[0])), entry.properties.dtype
+        if like is None and template is not None and metadata.planner_data[name][0] in template:
+            found[name] = torch.empty(entry.size, dtype=dtype, device="meta")
+        elif isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
             found[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
             found[name] = torch.empty(entry.size, dtype=dtype)

@@ -1,0 +1,58 @@
+"""Counting the batches of a loader that other ranks read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from .cursors import Batch, PositionCursor
+from .source import BatchSource
+
+
+class Placeholder:
+    """Stands where the data of a batch would be."""
+
+    def __repr__(self) -> str:
+        return "PLACEHOLDER"
+
+
+PLACEHOLDER = Placeholder()
+"""The data of a batch that this rank does not read."""
+
+
+class ProxySource(BatchSource):
+    """A source that reads nothing: it yields placeholders, and keeps the position of the ranks that read.
+
+    A loader of the library says how many batches there are. Of a user's loader only the ranks that read it know when it ends, so the
+    proxy never does: the ranks have to agree on it.
+    """
+
+    reads = False
+
+    @property
+    def even(self) -> bool:
+        """Whether the number of batches is known here."""
+        return isinstance(self._cursor, PositionCursor) and self._cursor.even
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield placeholders from the position on."""
+        if isinstance(self._cursor, PositionCursor):
+            loader = self._cursor.loader
+            for samples, total in islice(loader.counts(), loader.remaining_batches):
+                yield Batch(PLACEHOLDER, samples, total)
+            return
+        while True:
+            yield Batch(PLACEHOLDER, None, None)
+
+    def commit(self, batches: Sequence[Batch]) -> None:
+        """Move the position as the ranks do that read."""
+        self._cursor.commit(len(batches))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; the state of the loader itself is for the ranks that read it."""
+        if isinstance(self._cursor, PositionCursor):
+            super().load_state_dict(state)
+            return
+        self._cursor.set_epoch(int(state["epoch"]))
+        self._cursor.commit(int(state["consumed"]))

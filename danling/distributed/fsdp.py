@@ -1,0 +1,121 @@
+"""FSDP2: what is wrapped, how gradients are reduced, and when shards are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+SYNC_POLICIES = ("every", "last", "last_all_reduce")
+"""When the gradients of an accumulation window are reduced; see `set_gradient_sync`."""
+
+
+def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Return the modules that are sharded, compiled and checkpointed one by one, outer ones before inner ones.
+
+    Args:
+        model: The model.
+        wanted: Class names or dotted module names, `None` for the default: the children with parameters of every
+            `ModuleList`, `ModuleDict` and, where they are of one class, `Sequential`, the outermost only. A transformer's layers are
+            found so.
+
+    Raises:
+        ValueError: If a wanted name is none of a class or a module.
+    """
+    if wanted is None:
+        return dict(_repeated(model, ""))
+    found = {name: module for name, module in model.named_modules() if name and _is_wanted(name, module, wanted)}
+    seen = {*found, *(type(module).__name__ for module in found.values())}
+    missing = [name for name in wanted if name not in seen]
+    if missing:
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"Expected fsdp.blocks to name modules of the model or their classes (classes here: {', '.join(classes)}). Received: "
+            f"{missing}. Correct them."
+        )
+    return found
+
+
+def _is_wanted(name: str, module: nn.Module, wanted: Sequence[str]) -> bool:
+    return name in wanted or type(module).__name__ in wanted
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _is_uniform(module):
+            if any(True for _ in child.parameters()):
+                yield path, child
+        else:
+            yield from _repeated(child, f"{path}.")
+
+
+def _is_uniform(module: nn.Module) -> bool:
+    kinds = {type(child) for child in module.children() if any(True for _ in child.parameters())}
+    plain = kinds <= {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d}
+    return isinstance(module, nn.Sequential) and len(kinds) == 1 and not plain
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], **kwargs: Any) -> None:
+    """Shard blocks and the rest of a model in place. Call on all ranks of the mesh.
+
+    The gradient becomes the sum over the mesh, not the mean: who divides is the accumulation window, once.
+
+    Args:
+        model: A model, or a part of one.
+        mesh: One dimension for FSDP, or two for HSDP, the replicated one first.
+        blocks: Modules inside `model` that are gathered one at a time.
+        **kwargs: Further arguments of `fully_shard`.
+    """
+    for block in reversed(list(blocks)):
+        fully_shard(block, mesh=mesh, **kwargs)
+    fully_shard(model, mesh=mesh, **kwargs)
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules of a model that FSDP2 wraps."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_gradient_sync(model: nn.Module, policy: str, *, last: bool) -> None:
+    """Prepare the backward of a micro-batch.
+
+    Args:
+        model: The sharded model.
+        policy: `"every"` reduces the gradient of each micro-batch, which needs the least memory; `"last"` keeps whole gradients and
+            reduces them once, which communicates least; `"last_all_reduce"` scatters each micro-batch's and sums over replicas once.
+        last: Whether it is the last micro-batch of its window.
+    """
+    for module in _roots(model):
+        module.set_requires_gradient_sync(last or policy != "last")
+        module.set_requires_all_reduce(last or policy == "every")
+
+
+def _roots(model: nn.Module) -> list[FSDPModule]:
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what was gathered, so that the next forward reads the shards as they are now."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def resolve_dtype(name: Any) -> torch.dtype | None:
+    """Return a dtype by its name, short or long; `None` stays."""
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+    dtype = getattr(torch, short.get(str(name).lower(), str(name).lower()), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"Expected the name of a dtype, such as 'bf16'. Received: {name!r}.")
+    return dtype

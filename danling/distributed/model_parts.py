@@ -1,0 +1,169 @@
+"""Cutting a model into parts for the stages of a pipeline; every name stays what it is in the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ModelParts(nn.Module):
+    """The parts of a model that one rank holds, under the names of the whole model.
+
+    Not to be called: the pipeline schedule calls the parts.
+
+    Args:
+        parts: Modules that have no parameter in common.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all parts."""
+        for part in self.parts:
+            yield from part.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of all parts."""
+        for part in self.parts:
+            yield from part.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of all parts."""
+        return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load each part's share; names that belong to none of them are not looked at."""
+        for part in self.parts:
+            own = part.state_dict()
+            share = {name: value for name, value in state_dict.items() if name in own}
+            part.load_state_dict(share, strict=strict, assign=assign)
+        return None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a part of a model is called by the schedule, with what the part before it returned."""
+        raise RuntimeError(
+            "Expected the model of a pipeline to be called by its schedule. Received: a direct call. Use the default `train_step`, "
+            "`evaluate_step` and `infer_step`."
+        )
+
+
+def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
+    """Return the module names of each part when the children of a `Sequential` are dealt out by their parameters.
+
+    Args:
+        model: A model that calls its children one after the other.
+        num_parts: Number of parts.
+
+    Raises:
+        ValueError: If the model is no `Sequential`, or has fewer children.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(
+            f"Expected to know which modules of {type(model).__name__} make up the {num_parts} stages. Received: "
+            "parallel.module_fqns_per_model_part=None. Set it, give the model a method `pipeline_modules(num_stages)` that returns such "
+            "lists, or override `build_pipeline_model_parts`."
+        )
+    names = [name for name, _ in model.named_children()]
+    if len(names) < num_parts:
+        raise ValueError(
+            f"Expected at least {num_parts} modules for as many stages. Received: {len(names)} ({', '.join(names)}). Use fewer stages."
+        )
+    sizes = [1 + sum(p.numel() for p in child.parameters()) for child in model.children()]
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    total, done, part = sum(sizes), 0, 0
+    for index, (name, size) in enumerate(zip(names, sizes)):
+        left = len(names) - index
+        full = done + size / 2 >= total * (part + 1) / num_parts
+        if parts[part] and part < num_parts - 1 and (full or left <= num_parts - 1 - part):
+            part += 1
+        parts[part].append(name)
+        done += size
+    return parts
+
+
+def check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
+    """Raise where parts are not a division of the model.
+
+    Raises:
+        ValueError: If a name is unknown or listed twice, a module lies in no part or in two, a parameter stands outside of every
+            listed module, or is tied between two parts.
+    """
+    modules = dict(model.named_modules())
+    listed = [name for part in parts for name in part]
+    unknown = [name for name in listed if name not in modules or not name]
+    twice = sorted({name for name in listed if listed.count(name) > 1})
+    if unknown or twice or not all(parts):
+        raise ValueError(
+            f"Expected every part to list modules of the model, each once. Received: unknown={unknown}, listed twice={twice}, "
+            f"empty parts={[i for i, part in enumerate(parts) if not part]}. Modules: {', '.join(n for n in modules if n)[:500]}."
+        )
+    loose = list(_loose(model, "", set(listed)))
+    if loose:
+        raise ValueError(
+            f"Expected every module and parameter to belong to one part. Received: {', '.join(loose[:8])} in none. List them, or put "
+            "parameters that the model holds directly into a module of their own."
+        )
+    _check_ties(modules, parts)
+
+
+def _loose(module: nn.Module, prefix: str, listed: set[str]) -> Iterator[str]:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    yield from (f"{prefix}{name}" for name, _ in own)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path in listed:
+            continue
+        if any(other.startswith(f"{path}.") for other in listed):
+            yield from _loose(child, f"{path}.", listed)
+        elif not isinstance(child, nn.Identity):
+            yield path
+
+
+def _check_ties(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> None:
+    owners: dict[int, tuple[int, str]] = {}
+    for index, part in enumerate(parts):
+        for root in part:
+            for name, parameter in modules[root].named_parameters():
+                path = f"{root}.{name}"
+                part_before, name_before = owners.setdefault(id(parameter), (index, path))
+                if part_before != index:
+                    raise ValueError(
+                        f"Expected parameters that are tied to lie in one part. Received: {name_before} in part {part_before} and {path} "
+                        f"in part {index}, which are one parameter. Put both modules into one part, or untie them."
+                    )
+
+
+def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> nn.Module:
+    """Return the part of a model: every module that is not in it becomes `nn.Identity`, which leaves all other names alone.
+
+    Args:
+        model: The whole model, which is changed, unless `keep`.
+        part: Names of the modules that the part consists of.
+        keep: Leave `model` as it is; the part's own modules are copied then.
+    """
+    if keep:
+        model = copy.deepcopy(model)
+    _prune(model, "", set(part))
+    return model
+
+
+def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path in part:
+            continue
+        if any(other.startswith(f"{path}.") for other in part):
+            _prune(child, f"{path}.", part)
+        else:
+            setattr(module, name, nn.Identity())
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether a model has tensors without memory."""
+    return any(tensor.device == torch.device("meta") for tensor in (*model.parameters(), *model.buffers()))

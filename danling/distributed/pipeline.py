@@ -1,0 +1,364 @@
+"""Pipeline parallelism over `torch.distributed.pipelining`: exact for ragged batches and unequal weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+from torch.utils import _pytree as pytree
+
+from .domain import Domain
+
+V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+"""Schedules whose ranks hold a stage from the front and one from the back."""
+
+_ANY_NUMBER = (ScheduleGPipe, ScheduleLoopedBFS)
+
+LossFunction = Callable[[Tensor, int], Tensor]
+"""Takes the output of a micro-batch and its place in the batch; returns what is back-propagated."""
+
+
+def resolve_schedule(name: str) -> Any:
+    """Return the schedule class of `torch.distributed.pipelining` with this name; case does not matter.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    names = ["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble"]
+    short = name.lower().removeprefix("schedule")
+    if short not in map(str.lower, names):
+        raise ValueError(f"Expected a pipeline schedule out of {names}. Received: parallel.pipeline_schedule={name!r}.")
+    return get_schedule_class(short)
+
+
+def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:
+    """Return the stages that a rank of the pipeline holds, in order.
+
+    Args:
+        schedule: The schedule class.
+        rank: Place in the pipeline.
+        size: Ranks of the pipeline.
+        num_stages: Stages of the whole model.
+
+    Raises:
+        ValueError: If the schedule cannot have so many stages.
+    """
+    each = num_stages // size
+    single = issubclass(schedule, PipelineScheduleSingle)
+    wrong = (
+        num_stages % size
+        or (single and each != 1)
+        or (schedule in V_SCHEDULES and each != 2)
+        or (not single and each < 2)
+    )
+    if wrong:
+        needed = "1 stage" if single else "2 stages" if schedule in V_SCHEDULES else "2 or more stages"
+        raise ValueError(
+            f"Expected {needed} on each rank for the schedule {schedule.__name__}. Received: {num_stages} stages on {size} ranks of the "
+            "pipeline. Change parallel.module_fqns_per_model_part, whose length is the number of stages, or parallel.pipeline_schedule."
+        )
+    return [rank, 2 * size - 1 - rank] if schedule in V_SCHEDULES else list(range(rank, num_stages, size))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut into micro-batches.
+
+    Attributes:
+        size: Samples of a micro-batch.
+        real: Micro-batches with samples of the batch.
+        number: Micro-batches that run; those beyond `real` repeat the first and weigh nothing.
+    """
+
+    size: int
+    real: int
+    number: int
+
+
+def cut_batch(samples: int, *, size: int, number: int | None, schedule: Any, ranks: int, stages: int) -> Cut:
+    """Return how a batch is cut; one that does not divide gets smaller micro-batches, or some that weigh nothing.
+
+    Args:
+        samples: Samples of the batch.
+        size: Samples of a micro-batch, not read when `number` is given.
+        number: Micro-batches of a batch.
+        schedule: The schedule class.
+        ranks: Ranks of the pipeline.
+        stages: Stages of the pipeline.
+    """
+    if number is not None:
+        size = max(samples // number, 1)
+    size = math.gcd(samples, size)
+    real = samples // size
+    if schedule in _ANY_NUMBER:
+        return Cut(size, real, real)
+    least = max(real, stages)
+    # Interleaved schedules run in rounds of as many micro-batches as there are ranks.
+    if issubclass(schedule, PipelineScheduleMulti) and schedule not in V_SCHEDULES:
+        least = -(-least // ranks) * ranks
+    return Cut(size, real, least)
+
+
+class _Stage(PipelineStage):
+    # Stages of one rank hand on gradients to each other even in a forward without any, where there is nothing to hand on.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+class Pipeline:
+    """The stages of this rank, and the schedule that runs them.
+
+    The shapes between stages are found by one forward for each new shape of input, which leaves random streams, buffers and gradients
+    alone. A schedule and its stages are made for each shape and cut, and apart for training and evaluation, since a schedule keeps
+    what belongs to one shape and one mode.
+
+    Args:
+        parts: The model parts of this rank, in the order of `indices`.
+        indices: Their stages.
+        num_stages: Stages of the whole model.
+        domain: The ranks of the pipeline.
+        schedule: Schedule class.
+        microbatch_size: Samples of a micro-batch.
+        n_microbatches: Micro-batches of a batch; overrides the size.
+        device: Where the stages run.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        indices: Sequence[int],
+        *,
+        num_stages: int,
+        domain: Domain,
+        schedule: Any,
+        microbatch_size: int = 1,
+        n_microbatches: int | None = None,
+        device: torch.device,
+    ) -> None:
+        self.parts = list(parts)
+        self.indices = list(indices)
+        self.num_stages = num_stages
+        self.domain = domain
+        self.schedule = schedule
+        self.microbatch_size = microbatch_size
+        self.n_microbatches = n_microbatches
+        self.device = device
+        self.has_first = 0 in self.indices
+        self.has_last = num_stages - 1 in self.indices
+        order = [
+            [stages_of_rank(schedule, rank=r, size=domain.size, num_stages=num_stages)] for r in range(domain.size)
+        ]
+        self.rank_of_stage = {stage: rank for rank, [stages] in enumerate(order) for stage in stages}
+        self._signatures: list[Any] = []
+        self._shapes: dict[int, list[tuple[Any, Any]]] = {}
+        self._schedules: dict[tuple[int, Cut, bool], Any] = {}
+        self._loss: LossFunction | None = None
+
+    @property
+    def has_blind_ranks(self) -> bool:
+        """Whether some rank of the pipeline has neither the first nor the last stage, and so reads no data."""
+        return self.domain.size > len({self.rank_of_stage[0], self.last_rank})
+
+    @property
+    def last_rank(self) -> int:
+        """Place in the pipeline of the rank with the last stage."""
+        return self.rank_of_stage[self.num_stages - 1]
+
+    @property
+    def cut(self) -> Cut:
+        """How the open batch is cut."""
+        return self._cut
+
+    # One batch
+
+    def open(self, inputs: Any) -> Cut:
+        """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline.
+
+        Args:
+            inputs: The input of the batch on the rank with the first stage, a tensor or a tuple of tensors with samples in dimension
+                0; not read elsewhere.
+
+        Returns:
+            How the batch is cut, the same on all ranks.
+        """
+        args = _as_args(inputs) if self.has_first else ()
+        signature, samples = self._signature(args) if self.has_first else (None, 0)
+        known = self._signatures.index(signature) if signature in self._signatures else -1
+        header = self.domain.broadcast(torch.tensor([samples, known]), source=self.rank_of_stage[0]).tolist()
+        samples, self._known = int(header[0]), int(header[1])
+        cut = cut_batch(
+            samples,
+            size=self.microbatch_size,
+            number=self.n_microbatches,
+            schedule=self.schedule,
+            ranks=self.domain.size,
+            stages=self.num_stages,
+        )
+        if self._known < 0:
+            self._signatures.append(self.domain.broadcast_object(signature, source=self.rank_of_stage[0]))
+            self._known = len(self._signatures) - 1
+        self._args = args
+        self._cut = cut
+        return cut
+
+    def _signature(self, args: tuple[Tensor, ...]) -> tuple[Any, int]:
+        return tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
+
+    def chunks(self, values: Any) -> list[Any]:
+        """Return a nested value of tensors, cut as the open batch is; repeated at the end where micro-batches weigh nothing.
+
+        Args:
+            values: Tensors with samples in dimension 0, nested in tuples, lists and mappings; anything else is handed on.
+        """
+        leaves, spec = pytree.tree_flatten(values)
+        size, real = self._cut.size, self._cut.real
+        cut = [
+            [leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
+            for i in range(real)
+        ]
+        chunks = [pytree.tree_unflatten(part, spec) for part in cut]
+        return chunks + [chunks[0]] * (self._cut.number - real)
+
+    def train(self, loss: LossFunction) -> Any:
+        """Run forward and backward of the open batch. Call on all ranks of the pipeline.
+
+        Args:
+            loss: Called for every micro-batch on the rank with the last stage.
+
+        Returns:
+            The output of the whole batch on the rank with the last stage, `None` elsewhere.
+        """
+        schedule = self._prepared(train=True)
+        self._loss = loss
+        try:
+            return self._run(schedule.step, self._args)
+        finally:
+            self._loss = None
+
+    def evaluate(self) -> Any:
+        """Run the forward of the open batch. Call on all ranks of the pipeline, without gradients.
+
+        Returns:
+            As `train`.
+        """
+        return self._run(self._prepared(train=False).eval, self._args)
+
+    def _run(self, step: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
+        cut = self._cut
+        missing = (cut.number - cut.real) * cut.size
+        if missing and args:
+            args = tuple(torch.cat([arg, *([arg[: cut.size]] * (cut.number - cut.real))]) for arg in args)
+        options: dict[str, Any] = {}
+        if self.has_last:
+            # The place of each micro-batch goes in as its target, so that targets and weights of any shape can be looked up.
+            options = {"target": torch.arange(cut.number), "losses": []}
+        output = step(*args, **options)
+        if output is None or not missing:
+            return output
+        return pytree.tree_map(lambda value: value[:-missing] if isinstance(value, Tensor) else value, output)
+
+    def _call_loss(self, output: Tensor, place: Tensor) -> Tensor:
+        # An evaluation asks for a loss that nobody reads.
+        return torch.zeros(()) if self._loss is None else self._loss(output, int(place))
+
+    # Schedules
+
+    def _prepared(self, *, train: bool) -> Any:
+        key = (self._known, self._cut, train)
+        if key not in self._schedules:
+            self._schedules[key] = self._build(train)
+        return self._schedules[key]
+
+    def _build(self, train: bool) -> Any:
+        if self._known not in self._shapes:
+            self._shapes[self._known] = self._find_shapes()
+        stages = [
+            self._build_stage(part, index, inputs, outputs, train)
+            for part, index, (inputs, outputs) in zip(self.parts, self.indices, self._shapes[self._known])
+        ]
+        single = issubclass(self.schedule, PipelineScheduleSingle)
+        # Gradients are scaled by the window, once an update.
+        return self.schedule(
+            stages[0] if single else stages, self._cut.number, loss_fn=self._call_loss, scale_grads=False
+        )
+
+    def _build_stage(self, part: nn.Module, index: int, inputs: Any, outputs: Any, train: bool) -> PipelineStage:
+        def example(shapes: Any) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.empty((self._cut.size, *shape), dtype=dtype, device="meta", requires_grad=train and grad)
+                for shape, dtype, grad in shapes
+            )
+
+        return _Stage(
+            part,
+            index,
+            self.num_stages,
+            self.device,
+            input_args=example(inputs),
+            output_args=example(outputs),
+            group=self.domain.group,
+        )
+
+    def _find_shapes(self) -> list[tuple[Any, Any]]:
+        """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline."""
+        found: dict[int, tuple[Any, Any]] = {}
+        shapes: Any = tuple((*entry, False) for entry in self._signatures[self._known])
+        for stage in range(self.num_stages):
+            if stage in self.indices:
+                outputs = self._shapes_after(self.parts[self.indices.index(stage)], stage, shapes)
+                found[stage] = (shapes, outputs)
+                shapes = outputs
+            shapes = self.domain.broadcast_object(shapes, source=self.rank_of_stage[stage])
+        return [found[index] for index in self.indices]
+
+    def _shapes_after(self, part: nn.Module, stage: int, shapes: Any) -> Any:
+        if stage == 0:
+            args = tuple(arg[: self._cut.size] for arg in self._args)
+        else:
+            args = tuple(
+                torch.zeros((self._cut.size, *shape), dtype=dtype, device=self.device) for shape, dtype, _ in shapes
+            )
+        buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            outputs = part(*args)
+            for name, buffer in part.named_buffers():
+                buffer.copy_(buffers[name])
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        for output in found:
+            if not isinstance(output, Tensor) or not output.ndim or output.shape[0] != self._cut.size:
+                received = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+                raise ValueError(
+                    f"Expected stage {stage} to return tensors with samples in dimension 0, {self._cut.size} here. Received: "
+                    f"{received}. Cut the model where tensors pass."
+                )
+        return tuple((tuple(o.shape[1:]), o.dtype, o.is_floating_point()) for o in found)
+
+
+def _as_args(inputs: Any) -> tuple[Tensor, ...]:
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    if not args or not all(isinstance(arg, Tensor) and arg.ndim for arg in args):
+        raise ValueError(
+            f"Expected the input of a pipeline to be a tensor, or a tuple of tensors, with samples in dimension 0. Received: "
+            f"{type(inputs).__name__}. Keyword arguments would be needed on every stage, and stages in the middle read no data: pass "
+            "tensors by position, and on from stage to stage what a later one needs."
+        )
+    return args

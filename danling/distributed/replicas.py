@@ -1,0 +1,166 @@
+"""Copies of parameters over a mesh: which ranks hold the same, started equal, summed, and measured as one vector.
+
+A parameter lies somewhere between two cases. As a DTensor it is divided over the axes that its placements shard, and copied over
+the others; as a plain tensor it is copied over all axes but `pipeline`, whose ranks hold other parts of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from danling.utils.tensors import is_sharded, local_part
+
+from .topology import Topology
+
+SUMMED_AXES = ("replicate", "shard", "context")
+"""Axes whose ranks see different samples or positions, so that the gradient is the sum over them."""
+
+Bucket = tuple[tuple[str, ...], list[Any]]
+"""Axes, and the tensors that go over them in one collective."""
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def divided_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Return the axes over which a tensor is divided: none for a plain tensor."""
+    if not is_sharded(tensor):
+        return ()
+    sharded: Any = tensor
+    names = sharded.device_mesh.mesh_dim_names
+    # Not `is_shard()`: it is false for the strided shards of FSDP over tensor parallelism.
+    return tuple(n for n, p in zip(names, sharded.placements) if not p.is_replicate() and not p.is_partial())
+
+
+def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Return the axes of the mesh of a DTensor; none for a plain tensor."""
+    sharded: Any = tensor
+    return tuple(sharded.device_mesh.mesh_dim_names) if is_sharded(tensor) else ()
+
+
+class Replicas:
+    """The parameters of this rank, and the ranks that hold copies of them.
+
+    Args:
+        topology: Where this rank stands.
+        parameters: Parameters of this rank's part of the model, each once; the same on the ranks that share the part.
+    """
+
+    def __init__(self, topology: Topology, parameters: Iterable[nn.Parameter]) -> None:
+        self.topology = topology
+        self.parameters = list(parameters)
+        self._copies = [self._copies_of(parameter) for parameter in self.parameters]
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._buckets = self._bucketed(trained, self._axes_to_sum)
+
+    def _copies_of(self, parameter: Tensor) -> int:
+        axes = self.topology.axes
+        return axes.world_size // axes.degree("pipeline", *divided_axes(parameter))
+
+    def _axes_to_sum(self, parameter: Tensor) -> tuple[str, ...]:
+        # FSDP sums over its own mesh, which is the one with `shard`.
+        axes = mesh_axes(parameter)
+        reduced = axes if "shard" in axes else ()
+        return tuple(axis for axis in self.topology.active(*SUMMED_AXES) if axis not in reduced)
+
+    def _bucketed(self, tensors: Iterable[Any], axes_of: Callable[[Tensor], tuple[str, ...]]) -> list[Bucket]:
+        """Return lists of tensors that share axes and dtype and go into one collective."""
+        open_buckets: dict[Any, Bucket] = {}
+        sizes: dict[Any, int] = {}
+        buckets = []
+        for parameter in tensors:
+            axes = axes_of(parameter)
+            if not axes:
+                continue
+            key = (axes, parameter.dtype, parameter.device)
+            size = local_part(parameter).numel() * parameter.element_size()
+            if key not in open_buckets or sizes[key] + size > _BUCKET_BYTES:
+                open_buckets[key], sizes[key] = (axes, []), 0
+                buckets.append(open_buckets[key])
+            open_buckets[key][1].append(parameter)
+            sizes[key] += size
+        return buckets
+
+    @property
+    def reductions(self) -> int:
+        """Number of collectives that `sum_gradients` makes."""
+        return len(self._buckets)
+
+    @torch.no_grad()
+    def equalize(self, tensors: Iterable[Tensor]) -> None:
+        """Copy parameters or buffers from the first of the ranks that share them. Call on all ranks."""
+        shared = self.topology.active("replicate", "shard", "context", "tensor", "expert", "expert_tensor")
+
+        def copied_over(tensor: Tensor) -> tuple[str, ...]:
+            divided = divided_axes(tensor)
+            return tuple(axis for axis in shared if axis not in divided)
+
+        for axes, bucket in self._bucketed(tensors, copied_over):
+            locals_ = [local_part(tensor) for tensor in bucket]
+            flat = torch.cat([tensor.reshape(-1) for tensor in locals_])
+            flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
+            dist.broadcast(flat, group_src=0, group=self.topology.group(*axes))
+            _scatter(flat, locals_)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Complete the gradients: sum them over the ranks that saw other samples or positions. Call on all ranks.
+
+        A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
+        """
+        for parameter in self.parameters:
+            _align(parameter)
+        for axes, parameters in self._buckets:
+            self._sum_bucket(axes, parameters)
+
+    def _sum_bucket(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> None:
+        # How many ranks have a gradient travels with the gradients.
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        pieces = [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in parameters]
+        dtype, device = pieces[0].dtype, pieces[0].device
+        flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)])
+        dist.all_reduce(flat, group=self.topology.group(*axes))
+        if any(p.grad is None for p in parameters):
+            counts = flat[-len(parameters) :].tolist()
+            for parameter, count in zip(parameters, counts):
+                if parameter.grad is None and count:
+                    parameter.grad = torch.zeros_like(parameter)
+        _scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients that exist."""
+        return [local_part(p.grad) for p in self.parameters if p.grad is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the gradient of the whole model, 0-dim float64. Call on all ranks.
+
+        Every rank adds the squares of what it holds, divided by the number of ranks that hold the same, in one collective over
+        all of them; so no mixture of meshes matters, and a NaN on one rank is a NaN on all.
+        """
+        grads = [(local_part(p.grad), copies) for p, copies in zip(self.parameters, self._copies) if p.grad is not None]
+        domain = self.topology.optimizer
+        total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
+        if grads:
+            norms = torch._foreach_norm([grad for grad, _ in grads])
+            squares = torch.stack([norm.to(total.device, torch.float64) for norm in norms]).square_()
+            shares = torch.tensor([1.0 / copies for _, copies in grads], dtype=torch.float64, device=total.device)
+            total = (squares * shares).sum()
+        return domain.all_reduce(total).sqrt()
+
+
+def _align(parameter: Any) -> None:
+    # Tensor parallelism may leave sums that are still to be made: a gradient must lie as its parameter does.
+    grad: Any = parameter.grad
+    if grad is not None and is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def _scatter(flat: Tensor, targets: list[Tensor]) -> None:
+    start = 0
+    for target in targets:
+        target.copy_(flat[start : start + target.numel()].view(target.shape))
+        start += target.numel()

@@ -1,0 +1,437 @@
+"""Construction on a device mesh: topology, pipeline parts, model transforms, FSDP2, and the optimizer over what exists then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from danling.data import derive_seed, preserved_random_state
+from danling.distributed import AXES, Axes, Domain, LaunchEnvironment, ParallelContext, Topology
+from danling.distributed.fsdp import find_blocks, resolve_dtype, shard, sharded_modules
+from danling.distributed.model_parts import ModelParts, check_parts, even_parts, is_meta, take_part
+from danling.distributed.pipeline import V_SCHEDULES, Pipeline, resolve_schedule, stages_of_rank
+from danling.distributed.replicas import Replicas, mesh_axes
+from danling.utils.names import canonical_name
+from danling.utils.tensors import is_sharded
+
+from .torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
+
+_TRANSFORMED = ("context", "tensor", "expert", "expert_tensor")
+_DIVIDING = ("tensor", "expert", "expert_tensor")
+_SINGLE_STAGE = ("1f1b", "gpipe")
+
+
+class ParallelModel(TorchRunner):
+    """Turns a model into this rank's share of it."""
+
+    stack = "parallel"
+
+    # Topology
+
+    def init_distributed(self) -> None:
+        """Check the axes before anything is allocated, then join the process group and build the mesh. Called on all ranks."""
+        self._plan_pipeline(Axes.resolve(self._degrees(), world_size=LaunchEnvironment.read().world_size))
+        super().init_distributed()
+        self.topology = self.build_topology()
+        self.init_model_parallel_groups()
+
+    def _degrees(self) -> dict[str, int]:
+        degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
+        if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
+            degrees["shard"] = -1
+        return degrees
+
+    def _plan_pipeline(self, axes: Axes) -> None:
+        """Decide which stages this rank holds, from the configuration alone."""
+        settings = self.config.parallel
+        size = axes.degree("pipeline")
+        self._schedule_class = resolve_schedule(settings.pipeline_schedule)
+        listed = settings.module_fqns_per_model_part
+        if size == 1:
+            if listed:
+                raise ValueError(
+                    f"Expected parallel.axes.pipeline > 1 with parallel.module_fqns_per_model_part. Received: {axes.describe()}. Set the "
+                    "axis, or leave the list out."
+                )
+            self.num_stages, self.stages = 1, [0]
+            return
+        each = 1 if settings.pipeline_schedule.lower().removeprefix("schedule") in _SINGLE_STAGE else 2
+        self.num_stages = len(listed) if listed else each * size
+        place = axes.index("pipeline", rank=LaunchEnvironment.read().rank)
+        self.stages = stages_of_rank(self._schedule_class, rank=place, size=size, num_stages=self.num_stages)
+
+    def build_topology(self) -> Topology:
+        """Return the place of this rank on the seven axes; override it for a mesh of your own. Called on all ranks."""
+        device_type = self.config.parallel.mesh_device_type
+        return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
+
+    def init_model_parallel_groups(self) -> None:
+        """Make the process groups that training needs besides those of single axes. Called on all ranks."""
+        self.parallel_context = ParallelContext(self.topology)
+        self.pipeline_domain: Domain = self.topology.domain("pipeline")
+        self._figures_domain = self.topology.domain("replicate", "shard", "context", "pipeline")
+        self.topology.group("replicate", "shard", "context")
+
+    def degree(self, *axes: str) -> int:
+        """Return the degree of an axis, or the product over several."""
+        return self.topology.axes.degree(*axes)
+
+    @property
+    def data_domain(self) -> Domain:
+        """Ranks that read different data: `replicate` x `shard`."""
+        return self.topology.data
+
+    @property
+    def optimizer_domain(self) -> Domain:
+        """Ranks that decide an update together: all."""
+        return self.topology.optimizer
+
+    @property
+    def figures_domain(self) -> Domain:
+        """Ranks whose losses add up: those of other data, of other positions, and the stage that has the loss."""
+        return self._figures_domain
+
+    @property
+    def holds_first_stage(self) -> bool:
+        """Whether the model's input comes in on this rank."""
+        return 0 in self.stages
+
+    @property
+    def holds_last_stage(self) -> bool:
+        """Whether the model's output comes out on this rank."""
+        return self.num_stages - 1 in self.stages
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank reads batches: the input is needed on the first stage, the target on the last."""
+        return self.holds_first_stage or self.holds_last_stage
+
+    @property
+    def reports(self) -> tuple[bool, bool]:
+        """Whether the loss and the samples of this rank count."""
+        place = self.topology.coordinate
+        loss = self.holds_last_stage and not any(place[axis] for axis in _DIVIDING)
+        return loss, loss and place["context"] == 0
+
+    @property
+    def stream_place(self) -> tuple[int, int]:
+        """Index and number of the random streams: ranks that compute the same activations draw the same numbers."""
+        axes = ("replicate", "shard", "context", "pipeline")
+        return self.topology.axes.index(*axes, rank=self.rank), self.topology.axes.degree(*axes)
+
+    # Model
+
+    def materialize_model(self) -> None:
+        """Cut, transform, checkpoint, compile, shard and initialise the model, in this order. Call on all ranks."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        parts = self.build_pipeline_model_parts() if self.degree("pipeline") > 1 else [self.model]
+        for part in parts:
+            if not is_meta(part):
+                part.to(self.device)
+            self._transform(part)
+        self._check_divided(parts)
+        for part in parts:
+            self._place(part)
+        self.model = parts[0] if self.degree("pipeline") == 1 else ModelParts(parts)
+        if isinstance(self.criterion, nn.Module):
+            self._check_criterion(self.criterion)
+            self.criterion.to(self.device)
+        self.replicas = Replicas(self.topology, {id(p): p for _, p in self.named_parameters()}.values())
+        self.replicas.equalize([*self.replicas.parameters, *self.model.buffers()])
+        self._rebind_optimizer(names)
+        self._build_ema()
+        self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
+
+    def _transform(self, part: nn.Module) -> None:
+        if any(self.degree(axis) > 1 for axis in _TRANSFORMED):
+            self.parallelize_model(part)
+
+    def _place(self, part: nn.Module) -> None:
+        self.apply_activation_checkpointing(part)
+        self._compile_part(part)
+        if self.degree("shard") > 1:
+            mesh = self.topology.view("replicate", "shard")
+            assert mesh is not None
+            shard(part, mesh, find_blocks(part, self._blocks_here(part)).values(), **self.fsdp_kwargs())
+        if is_meta(part):
+            part.to_empty(device=self.device)
+            self.initialize_part(part)
+
+    def _blocks_here(self, part: nn.Module) -> Sequence[str] | None:
+        # Other stages hold blocks of their own.
+        wanted = self.config.fsdp.blocks
+        if wanted is None or self.degree("pipeline") == 1:
+            return wanted
+        present = {name for name, _ in part.named_modules()} | {type(module).__name__ for module in part.modules()}
+        return [name for name in wanted if name in present]
+
+    def parallelize_model(self, model: nn.Module) -> None:
+        """Apply tensor, context and expert parallelism to a model, or to one of its pipeline parts, in place. Called on all ranks.
+
+        The default calls `model.parallelize(parallel_context)`. What is divided must become a DTensor over the mesh of its axis
+        (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
+        compute its whole gradient.
+
+        Raises:
+            ValueError: If the model has no such method.
+        """
+        transform = getattr(model, "parallelize", None)
+        if not callable(transform):
+            active = ", ".join(f"{axis}={self.degree(axis)}" for axis in _TRANSFORMED if self.degree(axis) > 1)
+            raise ValueError(
+                f"Expected a model that knows how to be divided over {active}. Received: {type(model).__name__} without a method "
+                "`parallelize(parallel_context)`. Write one, or override `parallelize_model`."
+            )
+        transform(self.parallel_context)
+
+    def _check_divided(self, parts: Sequence[nn.Module]) -> None:
+        """Refuse an axis over which nothing was divided: its ranks would all do the same work."""
+        wanted = [axis for axis in _DIVIDING if self.degree(axis) > 1]
+        if not wanted:
+            return
+        mine = {axis for part in parts for parameter in part.parameters() for axis in mesh_axes(parameter)}
+        found = set().union(*self.pipeline_domain.gather_objects(mine))
+        whole = [axis for axis in wanted if axis not in found]
+        if whole:
+            raise ValueError(
+                f"Expected `parallelize` to divide parameters over {', '.join(whole)}. Received: a model none of whose parameters is a "
+                f"DTensor over the mesh of {whole[0]!r}; {self.topology.axes.describe()}. Divide some, or set the degree to 1."
+            )
+
+    def _check_criterion(self, criterion: nn.Module) -> None:
+        if self.degree("pipeline") > 1 and any(True for _ in criterion.parameters()):
+            raise ValueError(
+                f"Expected a criterion without parameters in a pipeline: only the last stage computes the loss. Received: "
+                f"{type(criterion).__name__}. Make its parameters part of the model's last module."
+            )
+
+    def apply_activation_checkpointing(self, part: nn.Module) -> None:
+        """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again."""
+        if self.config.parallel.activation_checkpointing:
+            blocks = {id(block) for block in find_blocks(part, self._blocks_here(part)).values()}
+            apply_activation_checkpointing(
+                part, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in blocks
+            )
+
+    def _compile_part(self, part: nn.Module) -> None:
+        settings = self.config.compile
+        if not settings.enable:
+            return
+        options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
+        options = {name: value for name, value in options.items() if value is not None}
+        # Block by block: one graph serves all, and FSDP's hooks stay outside.
+        for module in find_blocks(part, self._blocks_here(part)).values() or [part]:
+            module.compile(**options)
+
+    # FSDP
+
+    def fsdp_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `fully_shard`; override it to add some.
+
+        In a pipeline the gathered parameters stay until the backward by default: zero-bubble schedules give wrong gradients otherwise,
+        and the others gather again for each micro-batch.
+        """
+        kwargs: dict[str, Any] = {"mp_policy": self.build_mixed_precision_policy()}
+        offload = self.build_offload_policy()
+        if offload is not None:
+            kwargs["offload_policy"] = offload
+        reshard = self.config.fsdp.reshard_after_forward
+        if self.degree("pipeline") > 1:
+            self._check_reshard(reshard)
+            reshard = bool(reshard)
+        if reshard is not None:
+            kwargs["reshard_after_forward"] = reshard
+        return kwargs
+
+    def _check_reshard(self, reshard: Any) -> None:
+        single = self.config.parallel.pipeline_schedule.lower().removeprefix("schedule") in _SINGLE_STAGE
+        if reshard and not single:
+            raise ValueError(
+                f"Expected fsdp.reshard_after_forward to be false or unset with parallel.pipeline_schedule="
+                f"{self.config.parallel.pipeline_schedule!r}: such schedules give wrong gradients with it. Received: {reshard!r}. Unset it."
+            )
+
+    def build_mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name.
+
+        Raises:
+            ValueError: If it is neither, or has an unknown field.
+        """
+        given = self.config.fsdp.mp_policy
+        if isinstance(given, MixedPrecisionPolicy):
+            return given
+        dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
+        known = (*dtypes, "cast_forward_inputs")
+        settings = dict(given.items()) if isinstance(given, Mapping) else None
+        if given and (settings is None or any(name not in known for name in settings)):
+            raise ValueError(
+                f"Expected fsdp.mp_policy to be a mapping with keys out of {list(known)}. Received: {given!r}."
+            )
+        values: dict[str, Any] = {
+            name: resolve_dtype(value) if name in dtypes else bool(value) for name, value in (settings or {}).items()
+        }
+        return MixedPrecisionPolicy(**values)
+
+    def build_offload_policy(self) -> OffloadPolicy | None:
+        """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        given = self.config.fsdp.offload_policy
+        if given is None or given is False or isinstance(given, OffloadPolicy):
+            return given or None
+        if given is not True and str(given).lower() != "cpu":
+            raise ValueError(
+                f"Expected fsdp.offload_policy to be 'cpu' or none. Received: fsdp.offload_policy={given!r}."
+            )
+        # Pinned memory exists beside an accelerator only.
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+
+    def initialize_part(self, part: nn.Module) -> None:
+        """Give weights to a model, or a part, that was built on the meta device. Called on all ranks.
+
+        The default calls the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of
+        its own. Each coordinate draws from streams of its own; copies are made equal afterwards.
+
+        Raises:
+            ValueError: If a module has neither.
+        """
+        place = self.topology.coordinate
+        apart = [place[axis] for axis in ("pipeline", "shard", *_DIVIDING)]
+        with (
+            preserved_random_state(self.device, seed=derive_seed(self.seed, "initialization", *apart)),
+            torch.no_grad(),
+        ):
+            whole = getattr(part, "init_weights", None)
+            if callable(whole):
+                whole()
+                return
+            owners = {name: m for name, m in part.named_modules() if m._parameters or m._buffers}
+            silent = [name or type(m).__name__ for name, m in owners.items() if not hasattr(m, "reset_parameters")]
+            if silent:
+                raise ValueError(
+                    f"Expected a model that was built on the meta device to have `init_weights()`, or `reset_parameters()` on every module "
+                    f"with parameters. Received: none on {', '.join(silent[:5])}. Write it, or build the model on a real device."
+                )
+            for module in owners.values():
+                module.reset_parameters()
+
+    # Pipeline
+
+    def build_pipeline_model_parts(self) -> list[nn.Module]:
+        """Return the model parts of this rank, one a stage; override it for a builder of your own. Called on all ranks.
+
+        Their parameters must be named as in the whole model, since checkpoints are written under these names.
+        """
+        self._part_names = self._choose_parts()
+        check_parts(self.model, self._part_names)
+        return [self.build_pipeline_model_part(stage) for stage in self.stages]
+
+    def _choose_parts(self) -> list[list[str]]:
+        listed = self.config.parallel.module_fqns_per_model_part
+        if listed:
+            return [list(part) for part in listed]
+        own = getattr(self.model, "pipeline_modules", None)
+        if not callable(own):
+            return even_parts(self.model, self.num_stages)
+        parts = [list(part) for part in own(self.num_stages)]
+        if len(parts) != self.num_stages:
+            raise ValueError(
+                f"Expected `pipeline_modules({self.num_stages})` of {type(self.model).__name__} to return as many lists. Received: "
+                f"{len(parts)}. Correct it, or set parallel.module_fqns_per_model_part."
+            )
+        return parts
+
+    def build_pipeline_model_part(self, stage: int) -> nn.Module:
+        """Return the model of one stage: the modules of other stages become `nn.Identity`.
+
+        So the model's `forward` must be a chain of its modules, each of which takes what the one before it returned.
+        """
+        return take_part(self.model, self._part_names[stage], keep=len(self.stages) > 1)
+
+    def build_pipeline_schedule(self) -> Any:
+        """Return the schedule class of `parallel.pipeline_schedule`."""
+        return self._schedule_class
+
+    def bind_pipeline_modules(self, parts: Sequence[nn.Module]) -> Pipeline:
+        """Return the pipeline that runs model parts as stages. Called on all ranks."""
+        settings = self.config.parallel
+        schedule = self.build_pipeline_schedule()
+        if schedule in V_SCHEDULES and self.evaluate_splits:
+            logger.debug("Evaluation runs the stages of %s forward only.", schedule.__name__)
+        return Pipeline(
+            parts,
+            self.stages,
+            num_stages=self.num_stages,
+            domain=self.pipeline_domain,
+            schedule=schedule,
+            microbatch_size=int(settings.pipeline_microbatch_size),
+            n_microbatches=settings.pipeline_n_microbatches,
+            device=self.device,
+        )
+
+    # Optimizer
+
+    def whole_parameters(self) -> dict[str, bool] | None:
+        """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline."""
+        if self.degree("pipeline") == 1:
+            return None
+        mine = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        return {name: value for part in self.pipeline_domain.gather_objects(mine) for name, value in part.items()}
+
+    def build_optimizer(self) -> Any:
+        """Return the optimizer of `config.optim` over what this rank holds, each parameter once."""
+        optimizer = super().build_optimizer()
+        keep_kinds_apart(optimizer)
+        return optimizer
+
+    def _rebind_optimizer(self, names: Mapping[int, str]) -> None:
+        """Point an optimizer that the user made in `__init__` at the parameters that stand where his were."""
+        if self.optimizer is None:
+            return
+        now = {canonical_name(name): parameter for name, parameter in self.model.named_parameters()}
+        kept = {id(parameter) for parameter in self.replicas.parameters}
+        if self.optimizer.state:
+            raise ValueError(
+                "Expected an optimizer without a state at the end of __init__: the parallel stack replaces the parameters it was made for. "
+                f"Received: a {type(self.optimizer).__name__} that has stepped. Let the runner restore it from a checkpoint."
+            )
+        trained = 0
+        for group in self.optimizer.param_groups:
+            # A parameter of another stage has no successor here.
+            found = [now.get(names[id(p)]) if id(p) in names else p for p in group["params"]]
+            group["params"] = [p for p in found if p is not None]
+            trained += sum(id(p) in kept for p in group["params"])
+        if not sum(self.pipeline_domain.gather_objects(trained)):
+            raise ValueError(
+                f"Expected an optimizer over parameters of the model. Received: a {type(self.optimizer).__name__} that would train "
+                "nothing. Make it over self.model.parameters(), after the model is complete, or set `optim.type` and let the runner "
+                "build it."
+            )
+        keep_kinds_apart(self.optimizer)
+
+    def wrapped_modules(self) -> list[Any]:
+        """Return the modules that FSDP2 wraps."""
+        return list(sharded_modules(self.model))
+
+
+def keep_kinds_apart(optimizer: Any) -> None:
+    """Update parameters one by one where those of a group lie on different meshes, since one call cannot take them together."""
+    for group in optimizer.param_groups:
+        kinds = {p.device_mesh if is_sharded(p) else None for p in group["params"]}
+        if len(kinds) > 1:
+            for option in ("foreach", "fused"):
+                if option in group:
+                    group[option] = False

@@ -1,0 +1,276 @@
+"""Training on a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.distributed.tensor.parallel import loss_parallel
+
+from danling.data import PLACEHOLDER, Batch, BatchSource, ProxySource
+from danling.distributed import Verdict, check_sequence
+from danling.distributed.fsdp import reshard, set_gradient_sync
+from danling.training import clip_coefficient, peek_target, scale_gradients, unpack_batch
+from danling.utils.tensors import whole
+
+from .parallel_state import ParallelState
+
+
+class ParallelRunner(ParallelState):
+    """Trains on a mesh of processes: FSDP2, HSDP, tensor, context, pipeline and expert parallelism, in any combination.
+
+    The degrees stand under `parallel.axes`; their product is the number of processes. A script for `TorchRunner` runs unchanged as
+    long as the model can be cut along the axes that are asked for: `replicate` and `shard` need nothing, `pipeline` a model that is a
+    chain of modules, `context`, `tensor`, `expert` and `expert_tensor` a method `parallelize(parallel_context)`.
+
+    Construct and train on all ranks.
+
+    Example:
+        >>> runner = MyRunner({"stack": "parallel", "parallel.axes.shard": 4, "steps": 100})  # doctest: +SKIP
+    """
+
+    # Data
+
+    def _source(self, split: str, loader: Any) -> BatchSource:
+        source = super()._source(split, loader)
+        if self.reads_data:
+            return source
+        domain = self.data_domain
+        return ProxySource(loader, split=split, rank=domain.rank, world_size=domain.size, seed=self.seed)
+
+    def to_device(self, data: Any) -> Any:
+        """Return this rank's share of a batch, on its device; a placeholder stays one."""
+        if data is PLACEHOLDER:
+            return data
+        data = super().to_device(data)
+        return self.split_context(data) if self.degree("context") > 1 else data
+
+    def split_context(self, data: Any) -> Any:
+        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence.
+
+        Args:
+            data: A batch. Tensors of two or more dimensions are cut along dimension 1, others are left whole.
+
+        Raises:
+            ValueError: If a length does not divide by the `context` axis.
+        """
+        return torch.utils._pytree.tree_map(self._stretch, data)
+
+    def _stretch(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        length = check_sequence(self.topology.axes, value.shape[1])
+        return value.narrow(1, length * self.topology.coordinate["context"], length)
+
+    def _weigh(self, batch: Batch, data: Any) -> tuple[float | Tensor, float]:
+        return (0.0, 0.0) if data is PLACEHOLDER else super()._weigh(batch, data)
+
+    def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
+        batch = super()._upcoming(source, batches)
+        # A forward is a collective here, so the ranks must close the window together.
+        return batch if self._ends_together(source) or self._all_have(source, batch) else None
+
+    def _ends_together(self, source: BatchSource) -> bool:
+        # Where a stage reads nothing, it knows the end of a loader of the library only.
+        blind = self.pipeline is not None and self.pipeline.has_blind_ranks
+        return source.even and (source.kind == "position" or not blind)
+
+    # One update
+
+    def train_context(self) -> Any:
+        """Prepare the gradient reduction of the micro-batch, and return the context of its forward and backward."""
+        if self.degree("shard") > 1 and self.pipeline is None:
+            set_gradient_sync(self.model, self.config.fsdp.gradient_sync, last=self.reduces_gradients)
+        return self._loss_context()
+
+    def _loss_context(self) -> AbstractContextManager[Any]:
+        # For models that return logits divided over the classes; others do not notice.
+        return loss_parallel() if self.degree("tensor") > 1 else nullcontext()
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Run one micro-batch forward and backward, through the schedule in a pipeline. See `TorchRunner.train_step`.
+
+        Returns:
+            The prediction and the loss; in a pipeline they are on the ranks with the last stage, others get `(None, 0)`.
+        """
+        if self.pipeline is None:
+            return super().train_step(data)
+        inputs = unpack_batch(data)[0] if self.holds_first_stage else None
+        self.pipeline.open(inputs)
+        shares = self._shares(data) if self.holds_last_stage else []
+        losses: list[Tensor] = []
+
+        def loss_of(output: Any, place: int) -> Tensor:
+            target, self.window.current = shares[place]
+            loss = self.compute_loss(output, target)
+            scaled = self.window.scale(loss)
+            losses.append(loss.detach() * self.window.current)
+            return scaled if self.precision.scaler is None else self.precision.scaler.scale(scaled)
+
+        weight = self.window.current
+        with self.train_context(), self.forward_context():
+            pred = self.pipeline.train(loss_of)
+        if not losses:
+            return None, torch.zeros((), device=self.device)
+        return pred, torch.stack(losses).sum() / (weight or 1.0)
+
+    def _shares(self, data: Any) -> list[tuple[Any, Any]]:
+        """Return target and weight of each pipeline micro-batch; together they weigh what the batch does."""
+        assert self.pipeline is not None
+        total = self.window.current
+        chunks = self.pipeline.chunks(data)
+        real = self.pipeline.cut.real
+        weights = [self.batch_weight(chunk, peek_target(chunk)) for chunk in chunks[:real]]
+        added = sum(weights)
+        if not isinstance(total, Tensor) and not isinstance(added, Tensor) and added != total:
+            # A weight that is no sum over samples, or padding, which weighs nothing.
+            weights = [weight * total / added if added else 0.0 for weight in weights]
+        weights += [0.0] * (len(chunks) - real)
+        return [(peek_target(chunk), weight) for chunk, weight in zip(chunks, weights)]
+
+    def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
+        """Sum the gradient over ranks with other samples or positions, and divide it by the global weight of the window.
+
+        Returns:
+            What this rank holds of the gradients.
+        """
+        self.replicas.sum_gradients()
+        gradients = self.replicas.gradients()
+        if self.precision.scaler is not None:
+            scale_gradients(gradients, 1.0 / self.precision.scaler.get_scale())
+        scale_gradients(gradients, self.window.gradient_factor(verdict.weight, 1))
+        return gradients
+
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradient of the whole model, 0-dim; the same on all ranks. Called on all ranks."""
+        norm = self.replicas.gradient_norm()
+        if self.precision.scaler is not None:
+            self._record_overflow(norm)
+        return norm
+
+    def _record_overflow(self, norm: Tensor) -> None:
+        # The scaler would look at the gradients of this rank only, and scales that differ would never meet again.
+        scaler = self.precision.scaler
+        assert scaler is not None
+        scaler.scale(norm)  # the scale begins with the first loss, which other stages have
+        scaler._per_optimizer_states[id(self.optimizer)] = {
+            "stage": OptState.UNSCALED,
+            "found_inf_per_device": {norm.device: (~torch.isfinite(norm)).float()},
+        }
+
+    def clip_gradients(self, grad_norm: Tensor) -> None:
+        """Clip by `max_grad_norm`, then by `max_grad_value`."""
+        config = self.config
+        gradients = self.replicas.gradients()
+        if config.max_grad_norm is not None:
+            scale_gradients(gradients, clip_coefficient(config.max_grad_norm, grad_norm))
+        if config.max_grad_value is not None and gradients:
+            torch._foreach_clamp_min_(gradients, -config.max_grad_value)
+            torch._foreach_clamp_max_(gradients, config.max_grad_value)
+
+    def training_groups(self) -> Sequence[Any]:
+        """Return the default group and those of the mesh."""
+        return [None, *self.topology.groups]
+
+    # Evaluation and inference
+
+    @contextmanager
+    def _evaluating(self, split: str, mode: str) -> Iterator[None]:
+        # What is gathered still would hide that averaged weights come in and go out.
+        reshard(self.model)
+        try:
+            with super()._evaluating(split, mode):
+                yield
+        finally:
+            reshard(self.model)
+
+    def _pass_over(self, split: str) -> Iterator[Batch]:
+        batches = super()._pass_over(split)
+        if self.degree("shard") == 1 and self.degree("pipeline") == 1:
+            return batches
+        return self._evened(batches)
+
+    def _evened(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches until no rank has one: a rank that ran out repeats its last one, which weighs nothing.
+
+        A forward is a collective of the ranks that share the parameters, so all of them must make the same number.
+        """
+        last: Batch | None = None
+        while True:
+            batch = next(batches, None)
+            mine = batch is not None and batch.data is not PLACEHOLDER
+            lacks = last is None and not mine and self.reads_data
+            flags = self.optimizer_domain.all_reduce(torch.tensor([float(mine), float(lacks)], dtype=torch.float64))
+            some_have, some_lack = flags.tolist()
+            if not some_have:
+                return
+            if some_lack:
+                offered = self.data_domain.gather_objects(batch if mine else None)
+                last = last or next((other for other in offered if other is not None), None)
+            if mine:
+                last = batch
+            elif self.reads_data:
+                assert last is not None
+                batch = Batch(last.data, 0, 0)
+            else:
+                batch = batch or Batch(PLACEHOLDER, 0, 0)
+            assert batch is not None
+            yield batch
+
+    def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
+        """Run one batch forward, without gradients; in a pipeline the figures are on the ranks with the last stage."""
+        if self.pipeline is None:
+            with self._loss_context():
+                pred, loss = super().evaluate_step(data)
+            return _whole(pred), loss
+        pred = self._forward(data)
+        target = peek_target(data) if self.holds_last_stage else None
+        if not self.holds_last_stage or self.criterion is None or target is None:
+            return pred, None
+        with self._loss_context(), self.forward_context():
+            loss = self.compute_loss(pred, target)
+        return _whole(pred), loss
+
+    def infer_step(self, data: Any) -> Any:
+        """Return the prediction of one batch; `None` on the ranks of a pipeline that do not have the last stage."""
+        return _whole(super().infer_step(data)) if self.pipeline is None else _whole(self._forward(data))
+
+    def _forward(self, data: Any) -> Any:
+        assert self.pipeline is not None
+        self.pipeline.open(unpack_batch(data)[0] if self.holds_first_stage else None)
+        with self.forward_context():
+            return self.pipeline.evaluate()
+
+    def infer(self, split: str | None = None, *, stream: bool = False) -> Any:
+        """Predict every sample of a split; see `TorchRunner.infer`. With `stream` in a pipeline, on the ranks with the last stage."""
+        predictions = super().infer(split, stream=stream)
+        if stream or self.pipeline is None:
+            return predictions
+        return self.pipeline_domain.broadcast_object(predictions, source=self.pipeline.last_rank)
+
+    def _predict(self, split: str) -> Iterator[tuple[Any, int]]:
+        for pred, samples in super()._predict(split):
+            yield ([], 0) if pred is None and self.pipeline is not None else (pred, samples)
+
+    # Ending
+
+    def close(self) -> None:
+        """Finish background work and release what the runner opened; the model goes too, since its groups do. Call on all ranks."""
+        topology = getattr(self, "topology", None)
+        if not self._closed and topology is not None and topology.mesh is not None:
+            self._closers.callback(self._forget)
+        super().close()
+
+    def _forget(self) -> None:
+        # Modules that outlive their process groups can abort the process on exit.
+        self.model = self.ema = self.optimizer = self.scheduler = None
+        self.pipeline = self._parameters = None
+        self.__dict__.pop("replicas", None)
+
+
+def _whole(pred: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, pred)

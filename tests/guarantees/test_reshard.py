@@ -1,0 +1,131 @@
+"""G1 and G6 on a mesh: a run that is stopped goes on bitwise on its layout, and on any other as one process would have.
+
+The model has dropout where the layout is kept, averaged weights, and a schedule; every update accumulates two micro-batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.layouts import LayoutRunner
+from support.processes import run_processes
+from torch import Tensor
+
+from danling.utils.names import canonical_name
+from danling.utils.tensors import whole
+
+LAYOUTS: dict[str, tuple[int, dict[str, int] | None]] = {
+    "one": (1, None),
+    "DDP 2": (2, None),
+    "FSDP 2": (2, {"shard": 2}),
+    "FSDP 3": (3, {"shard": 3}),
+    "FSDP 4": (4, {"shard": 4}),
+    "HSDP": (4, {"replicate": 2, "shard": 2}),
+    "TP 2": (2, {"tensor": 2}),
+    "TP x FSDP": (4, {"tensor": 2, "shard": 2}),
+    "PP 2": (2, {"pipeline": 2}),
+    "PP V": (2, {"pipeline": 2}),
+    "PP x FSDP": (4, {"pipeline": 2, "shard": 2}),
+    "EP": (2, {"expert": 2}),
+    "CP": (2, {"context": 2}),
+}
+
+
+class StoppedRunner(LayoutRunner):
+    """Stops where it is told."""
+
+    stop_at: int | None = None
+
+    def step(self) -> Any:
+        """Ask for a stop with the update that is the last one."""
+        if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
+            self.stop()
+        return super().step()
+
+
+def train(config: dict[str, Any], model: dict[str, Any], stop_at: int | None) -> dict[str, Tensor]:
+    with StoppedRunner(config, model=model) as runner:
+        runner.stop_at = stop_at
+        runner.train()
+        found = {f"model.{canonical_name(name)}": value for name, value in runner.model_state_dict().items()}
+        found |= {f"ema.{name}": value for name, value in runner.ema.weights.items()}
+        for name, entry in runner.optimizer_state_dict()["state"].items():
+            found |= {f"optimizer.{name}.{key}": value for key, value in entry.items()}
+        return {name: whole(value).clone() for name, value in found.items()}
+
+
+def run(root: Path, layout: str, model: dict[str, Any], *, stop_at: int | None = None, resume: str = "") -> Any:
+    world, axes = LAYOUTS[layout]
+    replicas = world if axes is None else axes.get("shard", 1) * axes.get("replicate", 1)
+    config: dict[str, Any] = {
+        "workspace_root": str(root),
+        "seed": 5,
+        "steps": 6,
+        "accum_steps": 2 if replicas != 3 else 4,
+        "max_grad_norm": 0.05,
+        "log": False,
+        "evaluate_interval": 3,
+        "ema": {"enabled": True, "decay": 0.9},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine"},
+        "checkpoint": {"interval": 100, "backend": "dcp"},
+        "dataloader": {"batch_size": {1: 12, 2: 6, 3: 2, 4: 3}[replicas]},
+        "resume": resume or None,
+    }
+    if axes is not None:
+        schedule = "ZBVZeroBubble" if layout == "PP V" else "1F1B"
+        config |= {"stack": "parallel", "parallel": {"axes": axes, "pipeline_schedule": schedule}}
+    ranks = run_processes(train, config, model, stop_at, world_size=world, timeout=100)
+    (latest,) = root.glob("*/*/checkpoints/latest")
+    return {name: value for rank in ranks for name, value in rank.items()}, str(latest)
+
+
+def model_for(*layouts: str, dropout: float = 0.0) -> dict[str, Any]:
+    return {"depth": 4 if "PP V" in layouts else 2, "dropout": dropout, "experts": 4 if "EP" in layouts else 0}
+
+
+def gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert mine.keys() == theirs.keys()
+    return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
+
+
+@pytest.mark.parametrize("layout", ["FSDP 2", "TP x FSDP", "PP 2", "PP V", "EP"])
+def test_goes_on_bitwise_where_it_stopped(layout: str, tmp_path: Path) -> None:
+    model = model_for(layout, dropout=0.2)
+    uninterrupted, _ = run(tmp_path / "whole", layout, model)
+    _, first = run(tmp_path / "first", layout, model, stop_at=2)
+    _, second = run(tmp_path / "second", layout, model, stop_at=5, resume=first)
+    ended, _ = run(tmp_path / "third", layout, model, resume=second)
+    assert gap(ended, uninterrupted) == 0.0
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        ["FSDP 4", "FSDP 2", "one", "FSDP 4"],
+        ["FSDP 3", "HSDP", "FSDP 3"],
+        ["DDP 2", "TP x FSDP", "PP x FSDP", "DDP 2"],
+        ["TP 2", "PP V", "CP", "one"],
+        ["EP", "FSDP 2", "EP"],
+    ],
+    ids=" - ".join,
+)
+def test_goes_on_at_another_layout(route: list[str], tmp_path: Path) -> None:
+    model = model_for(*route)
+    uninterrupted, _ = run(tmp_path / "one", "one", model)
+    source = ""
+    for place, layout in enumerate(route):
+        stop_at = None if place == len(route) - 1 else place + 1
+        ended, source = run(tmp_path / str(place), layout, model, stop_at=stop_at, resume=source)
+    assert gap(ended, uninterrupted) < 1e-9
+
+
+def test_dropout_is_that_of_ddp_under_fsdp(tmp_path: Path) -> None:
+    """The streams belong to data replicas, so a run goes on from one stack to the other as if it were the same."""
+    model = model_for(dropout=0.2)
+    uninterrupted, _ = run(tmp_path / "whole", "DDP 2", model)
+    _, source = run(tmp_path / "first", "DDP 2", model, stop_at=3)
+    ended, _ = run(tmp_path / "second", "FSDP 2", model, resume=source)
+    assert gap(ended, uninterrupted) < 1e-9

@@ -1,0 +1,415 @@
+"""ParallelRunner beyond its guarantees: what it refuses, and what a user's script may do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.layouts import LayoutRunner, Sentences
+from support.processes import run_outcomes, run_processes
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import danling as dl
+from danling.utils.tensors import is_sharded, local_part, whole
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Separable points."""
+
+    def __init__(self, count: int) -> None:
+        self.inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.inputs[index, :3].argmax()
+
+
+class PlainRunner(dl.Runner):
+    """A sequential model, as a user has it."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config)
+        self.options = options
+        with torch.device("meta" if options.get("meta") else "cpu"):
+            self.model = self.build().double()
+        self.criterion = nn.CrossEntropyLoss(reduction=options.get("reduction", "mean"))
+        self.datasets = {"train": Points(options.get("samples", 24)), "val": Points(options.get("held_out", 7))}
+        self.metrics = {"acc": dl.metrics.accuracy}
+        if options.get("loader"):
+            self.dataloaders["train"] = DataLoader(Points(22), batch_size=4)
+        if options.get("optimizer"):
+            head = {"params": self.model[4].parameters(), "lr": 0.02}
+            rest = [p for name, p in self.model.named_parameters() if not name.startswith("4.")]
+            self.optimizer = torch.optim.AdamW([{"params": rest}, head], lr=0.01)
+
+    def build(self) -> nn.Sequential:
+        """Return the model."""
+        norm = nn.BatchNorm1d(8) if self.options.get("batch_norm") else nn.LayerNorm(8)
+        return nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def settings(root: Path, axes: Mapping[str, int] | None, **more: Any) -> dict[str, Any]:
+    replicas = (axes or {}).get("shard", 1) * (axes or {}).get("replicate", 1)
+    config = {
+        "workspace_root": str(root),
+        "seed": 2,
+        "steps": 4,
+        "evaluate_interval": 4,
+        "log": False,
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "dataloader": {"batch_size": 4 // replicas},
+        "checkpoint": {"interval": 100},
+    }
+    if axes is not None:
+        config |= {"stack": "parallel", "parallel": {"axes": dict(axes)}}
+    for name, value in more.items():
+        held = config.get(name)
+        config[name] = {**held, **value} if isinstance(held, dict) else value
+    return config
+
+
+def train(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    with PlainRunner(config, **options) as runner:
+        results = runner.train()
+        weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+        predictions = runner.infer("val")
+        return {"weights": weights, "results": results, "predictions": predictions, "rates": rates(runner)}
+
+
+def rates(runner: Any) -> list[float]:
+    return [group["lr"] for group in runner.optimizer.param_groups]
+
+
+def both(root: Path, axes: Mapping[str, int], options: Mapping[str, Any], **more: Any) -> tuple[Any, list[Any]]:
+    world = 1
+    for degree in axes.values():
+        world *= degree
+    (one,) = run_processes(train, settings(root / "one", None, **more), options, world_size=1, timeout=60)
+    return one, run_processes(train, settings(root / "mesh", axes, **more), options, world_size=world, timeout=60)
+
+
+def check_equal(one: Any, ranks: list[Any], tolerance: float = 1e-9) -> None:
+    weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
+    assert weights.keys() == one["weights"].keys()
+    for rank in ranks:
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, one["weights"][name], rtol=0, atol=tolerance)
+        assert rank["results"][4]["val"] == pytest.approx(one["results"][4]["val"], abs=tolerance)
+        assert len(rank["predictions"]) == len(one["predictions"])
+        for mine, theirs in zip(rank["predictions"], one["predictions"]):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
+
+
+FSDP, PIPELINE = {"shard": 2}, {"pipeline": 2}
+
+
+@pytest.mark.parametrize("axes", [FSDP, PIPELINE, {"pipeline": 3}, {"pipeline": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"optimizer": True},
+        {"held_out": 1},
+    ],
+    ids=str,
+)
+def test_a_script_of_one_process_runs_unchanged(axes: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
+    """Evaluation and inference have uneven, and with one held-out sample empty, shards."""
+    one, ranks = both(tmp_path, axes, options)
+    check_equal(one, ranks)
+    assert all(rank["rates"] == one["rates"] for rank in ranks)
+
+
+def test_a_loader_of_the_users_own_feeds_a_pipeline(tmp_path: Path) -> None:
+    """The middle stage reads nothing and hears from the others that the pass has ended, inside of a window too."""
+    one, ranks = both(tmp_path, {"pipeline": 3}, {"loader": True}, accum_steps=4)
+    check_equal(one, ranks)
+
+
+def test_parameter_groups_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    groups = [{"pattern": "bias", "weight_decay_multiplier": 0.0}, {"pattern": r"^4\.", "lr_multiplier": 3.0}]
+    more = {"optim": {"weight_decay": 0.1, "param_groups": groups}}
+    one, ranks = both(tmp_path, PIPELINE, {}, **more)
+    check_equal(one, ranks)
+    assert all(rank["rates"] == one["rates"] for rank in ranks)
+
+
+def batch_norm(config: Mapping[str, Any]) -> dict[str, Any]:
+    with PlainRunner(config, batch_norm=True) as runner:
+        runner.train()
+        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+
+
+def test_batch_norm_keeps_the_statistics_of_the_first_replica(tmp_path: Path) -> None:
+    """As under DDP: the batches are those of each replica, and the buffers of the first are saved and evaluated."""
+    ddp = settings(tmp_path / "ddp", None, dataloader={"batch_size": 2})
+    theirs = run_processes(batch_norm, ddp, world_size=2, timeout=60)[0]
+    for rank in run_processes(batch_norm, settings(tmp_path / "fsdp", FSDP), world_size=2, timeout=60):
+        for name, value in rank.items():
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
+
+
+def resumed_batch_norm(config: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    with PlainRunner({**config, "steps": 2}, batch_norm=True) as runner:
+        runner.train()
+        source = str(runner.workspace.checkpoints / "latest")
+    with PlainRunner({**config, **more, "resume": source}, batch_norm=True) as runner:
+        before = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+        runner.train()
+        return before, {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+
+
+def test_a_pipeline_leaves_statistics_alone_when_it_looks_for_shapes(tmp_path: Path) -> None:
+    """A resumed run looks for shapes once more than one that goes on."""
+    uninterrupted = run_processes(batch_norm, settings(tmp_path / "whole", PIPELINE, parallel=MICRO), world_size=2)
+    config = settings(tmp_path / "parts", PIPELINE, parallel=MICRO)
+    resumed = run_processes(resumed_batch_norm, config, {}, world_size=2, timeout=60)
+    for (_, mine), theirs in zip(resumed, uninterrupted):
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+MICRO = {"pipeline_microbatch_size": 2}
+
+
+def meta(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    with PlainRunner(config, meta=True) as runner:
+        sharded = any(is_sharded(p) for p in runner.model.parameters())
+        weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+        runner.train()
+        return weights, sharded
+
+
+def test_a_model_on_the_meta_device_is_initialised_where_it_lies(tmp_path: Path) -> None:
+    config = settings(tmp_path, {"shard": 2, "replicate": 2}, dataloader={"batch_size": 1})
+    ranks = run_processes(meta, config, world_size=4, timeout=60)
+    for weights, sharded in ranks:
+        assert sharded
+        assert all(torch.equal(value, ranks[0][0][name]) for name, value in weights.items())
+        assert 0.05 < weights["0.weight"].std().item() < 0.5
+        assert torch.equal(weights["1.weight"], torch.ones(8, dtype=torch.float64))
+        assert not torch.equal(weights["3.weight"][:4], weights["3.weight"][4:]), (
+            "shards draw from streams of their own"
+        )
+
+
+class HalfRunner(PlainRunner):
+    """Trains in float32 under float16 autocast, and makes one update overflow on one rank."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model.float()
+        del self.datasets["val"]
+        self.committed: list[str | None] = []
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Train in single precision."""
+        return super().train_step((data[0].float(), data[1]))
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Overflow in the second update, on the last data replica."""
+        loss: Tensor = super().compute_loss(pred, target)
+        last = self.data_domain.rank == self.data_domain.size - 1
+        overflows = last and self.state.train.global_step == 1 and not self.state.train.skipped_updates
+        return loss * float("inf") if overflows and self.mode == "train" else loss
+
+    def step(self) -> Any:
+        """Note what became of the update."""
+        outcome = super().step()
+        self.committed.append(outcome.reason)
+        return outcome
+
+
+def half(config: Mapping[str, Any]) -> tuple[list[str | None], float, dict[str, Any]]:
+    with HalfRunner(config) as runner:
+        runner.train()
+        weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+        return runner.committed, runner.precision.scaler.get_scale(), weights
+
+
+@pytest.mark.parametrize("axes", [FSDP, PIPELINE, {"pipeline": 2, "shard": 2}], ids=str)
+def test_an_overflow_on_one_rank_halves_the_scale_of_all(axes: dict[str, int], tmp_path: Path) -> None:
+    world = 2 * len(axes)
+    ranks = run_processes(half, settings(tmp_path, axes, precision="fp16"), world_size=world, timeout=60)
+    for reasons, scale, weights in ranks:
+        assert reasons == [None, "overflow", None, None, None]
+        assert scale == 2.0**15
+        assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+
+
+def not_finite(config: Mapping[str, Any]) -> None:
+    with HalfRunner(config) as runner:
+        runner.train()
+
+
+def test_what_is_not_finite_on_one_stage_is_raised_on_all(tmp_path: Path) -> None:
+    outcomes = run_outcomes(not_finite, settings(tmp_path, PIPELINE), world_size=2, timeout=60)
+    assert all("step 2" in str(outcome.error) and "on ranks [1]" in str(outcome.error) for outcome in outcomes)
+
+
+def policy(config: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+    seen: list[torch.dtype] = []
+    with PlainRunner(config) as runner:
+        runner.model[3].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        runner.train()
+        return seen[0], local_part(next(runner.model.parameters())).dtype
+
+
+def test_a_mixed_precision_policy_is_given_by_name(tmp_path: Path) -> None:
+    fsdp = {"mp_policy": {"param_dtype": "bf16", "output_dtype": "float64"}}
+    for seen, kept in run_processes(policy, settings(tmp_path, FSDP, fsdp=fsdp), world_size=2, timeout=60):
+        assert seen is torch.bfloat16 and kept is torch.float64
+
+
+# What is refused, before the first collective or on all ranks
+
+
+def construct(config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    with PlainRunner(config, **options):
+        pass
+
+
+class Tied(PlainRunner):
+    """The first and the last layer share their weights."""
+
+    def build(self) -> nn.Sequential:
+        """Return the model."""
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        model[2].weight = model[0].weight
+        return model
+
+
+class Lost(PlainRunner):
+    """Its optimizer was made before the model was complete."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config, **options)
+        self.optimizer = torch.optim.SGD(self.build().parameters(), lr=0.1)
+
+
+class Branched(PlainRunner):
+    """A model that is no chain."""
+
+    def build(self) -> Any:
+        """Return the model."""
+        return nn.ModuleDict({"first": nn.Linear(6, 6), "second": nn.Linear(6, 3)})
+
+
+class Undivided(LayoutRunner):
+    """Says that it can be divided, and does nothing."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config, model=options)
+        self.model.parallelize = lambda context: None
+
+
+class Keywords(PlainRunner):
+    """Batches that go into the model by keyword."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config, **options)
+        self.datasets["train"] = [({"input": torch.ones(6)}, 1)] * 8
+
+
+def construct_tied(config: Mapping[str, Any]) -> None:
+    with Tied(config):
+        pass
+
+
+def construct_lost(config: Mapping[str, Any]) -> None:
+    with Lost(config):
+        pass
+
+
+def construct_branched(config: Mapping[str, Any]) -> None:
+    with Branched(config):
+        pass
+
+
+def construct_undivided(config: Mapping[str, Any]) -> None:
+    with Undivided(config):
+        pass
+
+
+def train_keywords(config: Mapping[str, Any]) -> None:
+    with Keywords(config) as runner:
+        runner.train()
+
+
+def refused(function: Any, config: Mapping[str, Any], *args: Any, world_size: int = 2) -> list[str]:
+    outcomes = run_outcomes(function, config, *args, world_size=world_size, timeout=40)
+    assert all(isinstance(outcome.error, ValueError) for outcome in outcomes), outcomes
+    return [str(outcome.error) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("axes", "more", "words"),
+    [
+        ({"shard": 3}, {}, ["world size 2", "shard=3"]),
+        ({"shard": -1, "tensor": -1}, {}, ["at most one of them -1"]),
+        ({"tensor": 2}, {}, ["parallelize(parallel_context)", "tensor=2"]),
+        ({"expert": 2}, {}, ["expert=2"]),
+        ({"pipeline": 2}, {"parallel": {"pipeline_schedule": "2F2B"}}, ["1F1B", "2F2B"]),
+        (
+            {"pipeline": 2},
+            {"parallel": {"pipeline_schedule": "ZBVZeroBubble", "module_fqns_per_model_part": [["0"], ["1"]]}},
+            ["2 stages"],
+        ),
+        ({"pipeline": 2}, {"parallel": {"module_fqns_per_model_part": [["0", "1"], ["3", "4"]]}}, ["2 in none"]),
+        (
+            {"pipeline": 2},
+            {"parallel": {"module_fqns_per_model_part": [["0", "1"], ["1", "2", "3", "4"]]}},
+            ["listed twice"],
+        ),
+        (
+            {"pipeline": 2},
+            {"parallel": {"module_fqns_per_model_part": [["0", "1", "2"], ["3", "5"]]}},
+            ["unknown=['5']"],
+        ),
+        ({"shard": 2}, {"parallel": {"module_fqns_per_model_part": [["0"]]}}, ["pipeline > 1"]),
+        ({"shard": 2}, {"checkpoint": {"backend": "file"}}, ["checkpoint.backend='dcp'"]),
+        ({"shard": 2}, {"fsdp": {"blocks": ["Nothing"]}}, ["Nothing", "Linear"]),
+        ({"shard": 2}, {"fsdp": {"mp_policy": {"dtype": "bf16"}}}, ["param_dtype"]),
+        ({"shard": 2}, {"fsdp": {"offload_policy": "disk"}}, ["'cpu'", "disk"]),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_on_all_ranks(
+    axes: dict[str, int], more: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    config = settings(tmp_path, None, **more)
+    config["stack"] = "parallel"
+    config["parallel"] = {**more.get("parallel", {}), "axes": axes}
+    for message in refused(construct, config, {}):
+        assert message.startswith("Expected") and "Received" in message
+        assert all(word in message for word in words), message
+
+
+def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    tied = refused(construct_tied, settings(tmp_path, PIPELINE))
+    assert all("tied" in message and "0.weight" in message for message in tied)
+    branched = refused(construct_branched, settings(tmp_path, PIPELINE))
+    assert all("module_fqns_per_model_part" in message for message in branched)
+    undivided = refused(construct_undivided, settings(tmp_path, {"tensor": 2}))
+    assert all("divide parameters over tensor" in message for message in undivided)
+    lost = refused(construct_lost, settings(tmp_path, FSDP))
+    assert all("train nothing" in message for message in lost)
+    outcomes = run_outcomes(train_keywords, settings(tmp_path, PIPELINE), world_size=2, timeout=40)
+    assert "by position" in str(outcomes[0].error)
+
+
+def test_a_sequence_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    messages = refused(odd_lengths, settings(tmp_path, {"context": 2}))
+    assert all("the sequence length to be a multiple of context = 2" in message for message in messages)
+
+
+def odd_lengths(config: Mapping[str, Any]) -> None:
+    with LayoutRunner(config, model={}) as runner:
+        tokens = Sentences(8)[0][0][:7].repeat(2, 1)
+        runner.train_step(runner.to_device((tokens, tokens)))
