@@ -335,9 +335,14 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         return True, True
 
     @property
+    def own_stream_place(self) -> tuple[int, int]:
+        """Index and number of the random streams of a forward among the ranks that share process groups."""
+        return self.data_domain.rank, self.data_domain.size
+
+    @property
     def stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
-        return self.data_domain.rank, self.data_domain.size
+        return self.own_stream_place
 
     @property
     def name(self) -> str:

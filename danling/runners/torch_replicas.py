@@ -60,7 +60,7 @@ class TorchReplicas(TorchEvaluation):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self.replicas: ReplicaGroups | None = None
+        self.fault_tolerance: ReplicaGroups | None = None
         self.replica_loaders: ReplicaLoaderCheckpoints | None = None
         self._writer: WriterLock | None = None
         self._update_open = False
@@ -73,26 +73,32 @@ class TorchReplicas(TorchEvaluation):
         """Join the replica groups when `config.ft.enabled`. Call on all ranks of the group.
 
         Raises:
-            ValueError: If this stack or layout cannot, the place among the groups is wrong, or no lighthouse is named.
+            ValueError: If no lighthouse is named.
             ImportError: If torchft is not installed.
             QuorumError: If the lighthouse cannot be reached.
         """
         if not self.config.ft.enabled:
             return
-        self.check_replica_layout()
-        self.replicas = ReplicaGroups(
+        self.fault_tolerance = ReplicaGroups(
             self.replica_settings(), group=self.world, state_dict=self.healing_state, load_state_dict=self.heal
         )
-        self._closers.callback(self.replicas.close)
+        self._closers.callback(self.fault_tolerance.close)
 
-    def check_replica_layout(self) -> None:
-        """Refuse what cannot train in replica groups.
+    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+        """Return a validated copy of `config`.
 
         Raises:
-            ValueError: If the stack is neither `ddp` nor `parallel`, or an axis other than `replicate` and `shard` is in use.
+            ValueError: If `ft.enabled` with a stack other than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`,
+                or the place among the groups is wrong.
         """
-        ft = self.config.ft
-        axes = {} if self.stack == "ddp" else dict(self.config.parallel.axes.items())
+        own = super().adopt_config(config)
+        if own.ft.enabled:
+            self._check_replica_layout(own)
+        return own
+
+    def _check_replica_layout(self, config: RunnerConfig) -> None:
+        ft = config.ft
+        axes = {} if self.stack == "ddp" else dict(config.parallel.axes.items())
         others = {name: size for name, size in axes.items() if name not in _SHARED_AXES and size != 1}
         if self.stack not in ("ddp", "parallel") or others:
             listed = ", ".join(f"parallel.axes.{name}={size}" for name, size in others.items())
@@ -137,7 +143,7 @@ class TorchReplicas(TorchEvaluation):
     def init_checkpoint_manager(self) -> None:
         """Build the manager of full checkpoints, and that of this group's loaders when it is asked for. Call on all ranks."""
         settings, directory = self.config.checkpoint, self.workspace.checkpoints
-        if self.replicas is not None:
+        if self.fault_tolerance is not None:
             self._writer = WriterLock(directory / "writer.lock")
             # Before the manager is made: closers run from the last to the first, and it is given back when all is written.
             self._closers.callback(self._writer.release)
@@ -180,7 +186,7 @@ class TorchReplicas(TorchEvaluation):
     @property
     def stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams of a forward, over all replica groups."""
-        index, number = super().stream_place
+        index, number = self.own_stream_place
         ft = self.config.ft
         return (ft.replica_id * number + index, ft.group_size * number) if ft.enabled else (index, number)
 
@@ -195,10 +201,10 @@ class TorchReplicas(TorchEvaluation):
         Raises:
             QuorumError: If there is no agreement.
         """
-        if self.replicas is None or self._update_open:
+        if self.fault_tolerance is None or self._update_open:
             return False
-        begins = self.replicas.state_dict()["step"] == 0
-        moved = self.replicas.open()
+        begins = self.fault_tolerance.state_dict()["step"] == 0
+        moved = self.fault_tolerance.open()
         self._update_open = True
         if begins:
             moved = self._begin_alike(moved)
@@ -221,8 +227,8 @@ class TorchReplicas(TorchEvaluation):
 
     def _catch_up(self) -> bool:
         """Go on from a checkpoint that the others have written since this process began, when it joins and finds nobody."""
-        assert self.replicas is not None
-        if not self.config.auto_resume or self.replicas.num_participants > 1:
+        assert self.fault_tolerance is not None
+        if not self.config.auto_resume or self.fault_tolerance.num_participants > 1:
             return False
         source = self.checkpoint_manager.find_latest()
         if source is None or self.checkpoint_manager.step_of(source) <= self.state.train.global_step:
@@ -241,15 +247,15 @@ class TorchReplicas(TorchEvaluation):
         Returns:
             The verdict over all groups that take part; meaningless when a collective failed, which the commit tells.
         """
-        assert self.replicas is not None
+        assert self.fault_tolerance is not None
         present = [float(parameter.grad is not None) for parameter in parameters]
         figures = (verdict.weight, verdict.loss, verdict.samples, verdict.nonfinite)
         votes = torch.tensor([*(float(figure) for figure in figures), *present], dtype=torch.float64)
-        weight, loss, samples, nonfinite, *holders = self.replicas.all_reduce(votes).tolist()
+        weight, loss, samples, nonfinite, *holders = self.fault_tolerance.all_reduce(votes).tolist()
         # Each group has scaled by a reference of its own, and divided by its number of ranks: undone before the sum.
         factor = self.window.gradient_factor(1.0, averaged_over)
-        self.replicas.reduce_gradients(parameters, [count > 0 for count in holders], factor)
-        self.replicas.average(self._statistics())
+        self.fault_tolerance.reduce_gradients(parameters, [count > 0 for count in holders], factor)
+        self.fault_tolerance.average(self._statistics())
         return Verdict(weight, loss, samples, nonfinite, verdict.requests)
 
     def commit_over_replicas(self) -> UpdateOutcome | None:
@@ -261,18 +267,20 @@ class TorchReplicas(TorchEvaluation):
         Raises:
             QuorumError: If too many in a row may not; everything is as it was before this one.
         """
-        assert self.replicas is not None
+        assert self.fault_tolerance is not None
         self._update_open = False
         committed = False
         try:
-            committed = self.replicas.commit()
+            committed = self.fault_tolerance.commit()
         finally:
             if not committed:
                 self._take_back()
         if committed:
             return None
         step = self.state.train.global_step + 1
-        logger.warning("The replica groups did not commit update %d (failure %d); again.", step, self.replicas.failures)
+        logger.warning(
+            "The replica groups did not commit update %d (failure %d); again.", step, self.fault_tolerance.failures
+        )
         return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
 
     def _take_back(self) -> None:
@@ -361,24 +369,24 @@ class TorchReplicas(TorchEvaluation):
 
     def _run_state(self) -> dict[str, Any]:
         state = super()._run_state()
-        if self.replicas is not None:
-            state["replicas"] = self.replicas.state_dict()
+        if self.fault_tolerance is not None:
+            state["replicas"] = self.fault_tolerance.state_dict()
         return state
 
     def _load_run_state(self, state: Mapping[str, Any]) -> None:
         super()._load_run_state(state)
-        if self.replicas is not None:
+        if self.fault_tolerance is not None:
             # A run that begins to train in groups at a checkpoint counts from there: at 0 they would all start from one group.
             train = self.state.train
             step = train.global_step + train.skipped_updates
             fresh = {"step": step, "batches_committed": step}
-            self.replicas.load_state_dict(state.get("replicas", fresh))
+            self.fault_tolerance.load_state_dict(state.get("replicas", fresh))
 
     # Checkpoints
 
     def restore(self) -> None:
         """Load what the configuration names; with `auto_resume`, from a directory that another group may be writing."""
-        attempts = _ATTEMPTS_TO_READ if self.replicas is not None and self.config.auto_resume else 1
+        attempts = _ATTEMPTS_TO_READ if self.fault_tolerance is not None and self.config.auto_resume else 1
         for _ in range(attempts - 1):
             with suppress(CheckpointDamaged, CheckpointNotFound):
                 # What was found may have been replaced before it was read; then there is something newer.

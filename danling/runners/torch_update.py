@@ -92,7 +92,8 @@ class TorchUpdate(TorchReplicas):
             nonfinite=self.window.nonfinite,
             requests=self._requests(),
         )
-        if self.replicas is not None:
+        self.complete_gradients()
+        if self.fault_tolerance is not None:
             verdict = self.sum_over_replicas(verdict, self.parameters, self.gradient_mean_over)
             # Asked before anything is judged: after an error between the groups there is nothing to judge.
             refused = self.commit_over_replicas()
@@ -110,6 +111,9 @@ class TorchUpdate(TorchReplicas):
         self._heed(verdict.requests)
         return outcome
 
+    def complete_gradients(self) -> None:
+        """Finish the reduction of the gradients over the ranks; DistributedDataParallel has finished it in the backward."""
+
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
 
@@ -124,7 +128,7 @@ class TorchUpdate(TorchReplicas):
 
     def gradient_factor(self, verdict: Verdict) -> float | Tensor:
         """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks."""
-        if self.replicas is None:
+        if self.fault_tolerance is None:
             return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
         # A plain sum already, since groups can be added in no other form.
         return 1.0 / float(verdict.weight) if verdict.weight and not self.sums_loss else 1.0

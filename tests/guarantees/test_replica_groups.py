@@ -15,18 +15,21 @@ import torch
 from support.replicas import Lighthouse, ReplicaGroup
 from support.toys import NoisyPoints, differences
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import danling as dl
 from danling.data.sampler import PositionedBatchSampler
+from danling.utils.tensors import local_part, whole
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "2"))
+LIMIT = 100 + 20 * KILLS
 TRAIN_SIZE = 40
 BATCH_SIZE = 4  # a ragged last batch leaves two samples to each of four ranks, which BatchNorm needs
 
 
-class GroupRunner(dl.TorchRunner):
+class GroupRunner(dl.Runner):
     """Writes down the ids of every update, tells how far it is, and stops at the step that a file names."""
 
     def __init__(self, config: dict[str, Any], board: Path) -> None:
@@ -66,8 +69,10 @@ class GroupRunner(dl.TorchRunner):
         self.heals.append(self.state.train.global_step)
 
 
-def settings(root: Path, group: int) -> dict[str, Any]:
+def settings(root: Path, group: int, stack: str) -> dict[str, Any]:
     return {
+        "stack": stack,
+        "fsdp": {"enabled": stack == "parallel"},
         "steps": 10**6,
         "seed": 3,
         "accum_steps": 2,
@@ -83,14 +88,14 @@ def settings(root: Path, group: int) -> dict[str, Any]:
     }
 
 
-def train(root: Path, group: int) -> dict[str, Any]:
-    with GroupRunner(settings(root, group), root) as runner:
+def train(root: Path, group: int, stack: str) -> dict[str, Any]:
+    with GroupRunner(settings(root, group, stack), root) as runner:
         runner.train()
         rates = [entry["lr"] for entry in runner.optimizer.param_groups]
         state = {
-            "model": {name: value.clone() for name, value in runner.model_state_dict().items()},
-            "optimizer": runner.optimizer_state_dict(),
-            "ema": runner.ema.state_dict(),
+            "model": {name: whole(value).clone() for name, value in runner.model_state_dict().items()},
+            "optimizer": tree_map_only(Tensor, local_part, runner.optimizer_state_dict()),
+            "ema": tree_map_only(Tensor, local_part, runner.ema.state_dict()),
             "scheduler": runner.scheduler.state_dict(),
             "step": runner.state.train.global_step,
             "epoch": runner.state.train.epoch,
@@ -126,29 +131,25 @@ def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_s
 
 
 @pytest.mark.timeout(120 + 20 * KILLS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_group_is_killed_again_and_again(world_size: int, tmp_path: Path) -> None:
-    instants = random.Random(world_size)
+@pytest.mark.parametrize(("stack", "world_size"), [("ddp", 1), ("ddp", 2), ("parallel", 2)])
+def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path: Path) -> None:
+    instants = random.Random(f"{stack} {world_size}")
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(
-            train, tmp_path, 0, world_size=world_size, lighthouse=lighthouse, timeout=100 + 20 * KILLS
-        ) as whole,
-        ReplicaGroup(
-            train, tmp_path, 1, world_size=world_size, lighthouse=lighthouse, timeout=100 + 20 * KILLS
-        ) as killed,
+        ReplicaGroup(train, tmp_path, 0, stack, world_size=world_size, lighthouse=lighthouse, timeout=LIMIT) as steady,
+        ReplicaGroup(train, tmp_path, 1, stack, world_size=world_size, lighthouse=lighthouse, timeout=LIMIT) as killed,
     ):
-        whole.wait_until(reached(tmp_path, 0, 6))
+        steady.wait_until(reached(tmp_path, 0, 6))
         killed.wait_until(reached(tmp_path, 1, 6))
         for _ in range(KILLS):
             time.sleep(instants.uniform(0.0, 1.0))
             killed.kill()
             died_at = step_of(tmp_path, 0)
-            whole.wait_until(reached(tmp_path, 0, died_at + 4))
+            steady.wait_until(reached(tmp_path, 0, died_at + 4))
             killed.start()
             killed.wait_until(reached(tmp_path, 1, died_at + 6))
         (tmp_path / "stop").write_text(str(max(step_of(tmp_path, 0), step_of(tmp_path, 1)) + 40))
-        healthy, returned = whole.values(), killed.values()
+        healthy, returned = steady.values(), killed.values()
     for ended, other in zip(returned, healthy, strict=True):
         assert differences(ended["state"], other["state"]) == []
     for ended in healthy:
