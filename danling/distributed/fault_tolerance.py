@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.utils._pytree import tree_map_only
 
 from danling.utils.tensors import local_part
 
 from .domain import Domain
-
-LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
-"""Environment variable with the address of the lighthouse."""
+from .lighthouse import LIGHTHOUSE, Membership, lighthouse_address, reach, require_torchft
 
 _BUCKET_BYTES = 32 << 20
 
@@ -78,7 +70,7 @@ class ReplicaGroups:
     Raises:
         ImportError: If torchft is not installed.
         ValueError: If the environment does not name a lighthouse.
-        QuorumError: If the lighthouse cannot be reached.
+        QuorumError: If nothing answers at its address.
     """
 
     def __init__(
@@ -90,49 +82,53 @@ class ReplicaGroups:
         load_state_dict: Callable[[Any], None],
     ) -> None:
         require_torchft()
-        lighthouse = lighthouse_address()
         self.settings = settings
         self.failures = 0
+        self._lighthouse = lighthouse_address()
+        try:
+            reach(self._lighthouse, settings.timeout)
+        except OSError as error:
+            raise self._unreached(error) from error
+        self._group = group
+        self._state_dict = state_dict
         self._load = load_state_dict
         self._healed = False
         self._healing = False
-        self._asks = "the lighthouse" if group.rank == 0 else "rank 0 of this group, which asks the lighthouse"
         self._device = group.device if settings.process_group == "nccl" else torch.device("cpu")
-        self._pg = _process_group(settings)
-        try:
-            self._manager: Any = self._build_manager(lighthouse, group, state_dict)
-        except Exception as error:
-            raise QuorumError(
-                f"Expected a lighthouse of TorchFT at {lighthouse}. Received: {error}. Start one with "
-                f"`torchft_lighthouse --min_replicas 1`, and set {LIGHTHOUSE} to its address."
-            ) from error
+        self._membership: Membership | None = None
+        self._counts = {"step": 0, "batches_committed": 0}
 
-    def _build_manager(self, lighthouse: str, group: Domain, state_dict: Callable[[], Any]) -> Any:
-        from torchft import Manager
-
-        settings = self.settings
-        host = address_towards(lighthouse)
-        # A store of its own for every attempt: that of the launcher may still hold the addresses of an earlier one.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
-        port = group.broadcast_object(self._store.port if self._store is not None else None)
-        return Manager(
-            pg=self._pg,
-            load_state_dict=self._heal,
-            state_dict=state_dict,
-            min_replica_size=settings.min_replica_size,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=settings.timeout),
-            quorum_timeout=timedelta(seconds=settings.quorum_timeout),
-            connect_timeout=timedelta(seconds=settings.timeout),
-            rank=group.rank,
-            world_size=group.size,
-            store_addr=host,
-            store_port=port,
-            lighthouse_addr=lighthouse,
-            replica_id=f"replica-{settings.replica_id:06d}",
-            hostname=host,
-            checkpoint_transport=_transport(host, settings.quorum_timeout),
+    def _unreached(self, error: Exception) -> QuorumError:
+        return QuorumError(
+            f"Expected a lighthouse of TorchFT at {self._lighthouse}. Received: {error}. Start one with "
+            f"`torchft_lighthouse --min_replicas 1`, and set {LIGHTHOUSE} to its address."
         )
+
+    @property
+    def _manager(self) -> Any:
+        assert self._membership is not None, "open() comes first"
+        return self._membership.manager
+
+    def _join(self) -> None:
+        # Not before the first update: the lighthouse waits for a group that is there and does not ask, and so do the others.
+        if self._membership is not None:
+            return
+        settings = self.settings
+        try:
+            self._membership = Membership(
+                self._lighthouse,
+                self._group,
+                backend=settings.process_group,
+                timeout=settings.timeout,
+                quorum_timeout=settings.quorum_timeout,
+                replica_id=f"replica-{settings.replica_id:06d}",
+                min_replica_size=settings.min_replica_size,
+                state_dict=self._state_dict,
+                load_state_dict=self._heal,
+            )
+        except Exception as error:
+            raise self._unreached(error) from error
+        self._manager.load_state_dict(dict(self._counts))
 
     # One update
 
@@ -146,13 +142,15 @@ class ReplicaGroups:
             QuorumError: If there is no agreement in time, as when the lighthouse is gone.
         """
         self._healed = False
+        self._join()
         try:
             self._manager.start_quorum()
         except Exception as error:
             if self._healing:
                 raise
+            asked = "the lighthouse" if self._group.rank == 0 else "rank 0 of this group, which asks the lighthouse"
             raise QuorumError(
-                f"Expected {self._asks} at {lighthouse_address()}, to name the replica groups of the next update within "
+                f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
                 f"{self.settings.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs, and start the replica "
                 "groups again: they go on from the last checkpoint."
             ) from error
@@ -230,96 +228,26 @@ class ReplicaGroups:
     @property
     def num_participants(self) -> int:
         """Groups that take part in the open update, or took part in the last one; 0 before the first."""
-        return int(self._manager.num_participants())
-
-    @property
-    def participating_rank(self) -> int | None:
-        """Place of this group among them."""
-        rank: int | None = self._manager.participating_rank()
-        return rank
+        return int(self._manager.num_participants()) if self._membership is not None else 0
 
     def state_dict(self) -> dict[str, int]:
         """Return how many updates were committed, and how many by one group each: `{"step": ..., "batches_committed": ...}`."""
-        return {name: int(value) for name, value in self._manager.state_dict().items()}
+        if self._membership is not None:
+            self._counts = {name: int(value) for name, value in self._manager.state_dict().items()}
+        return dict(self._counts)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a checkpoint. Groups at different steps heal from one that is ahead."""
-        self._manager.load_state_dict(dict(state))
+        self._counts = dict(state)
+        if self._membership is not None:
+            self._manager.load_state_dict(dict(state))
 
-    def close(self) -> None:
-        """Leave the other groups; they go on without this one."""
-        self._manager.shutdown(wait=False)
-        self._pg.shutdown()
-        self._store = None
-
-
-def require_torchft() -> None:
-    """Import torchft.
-
-    Raises:
-        ImportError: If it is not installed, with what installs it.
-    """
-    try:
-        import torchft  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install 'danling[torchft]'`."
-        ) from error
-
-
-def lighthouse_address() -> str:
-    """Return the address of the lighthouse.
-
-    Raises:
-        ValueError: If the environment does not name one.
-    """
-    address = os.environ.get(LIGHTHOUSE, "")
-    if not address:
-        raise ValueError(
-            f"Expected {LIGHTHOUSE} to hold the address of a lighthouse, such as http://127.0.0.1:29510. Received: nothing. Start one "
-            f"with `torchft_lighthouse --min_replicas 1` and set {LIGHTHOUSE} for every replica group."
-        )
-    return address
-
-
-def address_towards(url: str) -> str:
-    """Return the address under which this machine is seen from where `url` leads: no look-up of its own name is needed.
-
-    Args:
-        url: Such as `http://host:port`.
-    """
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    found = socket.getaddrinfo(parts.hostname, parts.port or 1, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, target = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # Of a datagram socket: nothing is sent.
-        probe.connect(target)
-        host: str = probe.getsockname()[0]
-    return host
-
-
-def _process_group(settings: ReplicaSettings) -> Any:
-    import torchft
-
-    # Said at every quorum by every build of torch without NCCL.
-    logging.getLogger("torchft.manager").addFilter(lambda record: "NCCL flight recorder" not in record.getMessage())
-    kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
-    return kinds[settings.process_group](timeout=timedelta(seconds=settings.timeout))
-
-
-def _transport(host: str, timeout: float) -> Any:
-    from torchft.checkpointing import HTTPTransport
-
-    class Transport(HTTPTransport):  # type: ignore[misc, type-arg, unused-ignore]
-        """Serves under an address that the other groups reach; the name of a machine need not resolve elsewhere."""
-
-        def address(self) -> str:
-            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
-
-    transport = Transport(timeout=timedelta(seconds=timeout), num_chunks=0)
-    # The server of the standard library prints a line for each request.
-    transport._server.RequestHandlerClass.log_message = lambda *_: None
-    return transport
+    def leave(self) -> None:
+        """Leave the other groups, which go on without this one; the next `open` joins them again."""
+        self.state_dict()
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.close()
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

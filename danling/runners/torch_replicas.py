@@ -82,7 +82,7 @@ class TorchReplicas(TorchEvaluation):
         self.fault_tolerance = ReplicaGroups(
             self.replica_settings(), group=self.world, state_dict=self.healing_state, load_state_dict=self.heal
         )
-        self._closers.callback(self.fault_tolerance.close)
+        self._closers.callback(self.fault_tolerance.leave)
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config`.

@@ -215,6 +215,9 @@ class TorchRunner(TorchUpdate):
             if self.signals is not None:
                 self.signals.uninstall()
             self._close_progress()
+            if self.fault_tolerance is not None:
+                # A group that stays and does not train would hold the others up.
+                self.fault_tolerance.leave()
 
     def _finish_session(self) -> None:
         self.settle()

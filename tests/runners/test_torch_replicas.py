@@ -74,6 +74,16 @@ def test_a_wrong_place_is_refused(
     assert not list(tmp_path.rglob("*.yaml"))
 
 
+@pytest.mark.parametrize(
+    "changes", [{"stack": "parallel", "parallel.axes.tensor": 2}, {"stack": "parallel", "parallel.axes.pipeline": 2}]
+)
+def test_other_layouts_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no axes but replicate and shard\. Received: stack='parallel', parallel\.axes\."
+    ):
+        Toy(settings(tmp_path, **changes))
+
+
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ImportError, match=r"pip install 'danling\[torchft\]'"):
@@ -239,6 +249,112 @@ def test_losing_the_lighthouse_ends_in_a_checkpoint_and_an_error(world_size: int
     (latest,) = tmp_path.rglob("latest.pth")
     saved = torch.load(latest, weights_only=True)["state"]["train"]["global_step"]
     assert saved == int(board.read_text())
+
+
+# Coming late
+
+
+class Patient(TracingRunner):
+    """Waits before it trains."""
+
+    def __init__(self, config: dict[str, Any], wait_for: Path | None, tell: Path | None) -> None:
+        super().__init__(config, train_size=24)
+        self.wait_for, self.tell = wait_for, tell
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait, then train."""
+        if self.tell is not None:
+            self.tell.touch()
+        while self.wait_for is not None and not self.wait_for.exists():
+            time.sleep(0.02)
+        return super().train(*args, **kwargs)
+
+
+def train_patiently(root: Path, group: int, wait_for: Path | None, tell: Path | None, **changes: Any) -> dict[str, Any]:
+    config = settings(root, ft={"replica_id": group}, auto_resume=True, accum_steps=1, **changes)
+    with Patient(config, wait_for, tell) as runner:
+        runner.train()
+        state = whole_state(runner)
+        state["results"], state["trained"] = runner.results, len(runner.trace)
+        return state
+
+
+@needs_torchft
+def test_a_group_that_comes_when_the_others_have_ended_does_not_train_again(tmp_path: Path) -> None:
+    """It was made before they saved: it must look again when it finds nobody."""
+    ready, done = tmp_path / "ready", tmp_path / "done"
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_patiently, tmp_path, 1, done, ready, world_size=1, lighthouse=lighthouse) as late,
+    ):
+        late.wait_until(ready.exists)
+        with ReplicaGroup(train_patiently, tmp_path, 0, None, None, world_size=1, lighthouse=lighthouse) as first:
+            (ended,) = first.values()
+        done.touch()
+        (came,) = late.values()
+    assert ended["trained"] == 8
+    assert came["trained"] == 0
+    assert came["state"]["train"]["global_step"] == 8
+    assert differences(came["model"], ended["model"]) == []
+
+
+class Joining(Patient):
+    """Tells when it is in the middle of an epoch, and takes its time from then on."""
+
+    def step(self) -> Any:
+        """Step, slowly."""
+        outcome = super().step()
+        if self.config.ft.replica_id == 0 and self.state.train.global_step == 8:
+            self.board("middle").touch()
+            while not self.board("joining").exists():
+                time.sleep(0.02)
+        if self.config.ft.replica_id == 0 and self.state.train.global_step >= 8:
+            time.sleep(0.05)
+        return outcome
+
+    def board(self, name: str) -> Path:
+        """Return a file that the groups speak by."""
+        return Path(self.config.workspace_root) / name
+
+    def heal(self, state: Any) -> None:
+        """Note where."""
+        super().heal(state)
+        self.healed_at = (self.state.train.global_step, self.state.train.epoch)
+
+
+def train_epochs(root: Path, group: int) -> dict[str, Any]:
+    wait_for, tell = (root / "middle", root / "joining") if group else (None, None)
+    config = settings(root, ft={"replica_id": group}, accum_steps=1, steps=None, epochs=6)
+    with Joining(config, wait_for, None) as runner:
+        if tell is not None:
+            while wait_for is not None and not wait_for.exists():
+                time.sleep(0.02)
+            tell.touch()
+        runner.train()
+        state = whole_state(runner)
+        healed = getattr(runner, "healed_at", None)
+        return {"state": state, "results": runner.results, "healed": healed, "step": runner.state.train.global_step}
+
+
+@needs_torchft
+def test_a_group_joins_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """It takes the place in the epoch, the results and the scores, and both end alike."""
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_epochs, tmp_path, 0, world_size=1, lighthouse=lighthouse) as first,
+        ReplicaGroup(train_epochs, tmp_path, 1, world_size=1, lighthouse=lighthouse) as second,
+    ):
+        (steady,), (joined,) = first.values(), second.values()
+    # 24 samples in batches of two for two groups: six updates an epoch, whoever is there.
+    assert steady["step"] == joined["step"] == 36
+    step, epoch = joined["healed"]
+    assert 8 <= step < 36
+    assert epoch == step // 6
+    assert list(joined["results"]) == [1, 2, 3, 4, 5, 6]
+    for name in ("model", "optimizer", "scheduler", "dataloaders"):
+        assert differences(joined["state"][name], steady["state"][name]) == []
+    for index, result in steady["results"].items():
+        assert joined["results"][index]["val"] == pytest.approx(result["val"], rel=1e-6)
 
 
 # Who writes
