@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from .domain import Domain
 from .lighthouse import LIGHTHOUSE, Membership, lighthouse_address, reach, require_torchft
 
 _BUCKET_BYTES = 32 << 20
+_PAUSE = 0.1
+_LONGEST_PAUSE = 1.0
+"""Seconds before an update is tried again."""
 
 
 class QuorumError(RuntimeError):
@@ -216,6 +220,8 @@ class ReplicaGroups:
                 f"last one: {self._last_error()}. Look at the network between the replica groups, raise "
                 "ft.process_group_timeout_ms, or lower ft.min_replica_size."
             )
+        # The next attempt is of no use before the lighthouse has noticed a death, or a group has come.
+        time.sleep(min(_PAUSE * self.failures, _LONGEST_PAUSE))
         return False
 
     def _last_error(self) -> str:

@@ -50,6 +50,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
+        "torchft",
         "danling",
     ]
 )

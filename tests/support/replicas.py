@@ -75,7 +75,7 @@ class ReplicaGroup:
     ) -> None:
         self._function, self._args = function, args
         self._world_size, self._timeout = world_size, timeout
-        self._environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address if lighthouse else "", "RUST_LOG": "error"}
+        self._environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address if lighthouse else ""}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.outcomes: list[Outcome] = []
