@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -202,6 +203,23 @@ class ReplicaGroups:
             flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in bucket])).div_(self.num_participants)
             for tensor, mean in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket])):
                 tensor.copy_(mean.view_as(tensor))
+
+    def sum_totals(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Add sums and weights by name over the groups that took part in the last update. Between two updates.
+
+        Returns:
+            The sums; those of this group where a group has gone meanwhile, or they have other names.
+        """
+        names = sorted(totals)
+        mine = [1.0, float(len(names)), float(crc32("\0".join(names).encode()))]
+        groups, *shared = self.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        if not names or self._manager.errored() or shared != [groups * figure for figure in mine[1:]]:
+            return dict(totals)
+        figures = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+        self.all_reduce(figures)
+        if self._manager.errored():
+            return dict(totals)
+        return {name: (total, weight) for name, (total, weight) in zip(names, figures.tolist())}
 
     def commit(self) -> bool:
         """Whether the update may be made: no rank of this group met an error, and enough groups took part.

@@ -314,6 +314,14 @@ class TorchReplicas(TorchEvaluation):
         for tensor, held in zip((*self._statistics(), *self._counters()), before.statistics, strict=True):
             tensor.copy_(held)
 
+    def meter_totals(self) -> dict[str, tuple[float, float]]:
+        """Return sums and weights of `meters` over all ranks of the groups that take part. Call on all ranks of the group."""
+        totals = super().meter_totals()
+        if self.fault_tolerance is not None and self.fault_tolerance.num_participants:
+            # One answer for the group: its ranks may meet different errors.
+            totals = self.world.broadcast_object(self.fault_tolerance.sum_totals(totals))
+        return totals
+
     # Healing
 
     def healing_state(self) -> dict[str, Any]:
@@ -352,6 +360,8 @@ class TorchReplicas(TorchEvaluation):
             if self.replica_loaders is None or not self.sources[split].is_rank_local:
                 self.sources[split].load_state_dict(position)
         self._load_run_state(state["state"])
+        # What the other group has counted is added by the other group.
+        self.meters.reset()
         # Those are of the group: ranks of one group may heal from different ones.
         self.state.elastic, self.window.agreed_reference = elastic, reference
         seed = derive_seed(self.seed, "healed", self.state.train.global_step, self.stream_place[0])

@@ -396,8 +396,8 @@ class TorchRunner(TorchUpdate):
     def _training_figures(self) -> dict[str, float]:
         self.settle()
         figures = self.losses.averages()
-        if self.meters:
-            figures.update(self.meters.averages(self.figures_domain))
+        if self.meters or self.fault_tolerance is not None:
+            figures.update({name: total / weight for name, (total, weight) in self.meter_totals().items() if weight})
         self.losses.reset()
         self.meters.reset()
         return figures

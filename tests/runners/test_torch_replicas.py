@@ -173,6 +173,11 @@ class Uneven(dl.TorchRunner):
         self.datasets = {"train": TensorDataset(inputs, targets)}
         self.losses_seen: list[float] = []
 
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Count the targets by a meter of the user's own."""
+        self.meters.update({"counted": float((data[1] >= 0).sum())}, len(data[1]))
+        return super().train_step(data)
+
     def step(self) -> Any:
         """Note the loss that is logged."""
         outcome = super().step()
@@ -181,29 +186,33 @@ class Uneven(dl.TorchRunner):
         return outcome
 
 
-def train_uneven(root: Path, group: int | None) -> tuple[dict[str, Tensor], list[float]]:
+def train_uneven(root: Path, group: int | None) -> tuple[dict[str, Tensor], list[float], Any]:
     ft = {"enabled": group is not None, "replica_id": group or 0, "min_replica_size": 2}
     config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.3}, scheduler={}, ft=ft)
     with Uneven(config) as runner:
         runner.train()
-        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.losses_seen
+        weights = {name: value.clone() for name, value in runner.model_state_dict().items()}
+        return weights, runner.losses_seen, runner.results
 
 
 @needs_torchft
 def test_groups_make_one_gradient(tmp_path: Path) -> None:
     """Two groups train as one run of all their ranks: sums over the global weight, and never a mean of means."""
-    expected, losses = run_processes(train_uneven, tmp_path / "one", None, world_size=4)[0]
+    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, world_size=4)[0]
     with (
         Lighthouse() as lighthouse,
         ReplicaGroup(train_uneven, tmp_path / "two", 0, world_size=2, lighthouse=lighthouse) as first,
         ReplicaGroup(train_uneven, tmp_path / "two", 1, world_size=2, lighthouse=lighthouse) as second,
     ):
         ended = [*first.values(), *second.values()]
-    for weights, seen in ended:
+    for weights, seen, results in ended:
         assert differences(weights, ended[0][0]) == []
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-12)
         assert seen == pytest.approx(losses, rel=1e-9)
+        assert list(results) == list(figures) == [1, 2, 3, 4, 5, 6]
+        for index, result in figures.items():
+            assert results[index]["train"] == pytest.approx(result["train"], rel=1e-9)
 
 
 # The lighthouse
