@@ -173,6 +173,10 @@ class TorchEvaluation(TorchState):
         result.update(self.metric_set.compute(self.figures_domain))
         return result
 
+    def meter_totals(self) -> dict[str, tuple[float, float]]:
+        """Return sums and weights of `meters` over all ranks. Call on all ranks."""
+        return self.meters.totals(self.figures_domain)
+
     @contextmanager
     def _evaluating(self, split: str, mode: str) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""

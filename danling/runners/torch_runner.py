@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from danling.data import Batch, BatchSource
@@ -14,6 +15,7 @@ from danling.training import UpdateOutcome
 from danling.workspace import format_scores
 
 from .base_runner import Results
+from .torch_replicas import UNCOMMITTED
 from .torch_watch import TorchWatch
 
 logger = logging.getLogger("danling")
@@ -40,6 +42,9 @@ class TorchRunner(TorchWatch):
         ...         self.datasets = {"train": train_set, "val": val_set}
         >>> MyRunner({"epochs": 3, "optim": {"type": "adamw"}}).train()  # doctest: +SKIP
     """
+
+    _moved: bool = False
+    """Whether another replica group's state was taken over that stands in another pass than the loops."""
 
     # Train
 
@@ -74,10 +79,11 @@ class TorchRunner(TorchWatch):
             return self.results
         with self._session():
             while state.epoch < (self.epochs or 0) and not self._stop_for:
+                self._moved = False
                 for split in to_train:
-                    if split not in self.open_result:
+                    if not self._is_trained(split):
                         self.train_epoch(split)
-                    if self._stop_for:
+                    if self._stop_for or self._moved:
                         break
                 else:
                     for split in to_evaluate:
@@ -99,6 +105,8 @@ class TorchRunner(TorchWatch):
             self._after_update(outcome)
             if self._stop_for:
                 return {}
+        if self._moved:
+            return {}
         self.open_result[split] = self._training_figures()
         return self.open_result[split]
 
@@ -115,7 +123,10 @@ class TorchRunner(TorchWatch):
                 # The run was stopped in an evaluation, which is made first.
                 self._validate(to_evaluate)
             while state.global_step < (self.steps or 0) and not self._stop_for:
+                self._moved = False
                 for split in to_train:
+                    if self._is_trained(split):
+                        continue
                     for outcome in self._updates(split):
                         self._after_update(outcome)
                         if outcome.committed and self.evaluation_due():
@@ -126,8 +137,9 @@ class TorchRunner(TorchWatch):
                         if self._stop_for or state.global_step == self.steps:
                             break
                     else:
-                        self.sources[split].finish_pass()
-                        continue
+                        if not self._moved:
+                            self.sources[split].finish_pass()
+                            continue
                     break
                 else:
                     state.epoch += 1
@@ -140,6 +152,13 @@ class TorchRunner(TorchWatch):
             self.open_result[split] = self.evaluate_steps(split)
         self._close_result("validation")
         self._checkpoint_when_due(step, final=step == self.steps)
+
+    def _is_trained(self, split: str) -> bool:
+        """Whether the pass that the state stands in is over for one of the splits."""
+        train = self.state.train
+        if self.is_step_mode:
+            return train.global_step >= (self.steps or 0) or self.sources[split].epoch > train.epoch
+        return train.epoch >= (self.epochs or 0) or split in self.open_result
 
     def _gave_up(self) -> bool:
         return self.scoreboard is not None and self.scoreboard.should_stop
@@ -178,6 +197,13 @@ class TorchRunner(TorchWatch):
             if not self._all_have(source, batch):
                 break
             found = True
+            if self.open_update():
+                self._logged_samples = self.state.train.samples
+                if self._is_trained(split):
+                    self._moved = True
+                    return
+                batches = source.batches()
+                continue
             consumed: list[Batch] = []
             while batch is not None:
                 consumed.append(batch)
@@ -186,6 +212,9 @@ class TorchRunner(TorchWatch):
                 self._micro_step(batch)
                 batch = upcoming
             outcome = self.step()
+            if outcome.reason == UNCOMMITTED:
+                batches = chain(consumed, batches)
+                continue
             source.commit(consumed)
             telemetry.stepped(committed=outcome.committed)
             yield outcome
@@ -219,8 +248,8 @@ class TorchRunner(TorchWatch):
     def _training_figures(self) -> dict[str, float]:
         self.settle()
         figures = self.losses.averages()
-        if self.meters:
-            figures.update(self.meters.averages(self.figures_domain))
+        if self.meters or self.fault_tolerance is not None:
+            figures.update({name: total / weight for name, (total, weight) in self.meter_totals().items() if weight})
         self.losses.reset()
         self.meters.reset()
         return figures

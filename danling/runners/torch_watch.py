@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from danling.data import Batch
-from danling.distributed import agree, set_collective_timeout
+from danling.distributed import QuorumError, agree, set_collective_timeout
 from danling.supervision import (
     EXIT_CODES,
     Profiler,
@@ -141,6 +141,7 @@ class TorchWatch(TorchUpdate):
     def _session(self) -> Iterator[None]:
         """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
         self._stop_for = None
+        self._update_open = False
         self._parameters = None
         self.window.sum_reduced = self.sums_loss
         limit = self.config.max_time_seconds()
@@ -158,6 +159,8 @@ class TorchWatch(TorchUpdate):
             self._in_session = False
             self._finish_session()
         except Exception as error:
+            if isinstance(error, QuorumError):
+                self._save_before_leaving()
             self._note_failure(error)
             raise
         finally:
@@ -166,6 +169,18 @@ class TorchWatch(TorchUpdate):
             if self.signals is not None and not (self._stop_for in BY_SIGNAL and self.distributed):
                 self.signals.uninstall()
             self._close_progress()
+            if self.fault_tolerance is not None:
+                # A group that stays and does not train would hold the others up.
+                self.fault_tolerance.leave()
+
+    def _save_before_leaving(self) -> None:
+        """Save where the replica groups have lost each other: this group stands between two updates."""
+        logger.error("Lost the other replica groups after step %d; saving.", self.state.train.global_step)
+        try:
+            self.save_checkpoint()
+            self.checkpoint_manager.wait()
+        except Exception:
+            logger.exception("That save failed; the loss itself follows.")
 
     def _finish_session(self) -> None:
         self.settle()

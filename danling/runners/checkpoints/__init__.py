@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .exclusion import exclude
     from .file import FileCheckpointManager
     from .reading import read_config, read_model
+    from .replicas import ReplicaLoaderCheckpoints, WriterLock
     from .settings import CheckpointSettings
     from .torch_distributed import TorchDistributedCheckpointManager
 else:
@@ -26,6 +27,7 @@ else:
             "exclusion": ("exclude",),
             "file": ("FileCheckpointManager",),
             "reading": ("read_config", "read_model"),
+            "replicas": ("ReplicaLoaderCheckpoints", "WriterLock"),
             "settings": ("CheckpointSettings",),
             "torch_distributed": ("TorchDistributedCheckpointManager",),
         },
@@ -39,7 +41,9 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointSettings",
     "FileCheckpointManager",
+    "ReplicaLoaderCheckpoints",
     "TorchDistributedCheckpointManager",
+    "WriterLock",
     "exclude",
     "export_weights",
     "import_weights",
