@@ -326,7 +326,7 @@ class TorchRunner(TorchUpdate):
             set_collective_timeout(limit, self.training_groups())
 
     def training_groups(self) -> Sequence[Any]:
-        """Return the process groups that training communicates over; `None` is the default one."""
+        """Return the process groups that training communicates over; `None` is the default one. No communication: may be called on one rank."""
         return [None]
 
     def _log(self, outcome: UpdateOutcome) -> None:
@@ -390,6 +390,8 @@ class TorchRunner(TorchUpdate):
     def monitored(self, result: dict[str, dict[str, float]]) -> float:
         """Return the figure that a metric scheduler watches: `scheduler.monitor`, else the score.
 
+        No communication: may be called on one rank.
+
         Raises:
             ValueError: If it is not among the figures.
         """
@@ -442,7 +444,7 @@ class TorchRunner(TorchUpdate):
             self.progress_bar = Progress(self.steps, initial=step, desc=self.config.experiment)
 
     def build_profiler(self) -> Profiler | None:
-        """Return the profiler of `config.profiling`, `None` when it is off."""
+        """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
         settings = dict(self.config.profiling.items())
         if not settings.pop("enabled"):
             return None

@@ -73,7 +73,7 @@ class TorchUpdate(TorchEvaluation):
         return pred, loss
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the loss of the open micro-batch with its weight.
+        """Back-propagate the loss of the open micro-batch with its weight. Called on all ranks.
 
         Args:
             loss: 0-dim, as the criterion reduced it.
@@ -104,7 +104,7 @@ class TorchUpdate(TorchEvaluation):
         return outcome
 
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
-        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
+        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
 
         Returns:
             The gradients of the parameters that have one.
@@ -132,7 +132,7 @@ class TorchUpdate(TorchEvaluation):
         return nn.utils.get_total_norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`."""
+        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
         if self.config.max_grad_norm is not None:
             clip_by_norm(self.parameters, self.config.max_grad_norm, grad_norm)
         if self.config.max_grad_value is not None:
@@ -163,7 +163,10 @@ class TorchUpdate(TorchEvaluation):
         return True
 
     def settle(self) -> None:
-        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
+        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated.
+
+        Called on all ranks.
+        """
         pending, self._pending_check = self._pending_check, None
         if pending is not None and not bool(pending[1]):
             raise self._nonfinite_error(pending[0])
@@ -180,7 +183,7 @@ class TorchUpdate(TorchEvaluation):
         )
 
     def optimizer_step(self) -> None:
-        """Apply a committed update to the weights."""
+        """Apply a committed update to the weights. Called on all ranks."""
         if self.precision.scaler is not None:
             self.precision.scaler.step(self.optimizer)
         else:
