@@ -6,7 +6,7 @@ Subclass `TorchRunner` (or `Runner`, which picks the stack from the configuratio
 
 from __future__ import annotations
 
-from . import metrics
+from . import metrics, optim
 from .optim import OPTIMIZERS, SCHEDULERS
 from .runners import BaseRunner, MetaRunner, Runner, RunnerConfig, RunnerState, TorchRunner
 
@@ -22,4 +22,5 @@ __all__ = [
     "RunnerState",
     "TorchRunner",
     "metrics",
+    "optim",
 ]

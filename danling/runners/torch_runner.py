@@ -326,7 +326,10 @@ class TorchRunner(TorchUpdate):
             set_collective_timeout(limit, self.training_groups())
 
     def training_groups(self) -> Sequence[Any]:
-        """Return the process groups that training communicates over; `None` is the default one. No communication: may be called on one rank."""
+        """Return the process groups that training communicates over; `None` is the default one.
+
+        No communication: may be called on one rank.
+        """
         return [None]
 
     def _log(self, outcome: UpdateOutcome) -> None:
