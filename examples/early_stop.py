@@ -3,8 +3,8 @@
 python examples/early_stop.py                             # 5 s of processor time
 python examples/early_stop.py --patience 20 --scheduler.factor 0.5
 
-It stops by itself after epoch 24 and takes the weights of epoch 16: 0.917 test accuracy. Evaluation, and so the score, the plateau and `best.pth`, are those of the averaged weights;
-training goes on with its own.
+It stops by itself after epoch 26 and takes the weights of epoch 18: 0.916 test accuracy. Evaluation, and so the score, the
+plateau and `best.pth`, are those of the averaged weights; training goes on with its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import TensorDataset
 
 import danling as dl
 
@@ -23,8 +23,8 @@ class NoisyDigitsRunner(dl.Runner):
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
         images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-        parts = random_split(range(len(labels)), [0.4, 0.3, 0.3], generator=torch.Generator().manual_seed(0))
-        train, val, test = (torch.tensor(part.indices) for part in parts)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        train, val, test = order[:700], order[700:1200], order[1200:]
         noisy = labels.clone()
         noisy[train[::5]] = torch.randint(10, (len(train[::5]),), generator=torch.Generator().manual_seed(0))
         images = images.float() / 16

@@ -4,10 +4,10 @@ python examples/gan.py                                    # 30 s of processor ti
 python examples/gan.py --auto_resume true --steps 8000    # goes on from there, both optimizers restored
 torchrun --nproc-per-node 2 examples/gan.py --dataloader.batch_size 32
 
-It prints the Fréchet distance between generated and real images, in pixels: 3.52 after 6000 steps, 44.76 untrained. Lower is better. Both
-networks stand in one module, so that one forward and one backward serve both, also under DistributedDataParallel: the critic's loss reaches the
-critic only, the generator's loss the generator only. `JointOptimizer` holds their two optimizers, so both are stepped, or skipped, saved
-and restored together.
+It prints the Fréchet distance between generated and real images, in pixels: 3.52 after 6000 steps, 44.76 untrained. Lower is
+better. Both networks stand in one module, so that one forward and one backward serve both, also under DistributedDataParallel: the
+critic's loss reaches the critic only, the generator's loss the generator only. `JointOptimizer` holds their two optimizers, so both
+are stepped, or skipped, saved and restored together.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ python examples/streaming.py                              # 9 s of processor tim
 python examples/streaming.py --auto_resume true --steps 2000          # goes on in the stream where it was
 torchrun --nproc-per-node 2 examples/streaming.py --dataloader.num_workers 2
 
-The task is to add two numbers of two digits, written as text. After 96,000 samples all of 2,000 held-out sums are right. There are no epochs: the budget is
-`steps`. With `state_dict` and `load_state_dict` the stream goes on bitwise; without them it would be read again from its beginning.
+The task is to add two numbers of two digits, written as text. After 96,000 samples all of 2,000 held-out sums are right. There are
+no epochs: the budget is `steps`. With `state_dict` and `load_state_dict` the stream goes on bitwise; without them it would be read
+again from its beginning.
 """
 
 from __future__ import annotations

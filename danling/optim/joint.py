@@ -20,7 +20,7 @@ class JointOptimizer(Optimizer):
     Raises:
         ValueError: If there is no member, or two of them hold the same parameter.
 
-    Example:
+    Examples:
         >>> JointOptimizer(Adam(generator.parameters(), lr=1e-3), SGD(critic.parameters(), lr=1e-2))  # doctest: +SKIP
     """
 
@@ -75,7 +75,7 @@ class JointOptimizer(Optimizer):
         """
         groups = iter(state_dict["param_groups"])
         for member in self.optimizers:
-            stored = [next(groups, {"params": []}) for _ in member.param_groups]
+            stored: list[dict[str, Any]] = [next(groups, {"params": []}) for _ in member.param_groups]
             own = {index: i for i, index in enumerate(index for group in stored for index in group["params"])}
             entries = {own[index]: entry for index, entry in state_dict["state"].items() if index in own}
             numbered = [{**group, "params": [own[index] for index in group["params"]]} for group in stored]

@@ -29,7 +29,7 @@ class ParallelRunner(ParallelState):
 
     Construct and train on all ranks.
 
-    Example:
+    Examples:
         >>> runner = MyRunner({"stack": "parallel", "parallel.axes.shard": 4, "steps": 100})  # doctest: +SKIP
     """
 

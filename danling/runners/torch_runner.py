@@ -41,7 +41,7 @@ class TorchRunner(TorchUpdate):
     Subclass it, set `model`, `criterion`, `datasets` (and, if you like, `optimizer`, `scheduler`, `dataloaders`) in `__init__` after
     `super().__init__(config)`, override what you want, and call `train()`. Construct and train on all ranks.
 
-    Example:
+    Examples:
         >>> class MyRunner(TorchRunner):
         ...     def __init__(self, config):
         ...         super().__init__(config)

@@ -26,7 +26,7 @@ class Telemetry:
         device: Device whose memory is reported; `None` for none.
         clock: Seconds, monotonic.
 
-    Example:
+    Examples:
         >>> telemetry = Telemetry(total_steps=1000)
         >>> clock = telemetry.clock
         >>> before = clock(); batch = [0.0] * 32; telemetry.loaded(before, clock())

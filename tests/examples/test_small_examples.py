@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kill import run_python
 from support.torchrun import run_torchrun
-
-from danling.runners.checkpoints import read_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -45,7 +42,7 @@ def test_finetune_freezes_and_groups(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     groups = {tuple(group["params"]): group for group in state["param_groups"]}
     assert not any("first" in name for names in groups for name in names)
     rate = groups[("head.weight",)]["lr"]
-    assert groups[("second.weight",)]["lr"] == pytest.approx(rate / 2)
+    assert groups[("second.weight",)]["lr"] == pytest.approx(rate / 10)
     assert groups[("second.bias", "head.bias")]["weight_decay"] == 0.0
 
 
@@ -66,11 +63,15 @@ def test_regression_explains_variance(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert number_in(output, r"R2 (\S+),") > 0.4
 
 
-def test_stream_goes_on_bitwise_where_it_was(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stream_goes_on_bitwise_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     steps = ("--scheduler.total_steps", "60", "--evaluate_interval", "20")
     run_example(monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "whole")
     run_example(monkeypatch, capfd, "streaming", "--steps", "35", *steps, "--dir", "parts")
-    resumed = run_example(monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "parts", "--auto_resume", "true")
+    resumed = run_example(
+        monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "parts", "--auto_resume", "true"
+    )
     assert "Resumed from" in resumed
     assert "cannot be positioned" not in resumed
     whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
@@ -99,8 +100,7 @@ def test_gan_restores_both_optimizers(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert names == {"generator", "critic"}
     for name, entry in whole["optimizer"]["state"].items():
         assert all(torch.equal(value, parts["optimizer"]["state"][name][key]) for key, value in entry.items()), name
-    weights = read_model(None, "parts/checkpoints/latest.pth")
-    assert all(torch.equal(weight, weights[name]) for name, weight in whole["model"].items())
+    assert all(torch.equal(weight, parts["model"][name]) for name, weight in whole["model"].items())
 
 
 def test_gan_losses_reach_their_own_network_only() -> None:

@@ -76,9 +76,12 @@ def test_is_saved_by_parameter_name() -> None:
     assert set(state["state"]) == {name for name, _ in model.named_parameters()}
     again = JointOptimizer(*members(model))
     load_named_state_dict(again, state, model.named_parameters())
-    assert torch.equal(again.optimizers[0].state[model.first.weight]["exp_avg"], state["state"]["first.weight"]["exp_avg"])
     assert torch.equal(
-        again.optimizers[1].state[model.second.bias]["momentum_buffer"], state["state"]["second.bias"]["momentum_buffer"]
+        again.optimizers[0].state[model.first.weight]["exp_avg"], state["state"]["first.weight"]["exp_avg"]
+    )
+    assert torch.equal(
+        again.optimizers[1].state[model.second.bias]["momentum_buffer"],
+        state["state"]["second.bias"]["momentum_buffer"],
     )
 
 
