@@ -26,7 +26,10 @@ class TorchEvaluation(TorchState):
     # What a batch means
 
     def to_device(self, data: Any) -> Any:
-        """Return the batch on the runner's device; copies from pinned memory do not block the host."""
+        """Return the batch on the runner's device; copies from pinned memory do not block the host.
+
+        No communication: may be called on one rank.
+        """
         return data if self.device.type == "cpu" else move_to_device(data, self.device)
 
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
@@ -45,7 +48,7 @@ class TorchEvaluation(TorchState):
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned.
+        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned. Called on all ranks.
 
         Raises:
             ValueError: If there is neither.
@@ -144,7 +147,7 @@ class TorchEvaluation(TorchState):
             self.metric_set.update(pred, peek_target(data), samples)
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
-        """Run one batch forward, without gradients.
+        """Run one batch forward, without gradients. Called on all ranks.
 
         Args:
             data: The batch, on the device.
@@ -253,7 +256,7 @@ class TorchEvaluation(TorchState):
                 yield pred, count_samples(data) if batch.samples is None else batch.samples
 
     def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; a target that comes with it is left aside."""
+        """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks."""
         inputs, _ = unpack_batch(data)
         with self.forward_context():
             return call_model(self.model, inputs)

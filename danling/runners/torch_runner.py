@@ -33,7 +33,7 @@ class TorchRunner(TorchWatch):
     Subclass it, set `model`, `criterion`, `datasets` (and, if you like, `optimizer`, `scheduler`, `dataloaders`) in `__init__` after
     `super().__init__(config)`, override what you want, and call `train()`. Construct and train on all ranks.
 
-    Example:
+    Examples:
         >>> class MyRunner(TorchRunner):
         ...     def __init__(self, config):
         ...         super().__init__(config)
@@ -280,6 +280,8 @@ class TorchRunner(TorchWatch):
 
     def monitored(self, result: dict[str, dict[str, float]]) -> float:
         """Return the figure that a metric scheduler watches: `scheduler.monitor`, else the score.
+
+        No communication: may be called on one rank.
 
         Raises:
             ValueError: If it is not among the figures.

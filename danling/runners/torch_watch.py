@@ -256,7 +256,10 @@ class TorchWatch(TorchUpdate):
             set_collective_timeout(limit, self.training_groups())
 
     def training_groups(self) -> Sequence[Any]:
-        """Return the process groups that training communicates over; `None` is the default one."""
+        """Return the process groups that training communicates over; `None` is the default one.
+
+        No communication: may be called on one rank.
+        """
         return [None]
 
     # Figures
@@ -391,7 +394,7 @@ class TorchWatch(TorchUpdate):
             )
 
     def build_profiler(self) -> Profiler | None:
-        """Return the profiler of `config.profiling`, `None` when it is off."""
+        """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
         settings = dict(self.config.profiling.items())
         if not settings.pop("enabled"):
             return None

@@ -47,7 +47,7 @@ class Telemetry:
         device: Device whose memory is reported; `None` for none.
         clock: Seconds, monotonic.
 
-    Example:
+    Examples:
         >>> telemetry = Telemetry(total_steps=1000)
         >>> for batch in telemetry.timed(iter([[0.0] * 32])):
         ...     telemetry.stepped()

@@ -158,7 +158,7 @@ def format_scores(values: Mapping[str, Any]) -> str:
     Args:
         values: Figures by name, or such mappings by split.
 
-    Example:
+    Examples:
         >>> format_scores({"loss": 0.12345, "accuracy": 0.95})
         'loss 0.1235  accuracy 0.9500'
         >>> format_scores({"train": {"loss": 0.5}, "val": {"loss": 1e-5}})
