@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -132,7 +132,7 @@ class TorchEvaluation(TorchState):
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
         pred, loss = self.evaluate_step(data)
-        if loss is not None:
+        if loss is not None and batch.samples != 0:
             if self.sums_loss:
                 totals.add_totals("loss", loss, weight)
             elif isinstance(weight, Tensor) or weight:
@@ -179,7 +179,7 @@ class TorchEvaluation(TorchState):
         with ExitStack() as stack:
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
-                stack.enter_context(self.ema.applied())
+                stack.enter_context(self.averaged_weights())
             # The wrapper's forward is a collective that a rank with fewer batches would miss.
             self.model = self.unwrap(wrapped)
             self.model.eval()
@@ -190,6 +190,11 @@ class TorchEvaluation(TorchState):
                 self.mode = before
                 self.model = wrapped
                 self.model.train(training)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has its averaged weights; entered on all ranks."""
+        applied: AbstractContextManager[None] = self.ema.applied()
+        return applied
 
     def _equalize_buffers(self) -> None:
         # DDP copies rank 0's buffers at the next training forward; until then those of the other ranks are their own.

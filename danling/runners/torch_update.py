@@ -169,7 +169,7 @@ class TorchUpdate(TorchEvaluation):
             raise self._nonfinite_error(pending[0])
 
     def _nonfinite_error(self, step: int) -> NonFiniteError:
-        names = nonfinite_parameters((n, p) for n, p in self.named_parameters())
+        names = self.nonfinite_gradients()
         bad_ranks = self.optimizer_domain.gather_objects(bool(self.window.nonfinite))
         ranks = [rank for rank, bad in enumerate(bad_ranks) if bad]
         return NonFiniteError(
@@ -178,6 +178,10 @@ class TorchUpdate(TorchEvaluation):
             "skip_nonfinite_grad to leave such updates out."
         )
 
+    def nonfinite_gradients(self) -> list[str]:
+        """Return the names of the first parameters whose gradient is not finite. Call on all ranks."""
+        return nonfinite_parameters(self.named_parameters())
+
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights."""
         if self.precision.scaler is not None:
@@ -185,9 +189,13 @@ class TorchUpdate(TorchEvaluation):
         else:
             self.optimizer.step()
 
+    def zero_gradients(self) -> None:
+        """Drop the gradient of the window, whether it was applied or not."""
+        self.optimizer.zero_grad()
+
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""
-        self.optimizer.zero_grad()
+        self.zero_gradients()
         train = self.state.train
         if self.precision.scaler is not None and outcome.reason != "weightless":
             self.precision.scaler.update()

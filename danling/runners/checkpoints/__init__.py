@@ -13,6 +13,7 @@ from .reading import read_config, read_model
 from .settings import CheckpointSettings
 
 if TYPE_CHECKING:
+    from .deepspeed import DeepSpeedCheckpointManager, export_deepspeed_checkpoint
     from .torch_distributed import TorchDistributedCheckpointManager
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointSettings",
+    "DeepSpeedCheckpointManager",
     "FileCheckpointManager",
     "TorchDistributedCheckpointManager",
     "exclude",
+    "export_deepspeed_checkpoint",
     "export_weights",
     "import_weights",
     "read_config",
@@ -38,4 +41,8 @@ def __getattr__(name: str) -> Any:
         from .torch_distributed import TorchDistributedCheckpointManager
 
         return TorchDistributedCheckpointManager
+    if name in ("DeepSpeedCheckpointManager", "export_deepspeed_checkpoint"):
+        from . import deepspeed
+
+        return getattr(deepspeed, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
