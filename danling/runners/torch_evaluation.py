@@ -180,6 +180,8 @@ class TorchEvaluation(TorchState):
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
                 stack.enter_context(self.averaged_weights())
+                # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
+                self._equalize_buffers()
             # The wrapper's forward is a collective that a rank with fewer batches would miss.
             self.model = self.unwrap(wrapped)
             self.model.eval()
