@@ -37,6 +37,8 @@ class Cursor(ABC):
 
     kind: str
     is_rank_local: bool
+    shared: bool = False
+    """Whether other ranks read the very same batches."""
 
     def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         self.loader = loader

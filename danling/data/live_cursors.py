@@ -75,7 +75,7 @@ class LiveCursor(Cursor):
         if self._live is None or self._fetched != self.consumed:
             self._live = self._begin()
         try:
-            for data in self._live:
+            while (data := self._fetch(self._live)) is not _END:
                 self._fetched += 1
                 yield Batch(data, None, None)
         except Exception:
@@ -83,6 +83,14 @@ class LiveCursor(Cursor):
             self._live = None
             raise
         self._live, self._exhausted = None, True
+
+    def _fetch(self, live: Iterator[Any]) -> Any:
+        if not self.shared or self.seed is None:
+            return next(live, _END)
+        # The ranks that read the same batches have streams of their own otherwise, and augmentation would tell them apart.
+        key = derive_seed(self.seed, "batch", self.split, self.epoch, self._fetched, self.rank)
+        with preserved_random_state(seed=key):
+            return next(live, _END)
 
     @abstractmethod
     def _begin(self) -> Iterator[Any]:

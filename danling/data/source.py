@@ -28,12 +28,22 @@ class BatchSource:
         world_size: Size of the data domain.
         seed: Base seed, from which the order of a user's loader is seeded at each pass; `None` leaves it to the
             streams.
+        shared: Whether other ranks read the very same batches, with what is drawn in them.
 
     Raises:
         ValueError: If `loader` cannot be iterated.
     """
 
-    def __init__(self, loader: Any, *, split: str, rank: int = 0, world_size: int = 1, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        split: str,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+        shared: bool = False,
+    ) -> None:
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             raise ValueError(
                 f"Expected the loader of split {split!r} to be iterable. Received: loader={loader!r} "
@@ -42,6 +52,7 @@ class BatchSource:
         self.loader = loader
         self.split = split
         self._cursor = _choose_cursor(loader)(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+        self._cursor.shared = shared
 
     reads: bool = True
     """Whether batches are read on this rank."""

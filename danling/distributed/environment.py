@@ -95,19 +95,29 @@ def init_process_group(
         timeout_seconds: How long a collective may take before it fails; `None` keeps torch's default.
 
     Returns:
-        Whether this call created the group. A group that the caller's program made is used as it is.
+        Whether the caller is to call `destroy_process_group` in the end: not where the program made a group of its own, which is used
+        as it is.
     """
-    if launch.world_size == 1 or dist.is_initialized():
+    global _own_group, _users
+    if launch.world_size == 1:
         return False
+    if dist.is_initialized():
+        shared = _own_group is not None and dist.group.WORLD is _own_group
+        _users += shared
+        return shared
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         backend, store=_next_store(launch, init_method), rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
+    _own_group, _users = dist.group.WORLD, 1
     return True
 
 
+_own_group: dist.ProcessGroup | None = None
+_users = 0
+"""How many runners of this process use the group that was made here; the last one destroys it."""
 _rendezvous: tuple[str, Store] | None = None
 _groups_made = 0
 
@@ -142,10 +152,17 @@ def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup | 
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one.
+    """Leave the process group, if there is one and nobody else uses it.
 
     Modules that still hold a reducer when the group goes can abort the process on exit, so garbage is collected first.
     """
-    if dist.is_available() and dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
+    global _own_group, _users
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if dist.group.WORLD is _own_group:
+        _users -= 1
+        if _users > 0:
+            return
+    _own_group, _users = None, 0
+    gc.collect()
+    dist.destroy_process_group()

@@ -71,12 +71,29 @@ def shard(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], **kwa
         blocks: Modules inside `model` that are gathered one at a time.
         **kwargs: Further arguments of `fully_shard`.
     """
-    for block in reversed(list(blocks)):
+    for block in reversed(_apart(model, list(blocks))):
         fully_shard(block, mesh=mesh, **kwargs)
     fully_shard(model, mesh=mesh, **kwargs)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with anything else: tied weights are gathered with the rest of the model."""
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    def own(block: nn.Module) -> bool:
+        here: dict[int, int] = {}
+        for module in block.modules():
+            for parameter in module.parameters(recurse=False):
+                here[id(parameter)] = here.get(id(parameter), 0) + 1
+        return all(uses[key] == count for key, count in here.items())
+
+    return [block for block in blocks if own(block)]
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

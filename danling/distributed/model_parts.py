@@ -167,3 +167,20 @@ def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
 def is_meta(model: nn.Module) -> bool:
     """Whether a model has tensors without memory."""
     return any(tensor.device == torch.device("meta") for tensor in (*model.parameters(), *model.buffers()))
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of every parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
+    """Make the parameters of each group of names one again."""
+    for first, *others in names:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, parameter)

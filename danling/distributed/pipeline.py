@@ -26,6 +26,9 @@ from .domain import Domain
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
 
+_KEPT_SCHEDULES = 16
+"""A schedule holds receive buffers, so batches of ever new lengths must not add up."""
+
 _ANY_NUMBER = (ScheduleGPipe, ScheduleLoopedBFS)
 
 LossFunction = Callable[[Tensor, int], Tensor]
@@ -283,9 +286,12 @@ class Pipeline:
 
     def _prepared(self, *, train: bool) -> Any:
         key = (self._known, self._cut, train)
-        if key not in self._schedules:
-            self._schedules[key] = self._build(train)
-        return self._schedules[key]
+        # In the order of use, which is the same on all ranks, so that all forget the same one.
+        schedule = self._schedules.pop(key, None) or self._build(train)
+        self._schedules[key] = schedule
+        if len(self._schedules) > _KEPT_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        return schedule
 
     def _build(self, train: bool) -> Any:
         if self._known not in self._shapes:

@@ -42,6 +42,23 @@ def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
     return tuple(sharded.device_mesh.mesh_dim_names) if is_sharded(tensor) else ()
 
 
+@torch.no_grad()
+def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
+    """Copy parameters or buffers from the first of the ranks that share them. Call on all ranks."""
+    shared = topology.active("replicate", "shard", "context", "tensor", "expert", "expert_tensor")
+
+    def copied_over(tensor: Tensor) -> tuple[str, ...]:
+        divided = divided_axes(tensor)
+        return tuple(axis for axis in shared if axis not in divided)
+
+    for axes, bucket in _bucketed(tensors, copied_over):
+        locals_ = [local_part(tensor) for tensor in bucket]
+        flat = torch.cat([tensor.reshape(-1) for tensor in locals_])
+        flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
+        dist.broadcast(flat, group_src=0, group=topology.group(*axes))
+        _scatter(flat, locals_)
+
+
 class Replicas:
     """The parameters of this rank, and the ranks that hold copies of them.
 
@@ -55,7 +72,7 @@ class Replicas:
         self.parameters = list(parameters)
         self._copies = [self._copies_of(parameter) for parameter in self.parameters]
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self._buckets = self._bucketed(trained, self._axes_to_sum)
+        self._buckets = _bucketed(trained, self._axes_to_sum)
 
     def _copies_of(self, parameter: Tensor) -> int:
         axes = self.topology.axes
@@ -67,44 +84,10 @@ class Replicas:
         reduced = axes if "shard" in axes else ()
         return tuple(axis for axis in self.topology.active(*SUMMED_AXES) if axis not in reduced)
 
-    def _bucketed(self, tensors: Iterable[Any], axes_of: Callable[[Tensor], tuple[str, ...]]) -> list[Bucket]:
-        """Return lists of tensors that share axes and dtype and go into one collective."""
-        open_buckets: dict[Any, Bucket] = {}
-        sizes: dict[Any, int] = {}
-        buckets = []
-        for parameter in tensors:
-            axes = axes_of(parameter)
-            if not axes:
-                continue
-            key = (axes, parameter.dtype, parameter.device)
-            size = local_part(parameter).numel() * parameter.element_size()
-            if key not in open_buckets or sizes[key] + size > _BUCKET_BYTES:
-                open_buckets[key], sizes[key] = (axes, []), 0
-                buckets.append(open_buckets[key])
-            open_buckets[key][1].append(parameter)
-            sizes[key] += size
-        return buckets
-
     @property
     def reductions(self) -> int:
         """Number of collectives that `sum_gradients` makes."""
         return len(self._buckets)
-
-    @torch.no_grad()
-    def equalize(self, tensors: Iterable[Tensor]) -> None:
-        """Copy parameters or buffers from the first of the ranks that share them. Call on all ranks."""
-        shared = self.topology.active("replicate", "shard", "context", "tensor", "expert", "expert_tensor")
-
-        def copied_over(tensor: Tensor) -> tuple[str, ...]:
-            divided = divided_axes(tensor)
-            return tuple(axis for axis in shared if axis not in divided)
-
-        for axes, bucket in self._bucketed(tensors, copied_over):
-            locals_ = [local_part(tensor) for tensor in bucket]
-            flat = torch.cat([tensor.reshape(-1) for tensor in locals_])
-            flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-            dist.broadcast(flat, group_src=0, group=self.topology.group(*axes))
-            _scatter(flat, locals_)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -170,6 +153,25 @@ class Replicas:
             shares = torch.tensor([1.0 / copies for _, copies in grads], dtype=torch.float64, device=total.device)
             total = (squares * shares).sum()
         return domain.all_reduce(total).sqrt()
+
+
+def _bucketed(tensors: Iterable[Any], axes_of: Callable[[Tensor], tuple[str, ...]]) -> list[Bucket]:
+    """Return lists of tensors that share axes and dtype and go into one collective."""
+    open_buckets: dict[Any, Bucket] = {}
+    sizes: dict[Any, int] = {}
+    buckets = []
+    for parameter in tensors:
+        axes = axes_of(parameter)
+        if not axes:
+            continue
+        key = (axes, parameter.dtype, parameter.device)
+        size = local_part(parameter).numel() * parameter.element_size()
+        if key not in open_buckets or sizes[key] + size > _BUCKET_BYTES:
+            open_buckets[key], sizes[key] = (axes, []), 0
+            buckets.append(open_buckets[key])
+        open_buckets[key][1].append(parameter)
+        sizes[key] += size
+    return buckets
 
 
 def _placements(tensor: Any) -> Any:

@@ -36,7 +36,7 @@ from danling.workspace import (
     run_id,
 )
 
-from .checkpoints import read_config
+from .checkpoints import CheckpointError, read_config
 from .config import RunnerConfig
 from .meta import MetaRunner
 from .state import ElasticState, RngState, RunnerState, TrainState
@@ -156,9 +156,27 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         """
         self.seed_was_drawn = self.config.seed is None
         if self.seed_was_drawn:
-            self.config.seed = self.world.broadcast_object(secrets.randbits(31))
+            drawn = (self._stored_seed() or secrets.randbits(31)) if self.is_main_process else None
+            self.config.seed = self.world.broadcast_object(drawn)
         self.seed: int = int(self.config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
+
+    def _stored_seed(self) -> int | None:
+        """Return the seed of the checkpoint that the run will go on from, so that what `__init__` draws is drawn again."""
+        config = self.config
+        if not (config.resume or config.auto_resume):
+            return None
+        own = self.locate_workspace().checkpoints
+        names = [own / name for name in ("latest", "latest.pth", "best", "best.pth")]
+        for source in (
+            [Path(config.resume), own / config.resume, own / f"{config.resume}.pth"] if config.resume else names
+        ):
+            try:
+                stored = read_config(source).get("seed")
+            except (CheckpointError, OSError):
+                continue
+            return int(stored) if stored is not None else None
+        return None
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close.
@@ -183,10 +201,10 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self._identity = identity
         self.id = run_id(self.code_id, self.config_id)
 
-    def open_workspace(self) -> None:
-        """Create the run directory and open its log, on the main process. Called on all ranks."""
+    def locate_workspace(self) -> Workspace:
+        """Return the paths of the run; no file is touched."""
         config = self.config
-        self.workspace = Workspace(
+        return Workspace(
             workspace_root=config.workspace_root,
             lineage=config.lineage,
             code_id=self.code_id,
@@ -199,6 +217,11 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             log_file=config.get("log_file", None),
             part=self.workspace_part,
         )
+
+    def open_workspace(self) -> None:
+        """Create the run directory and open its log, on the main process. Called on all ranks."""
+        config = self.config
+        self.workspace = self.locate_workspace()
         self.workspace.create()
         handler = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank

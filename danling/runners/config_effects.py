@@ -30,3 +30,44 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
     usual = flatten(defaults)
     changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]
     return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in ignored)]
+
+
+def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]:
+    """Return a sentence for every setting that another one leaves without effect.
+
+    Args:
+        config: A whole configuration.
+        evaluates: Whether there is a split to evaluate.
+        step_mode: Whether the budget counts updates.
+    """
+    scheduler = config.get("scheduler", None) or {}
+    checks = [
+        (
+            config.patience != float("inf") and not evaluates,
+            "patience",
+            "there is no evaluation split, so nothing is scored",
+        ),
+        (
+            config.evaluate_interval is not None and not step_mode,
+            "evaluate_interval",
+            "epoch mode evaluates each epoch",
+        ),
+        (len(config.ema) > 1 and not config.ema.enabled, "ema", "ema.enabled is not set"),
+        (
+            config.checkpoint.export_dtype is not None and not config.checkpoint.last_save_model_only,
+            "checkpoint.export_dtype",
+            "checkpoint.last_save_model_only is not set",
+        ),
+        (
+            config.max_skipped_updates is not None and not config.skip_nonfinite_grad and config.precision != "fp16",
+            "max_skipped_updates",
+            "no update may be skipped: skip_nonfinite_grad is not set",
+        ),
+        (
+            "monitor" in scheduler and "plateau" not in str(scheduler.get("type", "plateau")).lower(),
+            "scheduler.monitor",
+            "the scheduler does not go by a figure",
+        ),
+        (config.gc.generation != 1 and config.gc.interval is None, "gc.generation", "gc.interval is not set"),
+    ]
+    return [f"{name} has no effect: {reason}." for idle, name, reason in checks if idle]

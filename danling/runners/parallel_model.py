@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from danling.data import derive_seed, preserved_random_state
 from danling.distributed import AXES, Axes, Domain, LaunchEnvironment, ParallelContext, Topology
 from danling.distributed.fsdp import find_blocks, resolve_dtype, shard, sharded_modules
-from danling.distributed.model_parts import ModelParts, check_parts, even_parts, is_meta, take_part
+from danling.distributed.model_parts import ModelParts, check_parts, even_parts, is_meta, take_part, tie, tied_names
 from danling.distributed.pipeline import V_SCHEDULES, Pipeline, resolve_schedule, stages_of_rank
-from danling.distributed.replicas import Replicas, mesh_axes
+from danling.distributed.replicas import Replicas, equalize, mesh_axes
 from danling.utils.names import canonical_name
 from danling.utils.tensors import is_sharded
 
@@ -36,6 +36,8 @@ class ParallelModel(TorchRunner):
     """Turns a model into this rank's share of it."""
 
     stack = "parallel"
+
+    _replicas: tuple[list[nn.Parameter], int, Replicas] | None = None
 
     # Topology
 
@@ -147,8 +149,8 @@ class ParallelModel(TorchRunner):
         if isinstance(self.criterion, nn.Module):
             self._check_criterion(self.criterion)
             self.criterion.to(self.device)
-        self.replicas = Replicas(self.topology, {id(p): p for _, p in self.named_parameters()}.values())
-        self.replicas.equalize([*self.replicas.parameters, *self.model.buffers()])
+        whole = {id(p): p for _, p in self.named_parameters()}
+        equalize(self.topology, [*whole.values(), *self.model.buffers()])
         self._rebind_optimizer(names)
         self._build_ema()
         self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
@@ -165,7 +167,9 @@ class ParallelModel(TorchRunner):
             assert mesh is not None
             shard(part, mesh, find_blocks(part, self._blocks_here(part)).values(), **self.fsdp_kwargs())
         if is_meta(part):
+            ties = tied_names(part)
             part.to_empty(device=self.device)
+            tie(part, ties)
             self.initialize_part(part)
 
     def _blocks_here(self, part: nn.Module) -> Sequence[str] | None:
@@ -387,6 +391,18 @@ class ParallelModel(TorchRunner):
 
     # Optimizer
 
+    @property
+    def replicas(self) -> Replicas:
+        """The parameters that the optimizer updates, and the ranks that hold copies of them."""
+        parameters = self.parameters
+        trained = sum(
+            parameter.requires_grad for parameter in parameters
+        )  # some may be unfrozen while training goes on
+        if self._replicas is None or self._replicas[0] is not parameters or self._replicas[1] != trained:
+            own = {id(parameter): parameter for parameter in parameters}
+            self._replicas = parameters, trained, Replicas(self.topology, own.values())
+        return self._replicas[2]
+
     def whole_parameters(self) -> dict[str, bool] | None:
         """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline. Called on all ranks."""
         if self.degree("pipeline") == 1:
@@ -405,7 +421,7 @@ class ParallelModel(TorchRunner):
         if self.optimizer is None:
             return
         now = {canonical_name(name): parameter for name, parameter in self.model.named_parameters()}
-        kept = {id(parameter) for parameter in self.replicas.parameters}
+        kept = {id(parameter) for _, parameter in self.named_parameters()}
         if self.optimizer.state:
             raise ValueError(
                 "Expected an optimizer without a state at the end of __init__: the parallel stack replaces the parameters it was made for. "

@@ -36,10 +36,16 @@ class ParallelRunner(ParallelState):
     # Data
 
     def _source(self, split: str, loader: Any) -> BatchSource:
-        source = super()._source(split, loader)
-        if self.reads_data:
-            return source
         domain = self.data_domain
+        if self.reads_data:
+            self._check_sampler(split, loader)
+            shared = domain.size < self.topology.axes.world_size
+            place = {"rank": domain.rank, "world_size": domain.size}
+            return (
+                super()._source(split, loader)
+                if not shared
+                else BatchSource(loader, split=split, seed=self.seed, shared=True, **place)
+            )
         return ProxySource(loader, split=split, rank=domain.rank, world_size=domain.size, seed=self.seed)
 
     def to_device(self, data: Any) -> Any:
@@ -71,8 +77,9 @@ class ParallelRunner(ParallelState):
 
     def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
         batch = super()._upcoming(source, batches)
-        # A forward is a collective here, so the ranks must close the window together.
-        return batch if self._ends_together(source) or self._all_have(source, batch) else None
+        # Where a forward is a collective, the ranks must close the window together.
+        alone = self.degree("replicate") == self.topology.axes.world_size
+        return batch if alone or self._ends_together(source) or self._all_have(source, batch) else None
 
     def _ends_together(self, source: BatchSource) -> bool:
         # Where a stage reads nothing, it knows the end of a loader of the library only.
@@ -103,6 +110,7 @@ class ParallelRunner(ParallelState):
             return super().train_step(data)
         inputs = unpack_batch(data)[0] if self.holds_first_stage else None
         self.pipeline.open(inputs)
+        self.window.excuse()  # the loss comes with the last stage
         shares = self._shares(data) if self.holds_last_stage else []
         losses: list[Tensor] = []
 
@@ -262,9 +270,9 @@ class ParallelRunner(ParallelState):
             return predictions
         return self.pipeline_domain.broadcast_object(predictions, source=self.pipeline.last_rank)
 
-    def _predict(self, split: str) -> Iterator[tuple[Any, int]]:
-        for pred, samples in super()._predict(split):
-            yield ([], 0) if pred is None and self.pipeline is not None else (pred, samples)
+    def _predict_batch(self, batch: Batch) -> tuple[Any, int]:
+        pred, samples = super()._predict_batch(batch)
+        return ([], 0) if pred is None and self.pipeline is not None else (pred, samples)
 
     # Ending
 
@@ -278,8 +286,8 @@ class ParallelRunner(ParallelState):
     def _forget(self) -> None:
         # Modules that outlive their process groups can abort the process on exit.
         self.model = self.ema = self.optimizer = self.scheduler = None
-        self.pipeline = self._parameters = None
-        self.__dict__.pop("replicas", None)
+        self.pipeline = self._parameters = self._replicas = None
+        self._unowned = []
 
 
 def _whole(pred: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from danling.distributed.replicas import equalize
 from danling.utils.names import canonical_name
 from danling.utils.tensors import shard_like
 
@@ -36,7 +37,7 @@ class ParallelState(ParallelModel):
 
     def equalize_buffers(self) -> None:
         """Give all ranks that share a part of the model the buffers of the first of them. Call on all ranks."""
-        self.replicas.equalize(self.model.buffers())
+        equalize(self.topology, [*self.model.buffers(), *self._criterion_tensors("buffers")])
 
     # Saving
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.data import BatchSource, build_dataloader, derive_seed, seed_streams
@@ -21,6 +21,7 @@ from danling.utils.names import canonical_name
 from danling.workspace import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 
 from .base_runner import BaseRunner
+from .config_effects import idle_settings
 
 logger = logging.getLogger("danling")
 
@@ -32,6 +33,11 @@ class TorchComponents(BaseRunner):
     """Turns what the user put on the runner into what training needs."""
 
     stack = "ddp"
+
+    # What a hook that is overridden with nothing leaves as it is.
+    _wrapped_for: int | None = None
+    heartbeat: Heartbeat | None = None
+    gc_pacer: GcPacer | None = None
 
     def __post_init__(self) -> None:
         """Move and wrap the model, build optimizer, scheduler and loaders, restore the checkpoint, write the metadata.
@@ -54,6 +60,25 @@ class TorchComponents(BaseRunner):
         self.restore()
         self._write_metadata()
         self._open_supervision()
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Refuse a scheduler that nothing would advance, and warn of settings that nothing reads. Called on all ranks."""
+        if self.scheduler is not None and needs_metric(self.scheduler):
+            kind = type(self.scheduler).__name__
+            if self.scheduler_interval() == "step":
+                raise ValueError(
+                    f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which goes by a figure of evaluation. "
+                    "Received: scheduler.interval='step'. Unset it."
+                )
+            if not self.evaluate_splits and "monitor" not in self.config.get("scheduler", {}):
+                raise ValueError(
+                    f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
+                    "set scheduler.monitor to a figure of training, such as 'train.loss'."
+                )
+        for message in idle_settings(self.config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode):
+            if self.is_main_process:
+                logger.warning("%s", message)
 
     def _check_components(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -63,12 +88,17 @@ class TorchComponents(BaseRunner):
             )
 
     def _build_if_absent(self) -> None:
-        if self.optimizer is None and self.config.get("optim", None):
+        if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
         self.bind_optimizer()
-        if self.scheduler is None and self.optimizer is not None and self.config.get("scheduler", None):
+        asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
+        if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
+
+    def _overrides(self, hook: str) -> bool:
+        """Whether a hook is the user's own."""
+        return not getattr(type(self), hook).__module__.startswith("danling.")
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other where a stack does, before the scheduler is built. Call on all ranks."""
@@ -88,6 +118,11 @@ class TorchComponents(BaseRunner):
         self._build_ema()
         self._compile_model()
         self.model = self.wrap_model(self.model)
+        self._wrapped_for = self._trained_count()
+        if isinstance(self.model, DistributedDataParallel):
+            # As the wrapper does with the model's.
+            for parameter in self._criterion_tensors("parameters"):
+                self.world.broadcast(parameter.data)
 
     def _build_ema(self) -> None:
         settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
@@ -103,6 +138,18 @@ class TorchComponents(BaseRunner):
             torch._dynamo.config.optimize_ddp = settings.optimize_ddp  # type: ignore[assignment]
         # In place: torch.compile(model) would put `_orig_mod.` before every name.
         self.model.compile(**{name: value for name, value in options.items() if value is not None})
+
+    def _trained_count(self) -> int:
+        return sum(parameter.requires_grad for parameter in self.unwrapped_model.parameters())
+
+    def follow_freezing(self) -> None:
+        """Wrap the model anew where other parameters are trained than when it was wrapped. Call on all ranks, between updates.
+
+        DistributedDataParallel reduces what required a gradient at construction, and nothing else.
+        """
+        if self.distributed and self._wrapped_for is not None and self._trained_count() != self._wrapped_for:
+            self.model = self.wrap_model(self.unwrap(self.model))
+            self._wrapped_for = self._trained_count()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks."""
@@ -135,8 +182,11 @@ class TorchComponents(BaseRunner):
         DistributedDataParallel does it at the next training forward; until then those of the other ranks are their own.
         """
         if isinstance(self.model, DistributedDataParallel):
-            for buffer in self.model.module.buffers():
+            for buffer in (*self.model.module.buffers(), *self._criterion_tensors("buffers")):
                 self.world.broadcast(buffer)
+
+    def _criterion_tensors(self, kind: str) -> list[Tensor]:
+        return list(getattr(self.criterion, kind)()) if isinstance(self.criterion, nn.Module) else []
 
     # Optimizer and scheduler
 
@@ -144,13 +194,23 @@ class TorchComponents(BaseRunner):
         """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
         settings = dict(self.config.optim.items())
         groups = settings.pop("param_groups", None)
+        whole = self.whole_parameters()
         if groups:
             bases = {name: settings.get(name) for name in ("lr", "weight_decay", "betas")}
-            whole = self.whole_parameters()
             params: Any = build_param_groups(self.named_parameters(), groups=groups, whole=whole, **bases)
         else:
             params = [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
-        return OPTIMIZERS.build(params=params or [{"params": []}], **settings)
+        if whole is not None and any(whole.values()) and not _trains_here(params):
+            return self._build_idle_optimizer(params, settings)
+        return OPTIMIZERS.build(params=params, **settings)
+
+    def _build_idle_optimizer(self, params: list[Any], settings: dict[str, Any]) -> Any:
+        # Everything that is trained lies on other ranks, which torch does not foresee.
+        stand_in = nn.Parameter(torch.zeros((), device=self.device))
+        groups = params or [{"params": []}]
+        optimizer = OPTIMIZERS.build(params=[{**groups[0], "params": [stand_in]}, *groups[1:]], **settings)
+        optimizer.param_groups[0]["params"] = []
+        return optimizer
 
     def whole_parameters(self) -> dict[str, bool] | None:
         """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`.
@@ -279,8 +339,22 @@ class TorchComponents(BaseRunner):
         self.sources = {split: self._source(split, loader) for split, loader in self.dataloaders.items()}
 
     def _source(self, split: str, loader: Any) -> BatchSource:
+        self._check_sampler(split, loader)
         rank, size = self.data_place(split)
         return BatchSource(loader, split=split, rank=rank, world_size=size, seed=self.seed)
+
+    def _check_sampler(self, split: str, loader: Any) -> None:
+        """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
+        samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+        place = self.data_place(split)
+        for sampler in samplers:
+            number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+            if isinstance(number, int) and isinstance(rank, int) and number > 1 and (rank, number) != place:
+                raise ValueError(
+                    f"Expected the sampler of split {split!r} to take share {place[0]} of {place[1]}, as this rank reads data. Received: "
+                    f"{type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
+                    "num_replicas=self.data_domain.size, or let the library build the loader from a dataset."
+                )
 
     # Scores
 
@@ -367,7 +441,7 @@ class TorchComponents(BaseRunner):
     def init_heartbeat(self) -> None:
         """Start the heartbeat file of this rank when `config.heartbeat.enabled`. Called on all ranks."""
         settings = self.config.heartbeat
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat = None
         if settings.enabled:
             directory = self.workspace.dir / settings.dir_name
             self.heartbeat = Heartbeat(directory, rank=self.rank, interval_seconds=settings.interval_seconds)
@@ -376,7 +450,7 @@ class TorchComponents(BaseRunner):
     def init_garbage_collection(self) -> None:
         """Pace Python's garbage collection when `config.gc.interval` is set. Called on all ranks."""
         settings = self.config.gc
-        self.gc_pacer: GcPacer | None = None
+        self.gc_pacer = None
         if settings.interval is not None:
             self.gc_pacer = GcPacer(
                 settings.interval, generation=settings.generation, disable_automatic=settings.disable_automatic
@@ -407,6 +481,10 @@ class TorchComponents(BaseRunner):
 
     reduces_gradients: bool = True
     """Whether the open micro-batch is the last one of its window."""
+
+
+def _trains_here(params: list[Any]) -> bool:
+    return any(not isinstance(entry, dict) or entry["params"] for entry in params)
 
 
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()

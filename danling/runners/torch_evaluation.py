@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from danling.data import Batch, BatchSource, derive_seed, move_to_device, preserved_random_state
 from danling.metrics import Meters
-from danling.training import call_model, count_samples, criterion_weight, peek_target, unpack_batch
+from danling.training import call_model, count_samples, criterion_setting, criterion_weight, peek_target, unpack_batch
 
 from .torch_state import TorchState
 
@@ -56,8 +56,8 @@ class TorchEvaluation(TorchState):
         if self.criterion is not None:
             loss: Tensor = self.criterion(pred, target)
             return loss
-        found = pred.get("loss") if isinstance(pred, dict) else getattr(pred, "loss", None)
-        if not isinstance(found, Tensor):
+        found = model_loss(pred)
+        if found is None:
             raise ValueError(
                 f"Expected a criterion, or a model that returns a loss. Received: criterion=None and a prediction of type "
                 f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
@@ -74,7 +74,7 @@ class TorchEvaluation(TorchState):
     @property
     def sums_loss(self) -> bool:
         """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
-        return getattr(self.criterion, "reduction", "mean") == "sum"
+        return bool(criterion_setting(self.criterion, "reduction") == "sum")
 
     # Evaluation
 
@@ -125,9 +125,14 @@ class TorchEvaluation(TorchState):
         self.check_split(split)
         totals = Meters()
         self.metric_set.reset()
-        with self._evaluating(split, "evaluate"), torch.no_grad():
-            for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
-                self._evaluate_batch(batch, totals)
+        # What `evaluate_step` puts into `meters` belongs to this evaluation, not to the epoch that is open.
+        training, self.meters = self.meters, totals
+        try:
+            with self._evaluating(split, "evaluate"), torch.no_grad():
+                for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
+                    self._evaluate_batch(batch, totals)
+        finally:
+            self.meters = training
         return self.summarize(split, totals)
 
     def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -158,9 +163,9 @@ class TorchEvaluation(TorchState):
         inputs, target = unpack_batch(data)
         with self.forward_context():
             pred = call_model(self.model, inputs)
-            if self.criterion is None or target is None:
-                return pred, None
-            return pred, self.compute_loss(pred, target)
+            if self.criterion is None:
+                return pred, model_loss(pred)
+            return pred, self.compute_loss(pred, target) if target is not None else None
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.
@@ -175,10 +180,6 @@ class TorchEvaluation(TorchState):
         result = totals.averages(self.figures_domain)
         result.update(self.metric_set.compute(self.figures_domain))
         return result
-
-    def meter_totals(self) -> dict[str, tuple[float, float]]:
-        """Return sums and weights of `meters` over all ranks. Call on all ranks."""
-        return self.meters.totals(self.figures_domain)
 
     @contextmanager
     def _evaluating(self, split: str, mode: str) -> Iterator[None]:
@@ -217,16 +218,22 @@ class TorchEvaluation(TorchState):
     def _evaluation_source(self, split: str) -> BatchSource:
         if split in self.train_splits:
             # A pass of its own, so that evaluating a training split does not move training's position.
-            loader = (
-                self.build_dataloader(split, self.datasets[split])
-                if split in self.datasets
-                else self.dataloaders[split]
-            )
-            return self._source(split, loader)
+            if split in self.datasets:
+                return self._source(split, self.build_dataloader(split, self.datasets[split]))
+            self._check_position(split)
+            return self._source(split, self.dataloaders[split])
         if split not in self.sources:
             self.build_dataloaders()
             self.sources[split] = self._source(split, self.dataloaders[split])
         return self.sources[split]
+
+    def _check_position(self, split: str) -> None:
+        if self.sources[split].consumed:
+            raise ValueError(
+                f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
+                f"its place. Received: {type(self.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
+                "`self.datasets` instead, or a second loader under another split name."
+            )
 
     # Inference
 
@@ -251,22 +258,34 @@ class TorchEvaluation(TorchState):
         return [item for i in range(rounds) for batches in ranks if i < len(batches) for item in batches[i]]
 
     def _stream(self, split: str) -> Iterator[Any]:
-        for pred, samples in self._predict(split):
+        # The runner is as it was whenever the caller has the word: he may train, save, or never come back.
+        for batch in self._pass_over(split):
+            with self._evaluating(split, "infer"):
+                pred, samples = self._predict_batch(batch)
             yield from _as_list(pred, samples)
 
     def _predict(self, split: str) -> Iterator[tuple[Any, int]]:
         with self._evaluating(split, "infer"):
             for batch in self._pass_over(split):
-                data = self.to_device(batch.data)
-                with torch.no_grad():
-                    pred = self.infer_step(data)
-                yield pred, count_samples(data) if batch.samples is None else batch.samples
+                yield self._predict_batch(batch)
+
+    def _predict_batch(self, batch: Batch) -> tuple[Any, int]:
+        data = self.to_device(batch.data)
+        with torch.no_grad():
+            pred = self.infer_step(data)
+        return pred, count_samples(data) if batch.samples is None else batch.samples
 
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks."""
         inputs, _ = unpack_batch(data)
         with self.forward_context():
             return call_model(self.model, inputs)
+
+
+def model_loss(pred: Any) -> Tensor | None:
+    """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
+    found = pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)
+    return found if isinstance(found, Tensor) else None
 
 
 def _as_list(pred: Any, samples: int) -> list[Any]:

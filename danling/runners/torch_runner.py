@@ -143,6 +143,8 @@ class TorchRunner(TorchWatch):
                     break
                 else:
                     state.epoch += 1
+                    if self.scheduler is not None and self.scheduler_interval() == "epoch":
+                        self._advance_scheduler("pass", {})
         return self.results
 
     def _validate(self, splits: list[str]) -> None:
@@ -190,6 +192,7 @@ class TorchRunner(TorchWatch):
         accum_steps = self.accum_steps
         telemetry = self.telemetry
         assert telemetry is not None
+        self.follow_freezing()
         batches = telemetry.timed(source.batches())
         found = source.consumed > 0
         while True:
@@ -248,8 +251,8 @@ class TorchRunner(TorchWatch):
     def _training_figures(self) -> dict[str, float]:
         self.settle()
         figures = self.losses.averages()
-        if self.meters or self.fault_tolerance is not None:
-            figures.update({name: total / weight for name, (total, weight) in self.meter_totals().items() if weight})
+        # Always, since what this rank has seen says nothing of the others.
+        figures.update({name: total / weight for name, (total, weight) in self.meter_totals().items() if weight})
         self.losses.reset()
         self.meters.reset()
         return figures
@@ -271,8 +274,8 @@ class TorchRunner(TorchWatch):
 
     def _advance_scheduler(self, boundary: str, result: dict[str, dict[str, float]]) -> None:
         interval = self.scheduler_interval()
-        if interval == "epoch" and boundary == "validation" and not needs_metric(self.scheduler):
-            return
+        if interval == "epoch" and boundary == ("pass" if needs_metric(self.scheduler) else "validation"):
+            return  # without figures a metric scheduler has nothing to go by, and a validation ends no epoch for the others
         if needs_metric(self.scheduler):
             self.scheduler.step(self.monitored(result))
         else:

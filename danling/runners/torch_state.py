@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from danling.data import capture_random_state, derive_seed, restore_random_state, seed_streams
 from danling.metrics import Meters
@@ -28,10 +29,15 @@ class TorchState(TorchComponents):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self._saved_at: tuple[int, int] | None = None
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
         self.open_result: dict[str, dict[str, float]] = {}
         """Figures of the epoch that is not finished yet."""
+
+    def meter_totals(self) -> dict[str, tuple[float, float]]:
+        """Return sums and weights of `meters` over all ranks. Call on all ranks."""
+        return self.meters.totals(self.figures_domain)
 
     def settle(self) -> None:
         """Raise what an update left to be checked; the update provides it."""
@@ -48,7 +54,6 @@ class TorchState(TorchComponents):
             step_mode=self.is_step_mode,
         )
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
-        self._saved_at: tuple[int, int] | None = None
 
     def manager_class(self) -> Any:
         """Return the class of the checkpoint manager. Called on all ranks."""
@@ -105,6 +110,8 @@ class TorchState(TorchComponents):
             **self.component_states(),
             "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
         }
+        if self.criterion_has_state:
+            payload["criterion"] = self.criterion_state_dict()
         if self.ema is not None:
             payload["ema"] = self.ema.state_dict()
         if self.scheduler is not None:
@@ -127,7 +134,7 @@ class TorchState(TorchComponents):
         state = self.state.state_dict()
         state["results"] = {str(index): result for index, result in self.results.items()}
         state["open_result"] = dict(self.open_result)
-        state["meters"] = self.meters.state_dict()
+        state["meters"] = {name: list(totals) for name, totals in self.meter_totals().items()}
         state["losses"] = self.losses.state_dict()
         state["scores"] = self.scoreboard.state_dict() if self.scoreboard is not None else {}
         state["scaler"] = self.precision.scaler.state_dict() if self.precision.scaler is not None else {}
@@ -140,6 +147,15 @@ class TorchState(TorchComponents):
             str(entry["replica"]): entry["loaders"][split] for entry in reversed(ranks) if split in entry["loaders"]
         }
         return {"ranks": states}
+
+    @property
+    def criterion_has_state(self) -> bool:
+        """Whether the criterion has parameters or persistent buffers, which are saved beside the model's."""
+        return isinstance(self.criterion, nn.Module) and bool(self.criterion.state_dict())
+
+    def criterion_state_dict(self) -> dict[str, Any]:
+        """Return the parameters and persistent buffers of the criterion."""
+        return dict(self.criterion.state_dict()) if isinstance(self.criterion, nn.Module) else {}
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the bare model, by canonical name. Called on all ranks."""
@@ -231,6 +247,8 @@ class TorchState(TorchComponents):
         self._check_complete(payload, excluded)
         if "model" in payload:
             self.load_model(payload["model"], partial="model" in {name.partition(".")[0] for name in excluded})
+        if self.criterion_has_state and "criterion" in payload:
+            self.load_criterion(payload["criterion"])
         if self.ema is not None and "ema" in payload:
             self.load_ema(payload["ema"])
         if self.optimizer is not None and "optimizer" in payload:
@@ -244,7 +262,12 @@ class TorchState(TorchComponents):
             self._load_random_state(payload["state"].get("rng", {}))
 
     def _check_complete(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
-        needed = {"model": True, "state": True, "dataloaders": bool(self.sources)}
+        needed = {
+            "model": True,
+            "state": True,
+            "dataloaders": bool(self.sources),
+            "criterion": self.criterion_has_state,
+        }
         needed.update(
             ema=self.ema is not None, optimizer=self.optimizer is not None, scheduler=self.scheduler is not None
         )
@@ -278,6 +301,18 @@ class TorchState(TorchComponents):
             model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
         except RuntimeError as error:
             raise CheckpointMismatch(f"Expected weights of this model's shapes. Received: {error}") from error
+
+    def load_criterion(self, state: Mapping[str, Any]) -> None:
+        """Restore the parameters and buffers of the criterion. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If names or shapes are not those of the criterion.
+        """
+        assert isinstance(self.criterion, nn.Module)
+        try:
+            self.criterion.load_state_dict(dict(state))
+        except RuntimeError as error:
+            raise CheckpointMismatch(f"Expected the state of this criterion. Received: {error}") from error
 
     def load_ema(self, state: Mapping[str, Any]) -> None:
         """Restore the averaged weights. Called on all ranks."""
@@ -323,7 +358,8 @@ class TorchState(TorchComponents):
         self.window.agreed_reference = self.state.train.weight_reference
         self.results = {int(index): result for index, result in state.get("results", {}).items()}
         self.open_result = dict(state.get("open_result", {}))
-        self.meters.load_state_dict(state.get("meters", {}))
+        # Sums over all ranks were saved: one of those that add up takes them over.
+        self.meters.load_state_dict(state.get("meters", {}) if self.figures_domain.rank == 0 else {})
         self.losses.load_state_dict(state.get("losses", {}))
         if self.scoreboard is not None and state.get("scores"):
             self.scoreboard.load_state_dict(state["scores"])

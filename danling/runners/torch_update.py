@@ -15,6 +15,7 @@ from danling.distributed import Verdict
 from danling.training import (
     NonFiniteError,
     UpdateOutcome,
+    average_gradients,
     call_model,
     clip_by_norm,
     gradients_of,
@@ -39,6 +40,10 @@ class TorchUpdate(TorchReplicas):
         self._asked: set[str] = set()
         self._pending_check: tuple[int, Tensor] | None = None
         self._parameters: list[nn.Parameter] | None = None
+        self._samples_on_device: Tensor | None = None
+        self._group_sizes: list[int] = []
+        self._unowned: list[nn.Parameter] = []
+        """Parameters that get a gradient, which nobody applies and which must not pile up."""
         self._log_every = 1024
         self._steps_scheduler = False
         self._rates: list[float] = []
@@ -85,6 +90,12 @@ class TorchUpdate(TorchReplicas):
 
     def step(self) -> UpdateOutcome:
         """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks."""
+        self.window.close_batch()
+        if self.window.unscaled and type(self).backward.__module__.startswith("danling."):
+            raise ValueError(
+                f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.window.unscaled} of "
+                f"{self.window.count} without. Replace `loss.backward()`: the window weighs the loss and notes whether it is finite."
+            )
         verdict = self.ballot.cast(
             weight=self.window.weight,
             loss=self.window.loss,
@@ -112,7 +123,12 @@ class TorchUpdate(TorchReplicas):
         return outcome
 
     def complete_gradients(self) -> None:
-        """Finish the reduction of the gradients over the ranks; DistributedDataParallel has finished it in the backward."""
+        """Finish the reduction of the gradients over the ranks. Called on all of them.
+
+        DistributedDataParallel has finished that of the model in the backward; the criterion is not wrapped.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            average_gradients([p for p in self._criterion_tensors("parameters") if p.requires_grad], self.data_domain)
 
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
@@ -120,7 +136,8 @@ class TorchUpdate(TorchReplicas):
         Returns:
             The gradients of the parameters that have one.
         """
-        if self.precision.scaler is not None:
+        # A window of padding or ignored targets has no gradient, and is not made: it must not count as unscaled.
+        if self.precision.scaler is not None and verdict.weight:
             self.precision.scaler.unscale_(self.optimizer)
         gradients = gradients_of(self.parameters)
         scale_gradients(gradients, self.gradient_factor(verdict))
@@ -140,9 +157,13 @@ class TorchUpdate(TorchReplicas):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters that the optimizer updates, read once a session."""
-        if self._parameters is None:
+        """Parameters that the optimizer updates; groups may be added while training goes on."""
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if self._parameters is None or sizes != self._group_sizes:
+            self._group_sizes = sizes
             self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            owned = {id(p) for p in self._parameters}
+            self._unowned = [p for _, p in self.named_parameters() if p.requires_grad and id(p) not in owned]
         return self._parameters
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
@@ -185,9 +206,16 @@ class TorchUpdate(TorchReplicas):
 
         Called on all ranks.
         """
+        self.read_samples()
         pending, self._pending_check = self._pending_check, None
         if pending is not None and not bool(pending[1]):
             raise self._nonfinite_error(pending[0])
+
+    def read_samples(self) -> None:
+        """Bring the counter of samples up to date with what is counted on the device."""
+        counted, self._samples_on_device = self._samples_on_device, None
+        if counted is not None:
+            self.state.train.samples += int(counted)
 
     def _nonfinite_error(self, step: int) -> NonFiniteError:
         mine = (bool(self.window.nonfinite), self.nonfinite_gradients())
@@ -214,6 +242,8 @@ class TorchUpdate(TorchReplicas):
     def zero_gradients(self) -> None:
         """Drop the gradient of the window, whether it was applied or not."""
         self.optimizer.zero_grad()
+        for parameter in self._unowned:
+            parameter.grad = None
 
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""
@@ -221,7 +251,7 @@ class TorchUpdate(TorchReplicas):
         train = self.state.train
         if self.precision.scaler is not None and outcome.reason != "weightless":
             self.precision.scaler.update()
-        train.samples += int(outcome.samples)
+        self._count_samples(outcome.samples)
         if outcome.committed:
             train.global_step += 1
             train.consecutive_skips = 0
@@ -235,6 +265,13 @@ class TorchUpdate(TorchReplicas):
         else:
             self._count_skip(outcome)
         self.window.reset()
+
+    def _count_samples(self, samples: float | Tensor) -> None:
+        if isinstance(samples, Tensor):
+            # Read when a line is logged or a checkpoint is made; every update would wait for the device.
+            self._samples_on_device = samples if self._samples_on_device is None else self._samples_on_device + samples
+        else:
+            self.state.train.samples += int(samples)
 
     def _count_skip(self, outcome: UpdateOutcome) -> None:
         train = self.state.train

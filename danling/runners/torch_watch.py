@@ -318,13 +318,15 @@ class TorchWatch(TorchUpdate):
         """Write the figures of the update and the pace since the last line. One collective; called on all ranks."""
         telemetry = self.telemetry
         assert telemetry is not None
+        self.read_samples()
         samples, self._logged_samples = self.state.train.samples - self._logged_samples, self.state.train.samples
         shared = telemetry.share(self.optimizer_domain, counts=self.reports[1])
         if not self.is_main_process:
             telemetry.open_window()
             return
         step = self.state.train.global_step
-        loss = float(outcome.loss) / (float(outcome.weight) if not self.sums_loss else 1.0)
+        # On an accelerator a window without any weight is noticed only here.
+        loss = float(outcome.loss) / ((float(outcome.weight) or 1.0) if not self.sums_loss else 1.0)
         pace = telemetry.report(
             step, samples=samples, shared=shared, learning_rates=self._rates, grad_norm=outcome.grad_norm
         )

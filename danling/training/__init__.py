@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from .batches import call_model, count_samples, count_tokens, criterion_weight, peek_target, unpack_batch
+from .batches import (
+    call_model,
+    count_samples,
+    count_tokens,
+    criterion_setting,
+    criterion_weight,
+    peek_target,
+    unpack_batch,
+)
 from .ema import EMA
-from .gradients import clip_by_norm, clip_coefficient, gradients_of, nonfinite_parameters, scale_gradients
+from .gradients import (
+    average_gradients,
+    clip_by_norm,
+    clip_coefficient,
+    gradients_of,
+    nonfinite_parameters,
+    scale_gradients,
+)
 from .outcome import NonFiniteError, UpdateOutcome
 from .precision import Precision
 from .window import Window
@@ -15,11 +30,13 @@ __all__ = [
     "Precision",
     "UpdateOutcome",
     "Window",
+    "average_gradients",
     "call_model",
     "clip_by_norm",
     "clip_coefficient",
     "count_samples",
     "count_tokens",
+    "criterion_setting",
     "criterion_weight",
     "gradients_of",
     "nonfinite_parameters",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 def unpack_batch(data: Any) -> tuple[Any, Any]:
@@ -109,9 +112,9 @@ def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
-    ignore_index = getattr(criterion, "ignore_index", None)
-    class_weight = getattr(criterion, "weight", None)
-    if isinstance(class_weight, Tensor):
+    ignore_index = criterion_setting(criterion, "ignore_index")
+    class_weight = criterion_setting(criterion, "weight")
+    if isinstance(class_weight, Tensor) and _weighs_classes(criterion):
         return _class_weight(target, class_weight, ignore_index)
     if ignore_index is None:
         return float(target.numel())
@@ -124,7 +127,7 @@ def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
 
 
 def _dense_weight(criterion: Any, target: Tensor) -> float:
-    if isinstance(criterion, nn.CrossEntropyLoss) and target.ndim > 1:
+    if (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy) and target.ndim > 1:
         return float(target.numel() // target.shape[1])  # class probabilities: one term a position
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
         return float(target.shape[0])
@@ -132,5 +135,47 @@ def _dense_weight(criterion: Any, target: Tensor) -> float:
 
 
 def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None) -> Tensor:
-    counted = target if ignore_index is None else target[target != ignore_index]
-    return class_weight.to(target.device)[counted].sum()
+    weights = class_weight.to(target.device)
+    if ignore_index is None:
+        return weights[target].sum()
+    counts = target != ignore_index
+    # Of a fixed shape, so that nobody waits for the device.
+    return (weights[target.where(counts, 0)] * counts).sum()
+
+
+def criterion_setting(criterion: Any, name: str) -> Any:
+    """Return an option of a criterion: an attribute of a module, a keyword of a `functools.partial`, or a function's default.
+
+    Args:
+        criterion: The loss module or callable, or `None`.
+        name: The option, such as `"reduction"`.
+
+    Returns:
+        Its value; `None` when there is none.
+    """
+    if isinstance(criterion, nn.Module) or not callable(criterion):
+        return getattr(criterion, name, None)
+    if hasattr(criterion, name):
+        return getattr(criterion, name)
+    if isinstance(criterion, partial) and name in criterion.keywords:
+        return criterion.keywords[name]
+    return _defaults(_function(criterion)).get(name)
+
+
+def _function(criterion: Any) -> Any:
+    return criterion.func if isinstance(criterion, partial) else criterion
+
+
+@lru_cache(maxsize=32)
+def _defaults(function: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+
+
+def _weighs_classes(criterion: Any) -> bool:
+    kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
+    other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(criterion, kinds)
+    return not other and _function(criterion) is not F.multi_margin_loss

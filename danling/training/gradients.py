@@ -7,12 +7,37 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import local_part
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients that exist."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Return the gradients that exist; of a sparse one its values, which it shares."""
+    return [_dense(parameter) if p.is_sparse else p for parameter in parameters if (p := parameter.grad) is not None]
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    # Without an index twice, the norm of the values is that of the gradient.
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()
+
+
+def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
+    """Average gradients over a domain in one collective, as DistributedDataParallel does. Call on all its members.
+
+    Args:
+        parameters: The same on all members; one without a gradient counts as zero.
+        domain: The ranks.
+    """
+    if not parameters or domain.size == 1:
+        return
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = domain.all_reduce(torch.cat([piece.reshape(-1) for piece in pieces])) / domain.size
+    start = 0
+    for parameter, piece in zip(parameters, pieces):
+        parameter.grad = flat[start : start + piece.numel()].view_as(piece).clone()
+        start += piece.numel()
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -34,7 +59,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
     """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+    scale_gradients(gradients_of(parameters), clip_coefficient(max_norm, total_norm))
 
 
 def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ class Window:
         self.nonfinite: float | Tensor = 0.0
         self.current: float | Tensor = 0.0
         self._reference: float | Tensor = 1.0
+        self._scaled = True
+        self.unscaled = 0
+        """Micro-batches of some weight whose loss never came here, the open one not counted."""
 
     def open(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain.
@@ -51,10 +54,22 @@ class Window:
             weight = weight.item()
         if self.count == 0:
             self._reference = self._choose_reference(weight)
+        self.close_batch()
         self.count += 1
+        self._scaled = isinstance(weight, float) and weight == 0.0
         self.current = weight
         self.weight = self.weight + weight
         self.samples += samples
+
+    def excuse(self) -> None:
+        """Expect no loss of the open micro-batch on this rank."""
+        self._scaled = True
+
+    def close_batch(self) -> None:
+        """Note whether the loss of the open micro-batch was scaled."""
+        if not self._scaled:
+            self.unscaled += 1
+        self._scaled = True
 
     def _choose_reference(self, weight: float | Tensor) -> float | Tensor:
         if self.domain.size > 1:
@@ -76,6 +91,7 @@ class Window:
         Args:
             loss: 0-dim loss of the micro-batch, as its criterion reduced it.
         """
+        self._scaled = True
         self._record(loss)
         if self.sum_reduced:
             # Padding weighs nothing in a sum either.
