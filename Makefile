@@ -10,7 +10,7 @@ TEST_ARGS ?=
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := danling examples benchmarks tests
+SOURCES := danling examples benchmarks scripts tests
 
 .PHONY: train test chaos bench lint format docs clean
 .DELETE_ON_ERROR:
@@ -30,7 +30,7 @@ bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cost.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/keyed_randomness.py
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev docs
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
@@ -39,8 +39,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+# With --quiet, mkdocs would not count the warnings that --strict refuses.
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python scripts/check_links.py site
 
 clean:
 	rm -rf $(VENV) build dist site experiments *.egg-info .pytest_cache .mypy_cache .ruff_cache

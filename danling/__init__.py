@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from . import metrics
+    from . import metrics, optim
     from .optim import OPTIMIZERS, SCHEDULERS
     from .runners import BaseRunner, MetaRunner, ParallelRunner, Runner, RunnerConfig, RunnerState, TorchRunner
 else:
@@ -44,4 +44,5 @@ __all__ = [
     "RunnerState",
     "TorchRunner",
     "metrics",
+    "optim",
 ]

@@ -107,8 +107,7 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
             yield _timed(probe, partial(_probe, probe, timeout))
     if "extras" not in skip:
         for package in EXTRAS:
-            found = installed(package)
-            yield Check(package, "ok" if found else "absent", found or "not installed")
+            yield _timed(package, partial(_extra, package, timeout))
 
 
 def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
@@ -120,15 +119,28 @@ def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
     return Check(name, state, detail, round(time.monotonic() - start, 2))
 
 
+def _extra(package: str, timeout: float) -> tuple[str, str]:
+    found = installed(package)
+    if found is None:
+        return "absent", "not installed"
+    _output(f"import {package.removesuffix('-nightly')}", timeout)
+    return "ok", f"{found}, imports"
+
+
 def _probe(name: str, timeout: float) -> tuple[str, str]:
+    said = _output(_PROBES[name], timeout)
+    return ("absent", "no CUDA device with nccl") if said == "absent" else ("ok", said)
+
+
+def _output(program: str, timeout: float) -> str:
+    """Run a Python program and return what it prints."""
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBES[name]], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end in {timeout:g} s") from None
     if done.returncode:
         raise RuntimeError(_last_line(done.stderr) or f"exit code {done.returncode}")
-    said = done.stdout.strip()
-    return ("absent", "no CUDA device with nccl") if said == "absent" else ("ok", said)
+    return done.stdout.strip()
 
 
 def _train(directory: Path, backend: str, timeout: float) -> str:

@@ -31,7 +31,7 @@ class Axes:
     Attributes:
         degrees: Degree by axis, for all of `AXES`.
 
-    Example:
+    Examples:
         >>> axes = Axes.resolve({"shard": -1, "tensor": 2}, world_size=8)
         >>> axes.degree("shard"), axes.coordinate(5)["shard"], axes.ranks("tensor", rank=5)
         (4, 2, [4, 5])

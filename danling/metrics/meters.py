@@ -33,7 +33,7 @@ class Meter:
 class Meters:
     """Weighted means by name, exact over batches of any size and over ranks.
 
-    Example:
+    Examples:
         >>> meters = Meters()
         >>> meters.update({"loss": 2.0}, weight=3)
         >>> meters.update({"loss": 4.0}, weight=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .joint import JointOptimizer
 from .optimizers import OPTIMIZERS
 from .param_groups import build_param_groups
 from .schedulers import SCHEDULERS, needs_metric
@@ -12,6 +13,7 @@ __all__ = [
     "SCHEDULERS",
     "ConstantSchedule",
     "CosineSchedule",
+    "JointOptimizer",
     "LinearSchedule",
     "WSDSchedule",
     "WarmupScheduler",

@@ -37,7 +37,7 @@ class Registry:
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that makes a class or function known under `name`; a name that is known is taken over.
 
-        Example:
+        Examples:
             >>> @OPTIMIZERS.register("lion")  # doctest: +SKIP
             ... class Lion(torch.optim.Optimizer): ...
         """

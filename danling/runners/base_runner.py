@@ -108,11 +108,11 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     @classmethod
     def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
-        """Return the class that is to be constructed; the dispatching runner picks it from the configuration."""
+        """Return the class that is to be constructed; the dispatching runner picks it from the configuration. Called on all ranks."""
         return cls
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
-        """Return a validated copy of `config` that belongs to this runner."""
+        """Return a validated copy of `config` that belongs to this runner. Called on all ranks."""
         own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config or {})
         own.validate()
         asked = own.stack_name()
@@ -161,7 +161,10 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         seed_streams(derive_seed(self.seed, "initialization"))
 
     def set_deterministic(self) -> None:
-        """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close."""
+        """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close.
+
+        Called on all ranks.
+        """
         if not self.config.deterministic:
             return
         before = torch.are_deterministic_algorithms_enabled()
@@ -241,7 +244,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     @classmethod
     def read_config(cls, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the configuration stored in a checkpoint, as plain values."""
+        """Return the configuration stored in a checkpoint, as plain values. No communication: may be called on one rank."""
         return read_config(Path(checkpoint))
 
     # Scores
@@ -413,7 +416,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self._printer(*values, **kwargs)
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of the wrapper of a stack."""
+        """Return the user's module out of the wrapper of a stack. No communication: may be called on one rank."""
         return model
 
     @property
@@ -440,7 +443,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self._closers.close()
 
     def abandon(self) -> None:
-        """Close after a failure: nothing that goes wrong here hides the user's exception."""
+        """Close after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed to come up."""
         try:
             if hasattr(self, "_closers"):
                 self.close()

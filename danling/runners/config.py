@@ -82,7 +82,7 @@ class RunnerConfig(ClosedSection):
         ValueError: If a key is unknown, or a value is not among its choices or out of bounds.
         TypeError: If a value is not of its key's type.
 
-    Example:
+    Examples:
         >>> config = RunnerConfig({"checkpoint.interval": 5}, epochs=3)
         >>> config.model.width = 64
         >>> config.checkpoint.interval, config["model.width"]

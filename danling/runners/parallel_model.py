@@ -84,7 +84,7 @@ class ParallelModel(TorchRunner):
         self.topology.group("replicate", "shard", "context")
 
     def degree(self, *axes: str) -> int:
-        """Return the degree of an axis, or the product over several."""
+        """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
         return self.topology.axes.degree(*axes)
 
     @property
@@ -217,7 +217,10 @@ class ParallelModel(TorchRunner):
             )
 
     def apply_activation_checkpointing(self, part: nn.Module) -> None:
-        """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again."""
+        """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again.
+
+        Called on all ranks.
+        """
         if self.config.parallel.activation_checkpointing:
             blocks = {id(block) for block in find_blocks(part, self._blocks_here(part)).values()}
             apply_activation_checkpointing(
@@ -237,7 +240,7 @@ class ParallelModel(TorchRunner):
     # FSDP
 
     def fsdp_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `fully_shard`; override it to add some.
+        """Return the arguments of `fully_shard`; override it to add some. Called on all ranks.
 
         In a pipeline the gathered parameters stay until the backward by default: zero-bubble schedules give wrong gradients otherwise,
         and the others gather again for each micro-batch.
@@ -263,7 +266,7 @@ class ParallelModel(TorchRunner):
             )
 
     def build_mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name.
+        """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name. Called on all ranks.
 
         Raises:
             ValueError: If it is neither, or has an unknown field.
@@ -284,7 +287,7 @@ class ParallelModel(TorchRunner):
         return MixedPrecisionPolicy(**values)
 
     def build_offload_policy(self) -> OffloadPolicy | None:
-        """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory.
+        """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory. Called on all ranks.
 
         Raises:
             ValueError: If it is anything else.
@@ -355,14 +358,14 @@ class ParallelModel(TorchRunner):
         return parts
 
     def build_pipeline_model_part(self, stage: int) -> nn.Module:
-        """Return the model of one stage: the modules of other stages become `nn.Identity`.
+        """Return the model of one stage: the modules of other stages become `nn.Identity`. Called on all ranks.
 
         So the model's `forward` must be a chain of its modules, each of which takes what the one before it returned.
         """
         return take_part(self.model, self._part_names[stage], keep=len(self.stages) > 1)
 
     def build_pipeline_schedule(self) -> Any:
-        """Return the schedule class of `parallel.pipeline_schedule`."""
+        """Return the schedule class of `parallel.pipeline_schedule`. Called on all ranks."""
         return self._schedule_class
 
     def bind_pipeline_modules(self, parts: Sequence[nn.Module]) -> Pipeline:
@@ -385,14 +388,14 @@ class ParallelModel(TorchRunner):
     # Optimizer
 
     def whole_parameters(self) -> dict[str, bool] | None:
-        """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline."""
+        """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline. Called on all ranks."""
         if self.degree("pipeline") == 1:
             return None
         mine = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
         return {name: value for part in self.pipeline_domain.gather_objects(mine) for name, value in part.items()}
 
     def build_optimizer(self) -> Any:
-        """Return the optimizer of `config.optim` over what this rank holds, each parameter once."""
+        """Return the optimizer of `config.optim` over what this rank holds, each parameter once. Called on all ranks."""
         optimizer = super().build_optimizer()
         keep_kinds_apart(optimizer)
         return optimizer
@@ -423,7 +426,7 @@ class ParallelModel(TorchRunner):
         keep_kinds_apart(self.optimizer)
 
     def wrapped_modules(self) -> list[Any]:
-        """Return the modules that FSDP2 wraps."""
+        """Return the modules that FSDP2 wraps. No communication: may be called on one rank."""
         return list(sharded_modules(self.model))
 
 

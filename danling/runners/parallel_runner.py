@@ -29,7 +29,7 @@ class ParallelRunner(ParallelState):
 
     Construct and train on all ranks.
 
-    Example:
+    Examples:
         >>> runner = MyRunner({"stack": "parallel", "parallel.axes.shard": 4, "steps": 100})  # doctest: +SKIP
     """
 
@@ -43,14 +43,14 @@ class ParallelRunner(ParallelState):
         return ProxySource(loader, split=split, rank=domain.rank, world_size=domain.size, seed=self.seed)
 
     def to_device(self, data: Any) -> Any:
-        """Return this rank's share of a batch, on its device; a placeholder stays one."""
+        """Return this rank's share of a batch, on its device; a placeholder stays one. Called on all ranks."""
         if data is PLACEHOLDER:
             return data
         data = super().to_device(data)
         return self.split_context(data) if self.degree("context") > 1 else data
 
     def split_context(self, data: Any) -> Any:
-        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence.
+        """Return this rank's stretch of every sequence; override it where dimension 1 is not the sequence. Called on all ranks.
 
         Args:
             data: A batch. Tensors of two or more dimensions are cut along dimension 1, others are left whole.
@@ -82,7 +82,7 @@ class ParallelRunner(ParallelState):
     # One update
 
     def train_context(self) -> Any:
-        """Prepare the gradient reduction of the micro-batch, and return the context of its forward and backward."""
+        """Prepare the gradient reduction of the micro-batch, and return the context of its forward and backward. Called on all ranks."""
         if self.degree("shard") > 1 and self.pipeline is None:
             set_gradient_sync(self.model, self.config.fsdp.gradient_sync, last=self.reduces_gradients)
         return self._loss_context()
@@ -93,6 +93,8 @@ class ParallelRunner(ParallelState):
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward, through the schedule in a pipeline. See `TorchRunner.train_step`.
+
+        Called on all ranks.
 
         Returns:
             The prediction and the loss; in a pipeline they are on the ranks with the last stage, others get `(None, 0)`.
@@ -139,6 +141,8 @@ class ParallelRunner(ParallelState):
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the gradient by the global weight of the window, and by the scale of float16.
 
+        Called on all ranks.
+
         Returns:
             What this rank holds of the gradients.
         """
@@ -166,7 +170,7 @@ class ParallelRunner(ParallelState):
         }
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`."""
+        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
         config = self.config
         gradients = self.replicas.gradients()
         if config.max_grad_norm is not None:
@@ -176,7 +180,7 @@ class ParallelRunner(ParallelState):
             torch._foreach_clamp_max_(gradients, config.max_grad_value)
 
     def training_groups(self) -> Sequence[Any]:
-        """Return the default group and those of the mesh."""
+        """Return the default group and those of the mesh. No communication: may be called on one rank."""
         return [None, *self.topology.groups]
 
     # Evaluation and inference
@@ -225,7 +229,7 @@ class ParallelRunner(ParallelState):
             yield batch
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
-        """Run one batch forward, without gradients; in a pipeline the figures are on the ranks with the last stage."""
+        """Run one batch forward, without gradients; in a pipeline the figures are on the ranks with the last stage. Called on all ranks."""
         if self.pipeline is None:
             with self._loss_context():
                 pred, loss = super().evaluate_step(data)
@@ -239,7 +243,7 @@ class ParallelRunner(ParallelState):
         return _whole(pred), loss
 
     def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; `None` on the ranks of a pipeline that do not have the last stage."""
+        """Return the prediction of one batch; `None` on the ranks of a pipeline that do not have the last stage. Called on all ranks."""
         return _whole(super().infer_step(data)) if self.pipeline is None else _whole(self._forward(data))
 
     def _forward(self, data: Any) -> Any:
@@ -249,7 +253,10 @@ class ParallelRunner(ParallelState):
             return self.pipeline.evaluate()
 
     def infer(self, split: str | None = None, *, stream: bool = False) -> Any:
-        """Predict every sample of a split; see `TorchRunner.infer`. With `stream` in a pipeline, on the ranks with the last stage."""
+        """Predict every sample of a split; see `TorchRunner.infer`. With `stream` in a pipeline, on the ranks with the last stage.
+
+        Called on all ranks.
+        """
         predictions = super().infer(split, stream=stream)
         if stream or self.pipeline is None:
             return predictions

@@ -19,7 +19,7 @@ class ParallelState(ParallelModel):
     """Checkpoints of a run on a mesh. Save, load and `state_dict` are called on all ranks."""
 
     def manager_class(self) -> Any:
-        """Return the class of the checkpoint manager: DCP, or files where every rank holds the whole model.
+        """Return the class of the checkpoint manager: DCP, or files where every rank holds the whole model. Called on all ranks.
 
         Raises:
             ValueError: If files are asked for, and a rank holds only a part.
@@ -41,7 +41,7 @@ class ParallelState(ParallelModel):
     # Saving
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the state by parameter name; in a pipeline the groups name the parameters of the whole model."""
+        """Return the state by parameter name; in a pipeline the groups name the parameters of the whole model. Called on all ranks."""
         state = super().optimizer_state_dict()
         groups = self._whole_groups([list(group["params"]) for group in state["param_groups"]])
         named = [{**group, "params": names} for group, names in zip(state["param_groups"], groups)]
@@ -67,7 +67,7 @@ class ParallelState(ParallelModel):
         return template
 
     def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Load model weights by canonical name into what this rank holds; see `TorchRunner.load_model`."""
+        """Load model weights by canonical name into what this rank holds; see `TorchRunner.load_model`. Called on all ranks."""
         here = {canonical_name(name): value for name, value in self.unwrapped_model.state_dict().items()}
         share = self._share_of(state, here)
         super().load_model(share, partial=partial)
@@ -78,11 +78,11 @@ class ParallelState(ParallelModel):
         return {name: _laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
 
     def load_ema(self, state: Mapping[str, Any]) -> None:
-        """Restore the averaged weights of what this rank holds."""
+        """Restore the averaged weights of what this rank holds. Called on all ranks."""
         super().load_ema({**state, "weights": self._share_of(state["weights"], self.ema.weights)})
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the parameters that this rank holds, by name.
+        """Restore the state of the parameters that this rank holds, by name. Called on all ranks.
 
         Raises:
             CheckpointMismatch: If the groups are not those of the whole model here.

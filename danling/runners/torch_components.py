@@ -66,8 +66,12 @@ class TorchComponents(BaseRunner):
         if self.optimizer is None and self.config.get("optim", None):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
+        self.bind_optimizer()
         if self.scheduler is None and self.optimizer is not None and self.config.get("scheduler", None):
             self.scheduler = self.build_scheduler()
+
+    def bind_optimizer(self) -> None:
+        """Bind model and optimizer to each other where a stack does, before the scheduler is built. Call on all ranks."""
 
     def _seed_forward(self) -> None:
         # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
@@ -107,15 +111,18 @@ class TorchComponents(BaseRunner):
         return DistributedDataParallel(model, **self.ddp_kwargs())
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
+        """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""
         return {"device_ids": [self.device] if self.device.type == "cuda" else None}
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of DistributedDataParallel."""
+        """Return the user's module out of DistributedDataParallel. No communication: may be called on one rank."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion."""
+        """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion.
+
+        No communication: may be called on one rank.
+        """
         for name, parameter in self.unwrapped_model.named_parameters():
             yield canonical_name(name), parameter
         if isinstance(self.criterion, nn.Module):
@@ -134,7 +141,7 @@ class TorchComponents(BaseRunner):
     # Optimizer and scheduler
 
     def build_optimizer(self) -> Any:
-        """Return the optimizer of `config.optim` over the parameters that require a gradient."""
+        """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
         settings = dict(self.config.optim.items())
         groups = settings.pop("param_groups", None)
         if groups:
@@ -146,11 +153,14 @@ class TorchComponents(BaseRunner):
         return OPTIMIZERS.build(params=params or [{"params": []}], **settings)
 
     def whole_parameters(self) -> dict[str, bool] | None:
-        """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`."""
+        """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`.
+
+        Called on all ranks.
+        """
         return None
 
     def build_scheduler(self) -> Any:
-        """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length."""
+        """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length. Called on all ranks."""
         settings = {key: value for key, value in self.config.scheduler.items() if key not in _SCHEDULER_KEYS}
         length = self.epochs if self.scheduler_interval(settings.get("type", "")) == "epoch" else self.steps
         if length is not None and "total_steps" not in settings and SCHEDULERS.accepts(settings["type"], "total_steps"):
@@ -158,7 +168,7 @@ class TorchComponents(BaseRunner):
         return SCHEDULERS.build(self.optimizer, **settings)
 
     def scheduler_interval(self, name: str = "") -> str:
-        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
+        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`. No communication: may be called on one rank."""
         asked = self.config.scheduler.get("interval", None) if "scheduler" in self.config else None
         if asked:
             return str(asked)
@@ -187,7 +197,7 @@ class TorchComponents(BaseRunner):
         return list(asked)
 
     def check_split(self, split: str) -> None:
-        """Raise a `ValueError` that lists the known splits when `split` is none of them."""
+        """Raise a `ValueError` that lists the known splits when `split` is none of them. No communication: may be called on one rank."""
         known = list(dict.fromkeys([*self.datasets, *self.dataloaders]))
         if split not in known:
             raise ValueError(
@@ -195,13 +205,13 @@ class TorchComponents(BaseRunner):
             )
 
     def build_dataloaders(self) -> None:
-        """Build a loader for every dataset that has none; loaders that the user made are left alone."""
+        """Build a loader for every dataset that has none; loaders that the user made are left alone. Called on all ranks."""
         for split, dataset in self.datasets.items():
             if split not in self.dataloaders:
                 self.dataloaders[split] = self.build_dataloader(split, dataset)
 
     def build_dataloader(self, split: str, dataset: Any) -> Any:
-        """Return the loader of one split over the data domain."""
+        """Return the loader of one split over the data domain. Called on all ranks."""
         settings = self.loader_settings(split)
         rank, size = self.data_place(split)
         sampler = self.build_datasampler(split, dataset)
@@ -228,7 +238,7 @@ class TorchComponents(BaseRunner):
         return self.data_domain.rank, self.data_domain.size
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
-        """Return a sampler for one split, or `None`; override it for an order of your own.
+        """Return a sampler for one split, or `None`; override it for an order of your own. Called on all ranks.
 
         By default a loader of the library brings its own, which can be positioned exactly. With another sampler the loader
         keeps the state that `StatefulDataLoader` gives it.
@@ -236,7 +246,7 @@ class TorchComponents(BaseRunner):
         return None
 
     def loader_settings(self, split: str) -> dict[str, Any]:
-        """Return `config.dataloader` with the overrides of one split merged in."""
+        """Return `config.dataloader` with the overrides of one split merged in. No communication: may be called on one rank."""
         settings = dict(self.config.dataloader.items()) if self.config.get("dataloader", None) else {}
         own = settings.get(split)
         names = {*self.datasets, *self.dataloaders}
@@ -304,7 +314,10 @@ class TorchComponents(BaseRunner):
             self._closers.callback(source.close)
 
     def open_trackers(self) -> None:
-        """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone."""
+        """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone.
+
+        Called on all ranks.
+        """
         if self.trackers is not None:
             return
         self.trackers = []
@@ -319,10 +332,12 @@ class TorchComponents(BaseRunner):
         self._closers.callback(tracker.close)
 
     def init_tensorboard(self) -> None:
-        """Open the TensorBoard writer on the main process when `config.tensorboard`."""
+        """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
         if self.config.tensorboard and self.is_main_process:
             step = self.state.train.global_step
-            self._track(TensorBoardTracker(self.workspace.tensorboard_dir, purge_step=step or None))
+            earlier = self.workspace.latest_tensorboard_dir() if step else None
+            directory = earlier or self.workspace.tensorboard_dir
+            self._track(TensorBoardTracker(directory, purge_step=step + 1 if step else None))
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
@@ -345,12 +360,12 @@ class TorchComponents(BaseRunner):
         )
 
     def init_signal_handlers(self) -> None:
-        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends."""
+        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends. Called on all ranks."""
         self.signals = SignalWatcher()
         self.signals.install()
 
     def init_heartbeat(self) -> None:
-        """Start the heartbeat file of this rank when `config.heartbeat.enabled`."""
+        """Start the heartbeat file of this rank when `config.heartbeat.enabled`. Called on all ranks."""
         settings = self.config.heartbeat
         self.heartbeat: Heartbeat | None = None
         if settings.enabled:
@@ -359,7 +374,7 @@ class TorchComponents(BaseRunner):
             self._closers.callback(self.heartbeat.stop)
 
     def init_garbage_collection(self) -> None:
-        """Pace Python's garbage collection when `config.gc.interval` is set."""
+        """Pace Python's garbage collection when `config.gc.interval` is set. Called on all ranks."""
         settings = self.config.gc
         self.gc_pacer: GcPacer | None = None
         if settings.interval is not None:
@@ -378,13 +393,16 @@ class TorchComponents(BaseRunner):
     # Contexts
 
     def train_context(self) -> Any:
-        """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
+        """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only.
+
+        Called on all ranks.
+        """
         if self.reduces_gradients or not isinstance(self.model, DistributedDataParallel):
             return _NO_CONTEXT
         return self.model.no_sync()
 
     def forward_context(self) -> Any:
-        """Return the context of a forward: autocast of `config.precision`."""
+        """Return the context of a forward: autocast of `config.precision`. Called on all ranks."""
         return self.precision.autocast()
 
     reduces_gradients: bool = True

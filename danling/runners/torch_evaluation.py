@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -26,7 +26,10 @@ class TorchEvaluation(TorchState):
     # What a batch means
 
     def to_device(self, data: Any) -> Any:
-        """Return the batch on the runner's device; copies from pinned memory do not block the host."""
+        """Return the batch on the runner's device; copies from pinned memory do not block the host.
+
+        No communication: may be called on one rank.
+        """
         return data if self.device.type == "cpu" else move_to_device(data, self.device)
 
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
@@ -45,7 +48,7 @@ class TorchEvaluation(TorchState):
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
-        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned.
+        """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned. Called on all ranks.
 
         Raises:
             ValueError: If there is neither.
@@ -123,9 +126,13 @@ class TorchEvaluation(TorchState):
         totals = Meters()
         self.metric_set.reset()
         with self._evaluating(split, "evaluate"), torch.no_grad():
-            for batch in islice(self._pass_over(split), limit):
+            for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
                 self._evaluate_batch(batch, totals)
         return self.summarize(split, totals)
+
+    def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; training heeds requests between them."""
+        return batches
 
     def _evaluate_batch(self, batch: Batch, totals: Meters) -> None:
         data = self.to_device(batch.data)
@@ -140,7 +147,7 @@ class TorchEvaluation(TorchState):
             self.metric_set.update(pred, peek_target(data), samples)
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
-        """Run one batch forward, without gradients.
+        """Run one batch forward, without gradients. Called on all ranks.
 
         Args:
             data: The batch, on the device.
@@ -182,7 +189,9 @@ class TorchEvaluation(TorchState):
         with ExitStack() as stack:
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
-                stack.enter_context(self.ema.applied())
+                stack.enter_context(self.averaged_weights())
+                # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
+                self.equalize_buffers()
             # The wrapper's forward is a collective that a rank with fewer batches would miss.
             self.model = self.unwrap(wrapped)
             self.model.eval()
@@ -193,6 +202,11 @@ class TorchEvaluation(TorchState):
                 self.mode = before
                 self.model = wrapped
                 self.model.train(training)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has its averaged weights; entered on all ranks."""
+        applied: AbstractContextManager[None] = self.ema.applied()
+        return applied
 
     def _pass_over(self, split: str) -> Iterator[Batch]:
         source = self._evaluation_source(split)
@@ -249,7 +263,7 @@ class TorchEvaluation(TorchState):
                 yield pred, count_samples(data) if batch.samples is None else batch.samples
 
     def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; a target that comes with it is left aside."""
+        """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks."""
         inputs, _ = unpack_batch(data)
         with self.forward_context():
             return call_model(self.model, inputs)

@@ -51,7 +51,7 @@ class TorchState(TorchComponents):
         self._saved_at: tuple[int, int] | None = None
 
     def manager_class(self) -> Any:
-        """Return the class of the checkpoint manager."""
+        """Return the class of the checkpoint manager. Called on all ranks."""
         if self.config.checkpoint.backend == "dcp":
             from .checkpoints import TorchDistributedCheckpointManager
 
@@ -102,16 +102,25 @@ class TorchState(TorchComponents):
             "format_version": FORMAT_VERSION,
             "runner": self.config.plain(),
             "state": self._run_state(),
-            "model": self.model_state_dict(),
+            **self.component_states(),
             "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
         }
         if self.ema is not None:
             payload["ema"] = self.ema.state_dict()
-        if self.optimizer is not None:
-            payload["optimizer"] = self.optimizer_state_dict()
         if self.scheduler is not None:
             payload["scheduler"] = self.scheduler.state_dict()
         return payload
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return what the checkpoint manager is handed to save: the full state. Call on all ranks."""
+        return self.state_dict()
+
+    def component_states(self) -> dict[str, Any]:
+        """Return the states of `model` and `optimizer`, by these names. Call on all ranks."""
+        states = {"model": self.model_state_dict()}
+        if self.optimizer is not None:
+            states["optimizer"] = self.optimizer_state_dict()
+        return states
 
     def _run_state(self) -> dict[str, Any]:
         self.state.train.weight_reference = self.window.agreed_reference
@@ -133,11 +142,11 @@ class TorchState(TorchComponents):
         return {"ranks": states}
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return the parameters and persistent buffers of the bare model, by canonical name."""
+        """Return the parameters and persistent buffers of the bare model, by canonical name. Called on all ranks."""
         return {canonical_name(name): value for name, value in self.unwrapped_model.state_dict().items()}
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state by parameter name."""
+        """Return the optimizer's state by parameter name. Called on all ranks."""
         return named_state_dict(self.optimizer, self.named_parameters())
 
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
@@ -153,7 +162,7 @@ class TorchState(TorchComponents):
         best = save_best and self.is_best and next(reversed(self.scores)) == self.index
         self.settle()
         self.checkpoint_manager.save_checkpoint(
-            self.state_dict(), epoch=train.epoch, global_step=train.global_step, history=history, best=best
+            self.checkpoint_state(), epoch=train.epoch, global_step=train.global_step, history=history, best=best
         )
         self._saved_at = (train.global_step, train.epoch)
 
@@ -213,7 +222,7 @@ class TorchState(TorchComponents):
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a payload: model, EMA, optimizer, scheduler, loaders, counters, and the random streams last.
+        """Restore a payload: model, EMA, optimizer, scheduler, loaders, counters, and the random streams last. Called on all ranks.
 
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
@@ -247,7 +256,7 @@ class TorchState(TorchComponents):
             )
 
     def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Load model weights by canonical name into the bare model.
+        """Load model weights by canonical name into the bare model. Called on all ranks.
 
         Args:
             state: Tensors by name.
@@ -271,19 +280,19 @@ class TorchState(TorchComponents):
             raise CheckpointMismatch(f"Expected weights of this model's shapes. Received: {error}") from error
 
     def load_ema(self, state: Mapping[str, Any]) -> None:
-        """Restore the averaged weights."""
+        """Restore the averaged weights. Called on all ranks."""
         self.ema.load_state_dict(state)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore the optimizer's state by parameter name."""
+        """Restore the optimizer's state by parameter name. Called on all ranks."""
         load_named_state_dict(self.optimizer, state, self.named_parameters())
 
     def load_scheduler(self, state: Mapping[str, Any]) -> None:
-        """Restore the scheduler."""
+        """Restore the scheduler. Called on all ranks."""
         self.scheduler.load_state_dict(dict(state))
 
     def load_dataloaders(self, states: Mapping[str, Any]) -> None:
-        """Restore the position in the loaders of the splits to train on.
+        """Restore the position in the loaders of the splits to train on. Called on all ranks.
 
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.

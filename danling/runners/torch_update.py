@@ -73,7 +73,7 @@ class TorchUpdate(TorchReplicas):
         return pred, loss
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the loss of the open micro-batch with its weight.
+        """Back-propagate the loss of the open micro-batch with its weight. Called on all ranks.
 
         Args:
             loss: 0-dim, as the criterion reduced it.
@@ -115,7 +115,7 @@ class TorchUpdate(TorchReplicas):
         """Finish the reduction of the gradients over the ranks; DistributedDataParallel has finished it in the backward."""
 
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
-        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
+        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
 
         Returns:
             The gradients of the parameters that have one.
@@ -150,7 +150,7 @@ class TorchUpdate(TorchReplicas):
         return nn.utils.get_total_norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`."""
+        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
         if self.config.max_grad_norm is not None:
             clip_by_norm(self.parameters, self.config.max_grad_norm, grad_norm)
         if self.config.max_grad_value is not None:
@@ -181,13 +181,16 @@ class TorchUpdate(TorchReplicas):
         return True
 
     def settle(self) -> None:
-        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
+        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated.
+
+        Called on all ranks.
+        """
         pending, self._pending_check = self._pending_check, None
         if pending is not None and not bool(pending[1]):
             raise self._nonfinite_error(pending[0])
 
     def _nonfinite_error(self, step: int) -> NonFiniteError:
-        mine = (bool(self.window.nonfinite), nonfinite_parameters((n, p) for n, p in self.named_parameters()))
+        mine = (bool(self.window.nonfinite), self.nonfinite_gradients())
         found = self.optimizer_domain.gather_objects(mine)
         ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
         names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
@@ -197,16 +200,24 @@ class TorchUpdate(TorchReplicas):
             "skip_nonfinite_grad to leave such updates out."
         )
 
+    def nonfinite_gradients(self) -> list[str]:
+        """Return the names of the first parameters whose gradient is not finite. Call on all ranks."""
+        return nonfinite_parameters(self.named_parameters())
+
     def optimizer_step(self) -> None:
-        """Apply a committed update to the weights."""
+        """Apply a committed update to the weights. Called on all ranks."""
         if self.precision.scaler is not None:
             self.precision.scaler.step(self.optimizer)
         else:
             self.optimizer.step()
 
+    def zero_gradients(self) -> None:
+        """Drop the gradient of the window, whether it was applied or not."""
+        self.optimizer.zero_grad()
+
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""
-        self.optimizer.zero_grad()
+        self.zero_gradients()
         train = self.state.train
         if self.precision.scaler is not None and outcome.reason != "weightless":
             self.precision.scaler.update()

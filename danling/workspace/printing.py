@@ -48,7 +48,7 @@ class Printer:
     Args:
         enabled: Whether this process speaks; usually the main one does.
 
-    Example:
+    Examples:
         >>> say = Printer(enabled=rank == 0)  # doctest: +SKIP
         >>> say("loss", 0.5)  # doctest: +SKIP
     """

@@ -84,6 +84,11 @@ class Workspace:
         self.latest_file = self.dir / "latest.json"
         self.best_file = self.dir / "best.json"
 
+    def latest_tensorboard_dir(self) -> Path | None:
+        """Return the directory of the events of the last attempt that wrote some, `None` without one."""
+        attempts = sorted(path for path in self.tensorboard_dir.parent.glob("*") if path.is_dir())
+        return attempts[-1] if attempts else None
+
     def create(self) -> None:
         """Create the run directory on the main process; what lies below it is created by those who write it.
 

@@ -16,16 +16,25 @@ from danling.cli.doctor_job import digest
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_doctor_kills_and_resumes_bitwise() -> None:
-    done = danling("doctor", "--json", "--skip", "compile", "nccl", timeout=280)
+    done = danling("doctor", "--json", "--skip", "compile", "nccl", "extras", timeout=280)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, done.stdout
     for kind in ("file", "dcp"):
         assert checks[f"kill and resume ({kind})"]["state"] == "ok"
         assert checks[f"kill and resume ({kind})"]["detail"] == "killed at step 11, resumed at step 9, bitwise equal"
     assert checks["torch"]["detail"] == torch.__version__
-    assert checks["safetensors"]["state"] == "ok"
 
 
+def test_packages_are_imported_and_not_only_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "EXTRAS", ("safetensors", "no-such-package", "tensorboard"))
+    (tmp_path / "tensorboard.py").write_text("raise OSError('a broken library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    found = {check.name: check for check in doctor.examine({"train", "dcp", "compile", "nccl"}, 60)}
+    assert found["safetensors"].state == "ok" and found["no-such-package"].state == "absent"
+    assert found["tensorboard"].state == "failed" and "a broken library" in found["tensorboard"].detail
+
+
+@pytest.mark.slow
 def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard")
     found = {check.name: check for check in doctor.examine({"dcp", "compile", "nccl", "extras"}, 60)}

@@ -1,0 +1,169 @@
+"""Every block of README and of the documentation is run; `tests/support/pages.py` has the conventions."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pages import ROOT, Block, alike, blocks_of, pages, prints
+from support.processes import free_port
+
+PAGES = [page for page in pages() if blocks_of(page)]
+RUN = {"python", "bash"}
+READ = {"console", "text", ""}
+TITLES = {"output", "error", "message"}
+
+
+class Page:
+    """Runs the blocks of one page in order."""
+
+    def __init__(self, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.page = page
+        self.namespace: dict[str, Any] = {"__name__": "__page__"}
+        self.output = ""
+        self.error: BaseException | None = None
+        for name in ("examples", "benchmarks"):
+            Path(name).symlink_to(ROOT / name)
+        # Files that the page writes can be imported by it.
+        monkeypatch.syspath_prepend(os.getcwd())
+        monkeypatch.setattr(sys, "argv", [str(page)])
+
+    def run(self, blocks: list[Block]) -> None:
+        for block, following in zip(blocks, [*blocks[1:], None]):
+            raises = following is not None and following.title == "error"
+            if block.language in RUN and block.title:
+                Path(block.title).write_text(block.code)
+            elif block.language == "python":
+                self.run_python(block, raises=raises)
+            elif block.language == "bash":
+                self.run_bash(block, raises=raises)
+            elif block.title:
+                self.compare(block)
+
+    def run_python(self, block: Block, *, raises: bool) -> None:
+        # Line numbers of a traceback are those of the page.
+        code = compile("\n" * (block.line - 1) + block.code, str(self.page), "exec")
+        printed = io.StringIO()
+        self.error = None
+        with contextlib.redirect_stdout(printed):
+            try:
+                exec(code, self.namespace)
+            except (Exception, SystemExit) as error:
+                if not raises:
+                    raise
+                self.error = error
+        self.output = printed.getvalue()
+
+    def run_bash(self, block: Block, *, raises: bool) -> None:
+        search = [str(Path(sys.executable).parent), os.environ["PATH"]]
+        # torchrun without a rendezvous of its own takes port 29500, which another test may have at this moment.
+        environment = {**os.environ, "PATH": os.pathsep.join(search), "PET_MASTER_PORT": str(free_port())}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command = ["bash", "-euo", "pipefail", "-c", block.code]
+        ended = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output = ended.stdout
+        assert (ended.returncode != 0) == raises, (
+            f"{self.page}:{block.line} ended with {ended.returncode}\n{ended.stdout}"
+        )
+        self.error = RuntimeError(ended.stdout) if raises else None
+
+    def compare(self, block: Block) -> None:
+        where = f"{self.page}:{block.line}"
+        if block.title == "output":
+            missing = prints(block.code, self.output)
+            assert missing is None, f"{where}: expected the line {missing!r}. Received:\n{self.output}"
+        elif block.title == "error":
+            text = f"{type(self.error).__name__}: {self.error}"
+            assert matches(block.code, text), f"{where}: expected\n{block.code}\nReceived: {text}"
+        elif block.title == "message":
+            assert any(re.search(template, one_line(block.code)) for template in messages()), (
+                f"{where}: no message of the library reads\n{block.code}"
+            )
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def matches(quoted: str, text: str) -> bool:
+    pattern = ".*".join(re.escape(part.strip()) for part in one_line(quoted).split("..."))
+    return re.search(pattern, one_line(text)) is not None
+
+
+@cache
+def messages() -> list[str]:
+    """Every string of the library of some length, as a pattern: what is filled in may be anything."""
+    found = []
+    for file in sorted((ROOT / "danling").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            template = pattern_of(node)
+            if template is not None and len(template) > 25:
+                found.append(f"^{template}$")
+    return found
+
+
+def pattern_of(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return r".+?".join(re.escape(part) for part in re.split(r"%[rsdg]", one_line(node.value)))
+    if isinstance(node, ast.JoinedStr):
+        parts = [re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".*?" for p in node.values]
+        return "".join(parts).replace("\\\n", "\\ ")
+    return None
+
+
+@pytest.fixture
+def _forgets_modules() -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    here = os.getcwd()
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(here):
+            del sys.modules[name]
+
+
+@pytest.mark.timeout(300)  # README starts half a dozen programs
+@pytest.mark.usefixtures("_forgets_modules")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Page(page, monkeypatch).run(blocks_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_keeps_to_the_conventions(page: Path) -> None:
+    blocks = blocks_of(page)
+    commands = "\n".join(block.code for block in blocks if block.language in RUN and not block.title)
+    for block in blocks:
+        where = f"{page.name}:{block.line}"
+        assert block.language in RUN | READ, f"{where}: {block.language!r} is neither run nor marked as for reading"
+        if block.language in RUN and block.title:
+            name = Path(block.title).stem
+            assert re.search(rf"\b{name}\b", commands), f"{where}: no block of the page uses {block.title}"
+        elif block.title:
+            assert block.title in TITLES, f"{where}: {block.title!r} is not a title that is checked"
+
+
+def test_the_comparison_of_output_is_strict_where_it_matters() -> None:
+    assert alike("accuracy 0.95 after epoch 8", "accuracy 0.97 after epoch 8")
+    assert not alike("accuracy 0.95", "accuracy 0.71")
+    assert not alike("accuracy 0.95", "loss 0.95")
+    assert prints("first\n...\nthird", "first\nsecond\nthird") is None
+    assert prints("second\nfirst", "first\nsecond") == "first"
+    assert matches("Expected one. ... Set it.", "ValueError: Expected one. Received: two. Set it.")
+    assert not any(re.search(template, "Expected a message that nobody wrote.") for template in messages())

@@ -1,0 +1,78 @@
+"""Every public name says what it is, and every method of a runner says which ranks have to call it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+ROOMS = [
+    "danling",
+    "danling.data",
+    "danling.distributed",
+    "danling.metrics",
+    "danling.optim",
+    "danling.runners",
+    "danling.runners.checkpoints",
+    "danling.supervision",
+    "danling.training",
+    "danling.workspace",
+]
+RUNNERS = [
+    ("danling.runners.base_runner", "BaseRunner"),
+    ("danling.runners.torch_runner", "TorchRunner"),
+    ("danling.runners.parallel_runner", "ParallelRunner"),
+]
+RANKS = re.compile(
+    r"\b(on all ranks|on every rank|on each rank|on one rank|on any rank|on the main process|on that rank)\b"
+)
+
+
+def members_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the public methods and properties that the library itself defines, as they stand in their class."""
+    for name in dir(cls):
+        owner = next(base for base in cls.__mro__ if name in base.__dict__)
+        value = owner.__dict__[name]
+        if isinstance(value, (classmethod, staticmethod)):
+            value = value.__func__
+        if not name.startswith("_") and owner.__module__.startswith("danling"):
+            yield name, value
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_has_a_docstring(room: str) -> None:
+    module = importlib.import_module(room)
+    silent = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        described = inspect.isclass(value) or callable(value) or inspect.ismodule(value)
+        if described and not inspect.getdoc(value):
+            silent.append(name)
+        if inspect.isclass(value):
+            silent += [
+                f"{name}.{member}"
+                for member, inner in members_of(value)
+                if (inspect.isfunction(inner) or isinstance(inner, property))
+                and not inspect.getdoc(inner)
+                and not _inherits_words(value, member)
+            ]
+    assert silent == []
+
+
+def _inherits_words(cls: type, member: str) -> bool:
+    return any(inspect.getdoc(base.__dict__[member]) for base in cls.__mro__ if member in base.__dict__)
+
+
+@pytest.mark.parametrize("place", RUNNERS, ids=lambda place: place[1])
+def test_every_method_of_a_runner_says_which_ranks_call_it(place: tuple[str, str]) -> None:
+    runner = getattr(importlib.import_module(place[0]), place[1])
+    unclear = [
+        name
+        for name, value in members_of(runner)
+        if inspect.isfunction(value) and not RANKS.search(" ".join((inspect.getdoc(value) or "").split()))
+    ]
+    assert unclear == []

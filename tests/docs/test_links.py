@@ -1,0 +1,39 @@
+"""The link check finds what is broken, and the documentation names no file of the repository that is not there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pages import ROOT, pages
+
+CHECK: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "check_links.py"))
+
+
+def write(path: str, body: str) -> None:
+    file = Path("site") / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"<html><body>{body}</body></html>")
+
+
+def test_whole_links_pass_and_broken_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    write("index.html", '<h1 id="top"><a href="guide/#begin">guide</a><a href="https://pytorch.org">torch</a></h1>')
+    write("guide/index.html", '<h1 id="begin"></h1><a href="..">home</a><a href="#begin">up</a>')
+    assert CHECK["main"](["site"]) == 0
+    write("guide/index.html", '<a href="../gone/">gone</a><a href="../#bottom">bottom</a><a href="#begin">up</a>')
+    assert CHECK["main"](["site"]) == 1
+    printed = capsys.readouterr().out
+    assert "guide/index.html: ../gone/: no such page or file" in printed
+    assert "guide/index.html: ../#bottom: no such anchor" in printed
+    assert "index.html: guide/#begin: no such anchor" in printed
+    assert printed.endswith("4 broken links\n")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:examples|benchmarks|tests|scripts|danling)/[\w./]+\.(?:py|sh|sbatch))`", page.read_text())
+    named += re.findall(r"(?:python|bash|sbatch) ((?:examples|benchmarks)/[\w./]+)", page.read_text())
+    assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -1,0 +1,133 @@
+"""The smaller examples as programs: short runs, and what each of them is there to show."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.torchrun import run_torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def number_in(output: str, pattern: str) -> float:
+    found = re.search(pattern, output)
+    assert found is not None, output
+    return float(found.group(1))
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, *args: str) -> str:
+    """Run an example in this process, as its command would, and return what it printed."""
+    monkeypatch.setattr(sys, "argv", [name, *args])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    captured = capfd.readouterr()
+    return captured.out + captured.err
+
+
+def latest_of(lineage: str) -> dict[str, Any]:
+    (file,) = Path(f"experiments/{lineage}").glob("*/checkpoints/latest.pth")
+    payload: dict[str, Any] = torch.load(file, weights_only=True)
+    return payload
+
+
+def test_finetune_freezes_and_groups(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    output = run_example(monkeypatch, capfd, "finetune", "--epochs", "12")
+    assert number_in(output, r"finetuned: test accuracy (\S+)") > number_in(output, r"scratch: test accuracy (\S+)")
+    state = latest_of("finetune")["optimizer"]
+    groups = {tuple(group["params"]): group for group in state["param_groups"]}
+    assert not any("first" in name for names in groups for name in names)
+    rate = groups[("head.weight",)]["lr"]
+    assert groups[("second.weight",)]["lr"] == pytest.approx(rate / 10)
+    assert groups[("second.bias", "head.bias")]["weight_decay"] == 0.0
+
+
+def test_early_stop_ends_before_its_budget_and_keeps_the_average(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = run_example(monkeypatch, capfd, "early_stop")
+    stopped = number_in(output, r"stopped after epoch (\d+)")
+    best = number_in(output, r"the best was epoch (\d+)")
+    assert stopped == best + 8
+    assert number_in(output, r"at a rate of (\S+);") < 5e-3
+    assert number_in(output, r"averaged weights (\S+)") > 0.85
+    assert set(latest_of("early_stop")["ema"]["weights"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_regression_explains_variance(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    output = run_example(monkeypatch, capfd, "regression", "--epochs", "15")
+    assert number_in(output, r"R2 (\S+),") > 0.4
+
+
+def test_stream_goes_on_bitwise_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    steps = ("--scheduler.total_steps", "60", "--evaluate_interval", "20")
+    run_example(monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "whole")
+    run_example(monkeypatch, capfd, "streaming", "--steps", "35", *steps, "--dir", "parts")
+    resumed = run_example(
+        monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "parts", "--auto_resume", "true"
+    )
+    assert "Resumed from" in resumed
+    assert "cannot be positioned" not in resumed
+    whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
+    assert whole["state"]["train"]["samples"] == parts["state"]["train"]["samples"] == 60 * 64
+    assert all(torch.equal(weight, parts["model"][name]) for name, weight in whole["model"].items())
+
+
+def test_streams_of_ranks_and_workers_have_no_sample_in_common() -> None:
+    sums = runpy.run_path(str(EXAMPLES / "streaming.py"))["Sums"]
+    seen = [tuple(int(d) for d in digits) for rank in (0, 1) for digits, _ in _take(sums(3, rank, 2), 40)]
+    alone = [tuple(int(d) for d in digits) for digits, _ in _take(sums(3, 0, 1), 80)]
+    assert sorted(seen) == sorted(alone)
+
+
+def _take(stream: Any, count: int) -> list[Any]:
+    return [sample for sample, _ in zip(stream, range(count))]
+
+
+def test_gan_restores_both_optimizers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    short = ("--evaluate_interval", "20")
+    run_example(monkeypatch, capfd, "gan", "--steps", "40", *short, "--dir", "whole")
+    run_example(monkeypatch, capfd, "gan", "--steps", "25", *short, "--dir", "parts")
+    run_example(monkeypatch, capfd, "gan", "--steps", "40", *short, "--dir", "parts", "--auto_resume", "true")
+    whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
+    names = {name.partition(".")[0] for name in whole["optimizer"]["state"]}
+    assert names == {"generator", "critic"}
+    for name, entry in whole["optimizer"]["state"].items():
+        assert all(torch.equal(value, parts["optimizer"]["state"][name][key]) for key, value in entry.items()), name
+    assert all(torch.equal(weight, parts["model"][name]) for name, weight in whole["model"].items())
+
+
+def test_gan_losses_reach_their_own_network_only() -> None:
+    gan = runpy.run_path(str(EXAMPLES / "gan.py"))["GAN"]()
+    _, critic_loss, generator_loss = gan(torch.rand(8, 64))
+    critic_loss.backward()
+    assert all(p.grad is None for p in gan.generator.parameters())
+    assert all(p.grad is not None for p in gan.critic.parameters())
+    gan.zero_grad()
+    _, critic_loss, generator_loss = gan(torch.rand(8, 64))
+    generator_loss.backward()
+    assert all(p.grad is not None for p in gan.generator.parameters())
+    assert all(p.grad is None for p in gan.critic.parameters())
+
+
+def test_gan_learns_on_two_processes() -> None:
+    args = ("--steps", "300", "--evaluate_interval", "100", "--dataloader.batch_size", "16", "--ema.enabled", "false")
+    exit_code, output = run_torchrun(EXAMPLES / "gan.py", *args)
+    assert exit_code == 0, output
+    assert number_in(output, r"distance (\S+) at") < 0.9 * number_in(output, r", (\S+) untrained")
+    assert output.count("untrained") == 1
+
+
+def test_uneven_shards_end_together_and_are_evaluated_whole() -> None:
+    exit_code, output = run_torchrun(EXAMPLES / "uneven.py", "--epochs", "2")
+    assert exit_code == 0, output
+    assert "this pass ends early on rank 0" in output
+    # 300 samples are 19 batches of at most 16, the last one of 12 beside a full one on the other rank.
+    assert "1208 samples in 38 updates" in output
+    assert number_in(output, r"validation accuracy (\S+)") > 0.5

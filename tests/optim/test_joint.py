@@ -1,0 +1,105 @@
+"""Several optimizers as one: the same steps as apart, and the same again after a restore."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+
+from danling.optim import JointOptimizer
+from danling.optim.named_state import load_named_state_dict, named_state_dict
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 2)
+        self.second = nn.Linear(2, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).tanh())
+
+
+def members(model: Pair) -> tuple[Adam, SGD]:
+    return Adam(model.first.parameters(), lr=0.1), SGD(model.second.parameters(), lr=0.2, momentum=0.9)
+
+
+def train(model: Pair, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
+    for step in range(steps):
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def same(first: Pair, second: Pair) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+
+
+def test_steps_as_its_members_apart() -> None:
+    apart, together = Pair(), Pair()
+    train(apart, list(members(apart)), 5)
+    train(together, [JointOptimizer(*members(together))], 5)
+    assert same(apart, together)
+
+
+def test_goes_on_bitwise_from_its_state() -> None:
+    model = Pair()
+    optimizer = JointOptimizer(*members(model))
+    train(model, [optimizer], 3)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, [optimizer], 3)
+
+    resumed = Pair()
+    resumed.load_state_dict(weights)
+    again = JointOptimizer(*members(resumed))
+    again.load_state_dict(saved)
+    for step in range(3):
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        resumed(inputs).square().mean().backward()
+        again.step()
+        again.zero_grad()
+    assert same(model, resumed)
+
+
+def test_is_saved_by_parameter_name() -> None:
+    model = Pair()
+    optimizer = JointOptimizer(*members(model))
+    train(model, [optimizer], 2)
+    state = named_state_dict(optimizer, model.named_parameters())
+    assert set(state["state"]) == {name for name, _ in model.named_parameters()}
+    again = JointOptimizer(*members(model))
+    load_named_state_dict(again, state, model.named_parameters())
+    assert torch.equal(
+        again.optimizers[0].state[model.first.weight]["exp_avg"], state["state"]["first.weight"]["exp_avg"]
+    )
+    assert torch.equal(
+        again.optimizers[1].state[model.second.bias]["momentum_buffer"],
+        state["state"]["second.bias"]["momentum_buffer"],
+    )
+
+
+def test_a_schedule_sets_the_rates_of_all_members_also_after_a_restore() -> None:
+    model = Pair()
+    optimizer = JointOptimizer(*members(model))
+    optimizer.load_state_dict(optimizer.state_dict())
+    schedule = StepLR(optimizer, step_size=1, gamma=0.5)
+    train(model, [optimizer], 1)
+    schedule.step()
+    assert [member.param_groups[0]["lr"] for member in optimizer.optimizers] == [0.05, 0.1]
+
+
+def test_refuses_a_shared_parameter_no_member_and_a_closure() -> None:
+    model = Pair()
+    with pytest.raises(ValueError, match="different parameters"):
+        JointOptimizer(Adam(model.parameters()), SGD(model.second.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="at least one optimizer"):
+        JointOptimizer()
+    with pytest.raises(ValueError, match="no closure"):
+        JointOptimizer(*members(model)).step(lambda: 0.0)
