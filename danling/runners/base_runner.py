@@ -84,10 +84,10 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         self._closers = ExitStack()
         self._closed = False
+        self.model: Any = None
         self.config: RunnerConfig = self.adopt_config(config)
         self.mode = "train"
         self.state = RunnerState()
-        self.model: Any = None
         self.ema: Any = None
         self.criterion: Callable[..., Any] | None = None
         self.optimizer: Any = None
@@ -462,7 +462,8 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         if self._closed:
             return
         self._closed = True
-        self.model = self.unwrap(self.model)
+        if self.model is not None:
+            self.model = self.unwrap(self.model)
         self._closers.close()
 
     def abandon(self) -> None:

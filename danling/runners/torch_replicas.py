@@ -429,8 +429,10 @@ class TorchReplicas(TorchEvaluation):
             history: Also keep it under its history name.
             save_best: Also make it `best` when the score of this very state is the best one.
         """
+        if self.config.checkpoint.load_only:
+            return
         train = self.state.train
-        if self.replica_loaders is not None and not self.config.checkpoint.load_only:
+        if self.replica_loaders is not None:
             self.settle()
             self.replica_loaders.save(self._loader_states(), epoch=train.epoch, global_step=train.global_step)
         if self.writes_checkpoints():
