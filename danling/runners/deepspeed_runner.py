@@ -415,6 +415,11 @@ class DeepSpeedRunner(TorchRunner):
                 f"Expected a checkpoint of ZeRO stage {self.engine_stage}. Received: {tag.path} of stage {tag.stage}. Set "
                 f"deepspeed.zero_optimization.stage={tag.stage}, or begin from the weights with `pretrained`."
             )
+        if tag.world_size != self.world_size and tag.stage > 0:
+            raise CheckpointMismatch(
+                f"Expected a checkpoint of {self.world_size} processes: its optimizer is divided over them. Received: {tag.path} of "
+                f"{tag.world_size}. Launch {tag.world_size} processes, or begin from the weights with `pretrained`."
+            )
         excluded = self.config.checkpoint.exclude_from_loading or []
         listed = [excluded] if isinstance(excluded, str) else list(excluded)
         files = HashingFiles()
