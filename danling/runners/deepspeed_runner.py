@@ -110,6 +110,11 @@ class DeepSpeedRunner(TorchRunner):
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
+        if uses_bf16_weights(settings) and self.ema is not None:
+            raise ValueError(
+                "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set precision='bf16' "
+                "instead of deepspeed.bf16, which autocasts and leaves the weights in float32."
+            )
         if uses_bf16_weights(settings) and self.precision.dtype is None:
             # Weights in bfloat16 take inputs in bfloat16, which autocast sees to.
             self.precision = Precision("bf16", self.device)
