@@ -190,6 +190,12 @@ def _state_like(engine: Any) -> Mapping[str, Any]:
     return next((inner.state[flat] for flat in flat_parameters(engine) if inner.state.get(flat)), {})
 
 
+def scalar_states(engine: Any) -> dict[str, Any]:
+    """Return the optimizer's states that belong to no element of a parameter, such as the number of steps."""
+    like = _state_like(engine).items()
+    return {key: value for key, value in like if not isinstance(value, Tensor) or value.dim() == 0}
+
+
 def load_full_states(engine: Any, states: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
     """Divide whole states of parameters over the ranks. Call on all ranks.
 

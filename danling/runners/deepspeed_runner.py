@@ -21,7 +21,7 @@ from danling.training import NonFiniteError, Precision, UpdateOutcome, scale_gra
 from danling.utils.names import canonical_name
 
 from .checkpoints import CheckpointMismatch, DeepSpeedCheckpointManager
-from .checkpoints.deepspeed_files import EngineTag, HashingFiles
+from .checkpoints.deepspeed_files import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
 from .torch_runner import TorchRunner
 
 
@@ -110,6 +110,11 @@ class DeepSpeedRunner(TorchRunner):
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
+        if uses_bf16_weights(settings) and self.ema is not None:
+            raise ValueError(
+                "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set precision='bf16' "
+                "instead of deepspeed.bf16, which autocasts and leaves the weights in float32."
+            )
         if uses_bf16_weights(settings) and self.precision.dtype is None:
             # Weights in bfloat16 take inputs in bfloat16, which autocast sees to.
             self.precision = Precision("bf16", self.device)
@@ -331,7 +336,7 @@ class DeepSpeedRunner(TorchRunner):
             state = self.state_dict()
         finally:
             self._without_components = False
-        state["engine"] = {"stage": self.engine_stage, "world_size": self.world_size}
+        state["engine"] = {"stage": self.engine_stage, "world_size": self.world_size, **self._optimizer_outline()}
         return state
 
     _without_components = False
@@ -364,11 +369,21 @@ class DeepSpeedRunner(TorchRunner):
             return super().optimizer_state_dict()
         named = self._trained()
         state = {name: engines.full_state(self.engine, parameter) for name, parameter in named.items()}
+        return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": self._named_groups()}
+
+    def _optimizer_outline(self) -> dict[str, Any]:
+        """What the engine's files do not say by name: groups of parameters, and states that are no tensors."""
+        if self.optimizer is None:
+            return {}
+        scalars = engines.scalar_states(self.engine) if engines.is_divided(self.engine) else {}
+        return {"param_groups": self._named_groups(), "scalars": scalars}
+
+    def _named_groups(self) -> list[dict[str, Any]]:
+        names = self._group_names or [list(self._trained())]
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-            for group, names in zip(self.optimizer.param_groups, self._group_names or [list(named)])
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
-        return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": groups}
+        return [{**group, "params": own} for group, own in zip(groups, names)]
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
@@ -381,9 +396,11 @@ class DeepSpeedRunner(TorchRunner):
         Raises:
             CheckpointMismatch: If names or shapes are not those of the model, or the engine's checkpoint is of another layout.
         """
-        if isinstance(state, EngineTag):
+        if isinstance(state, EngineTag) and self._fits(state):
             self._load_tag(state)
             return
+        if isinstance(state, EngineTag):
+            state = self.checkpoint_manager.on_all(lambda: consolidated_weights(state.path))
         with self.whole_weights(modify=True):
             super().load_model(state, partial=partial)
         if self.engine is not None and engines.is_divided(self.engine):
@@ -391,8 +408,10 @@ class DeepSpeedRunner(TorchRunner):
 
     def load_optimizer(self, state: Any) -> None:
         """Restore the optimizer's state by parameter name; that of an engine's own checkpoint came with its model."""
-        if isinstance(state, EngineTag):
+        if isinstance(state, EngineTag) and self._fits(state):
             return
+        if isinstance(state, EngineTag):
+            state = self.checkpoint_manager.on_all(lambda: consolidated_optimizer(state.path, state.outline))
         if not engines.is_divided(self.engine):
             super().load_optimizer(state)
             return
@@ -409,12 +428,11 @@ class DeepSpeedRunner(TorchRunner):
             self.engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()]
         )
 
+    def _fits(self, tag: EngineTag) -> bool:
+        """Whether the engine reads the tag itself; one of another stage or number of ranks is put together and divided anew."""
+        return tag.stage == self.engine_stage and (tag.world_size == self.world_size or tag.stage == 0)
+
     def _load_tag(self, tag: EngineTag) -> None:
-        if tag.stage != self.engine_stage:
-            raise CheckpointMismatch(
-                f"Expected a checkpoint of ZeRO stage {self.engine_stage}. Received: {tag.path} of stage {tag.stage}. Set "
-                f"deepspeed.zero_optimization.stage={tag.stage}, or begin from the weights with `pretrained`."
-            )
         excluded = self.config.checkpoint.exclude_from_loading or []
         listed = [excluded] if isinstance(excluded, str) else list(excluded)
         files = HashingFiles()

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
         (latest,) = Path(config["workspace_root"]).rglob("checkpoints/latest")
         assert read_config(latest)["deepspeed"] == config["deepspeed"]
         assert len(list(latest.parent.glob("ckpt-*"))) == 1
-        (file,) = export_deepspeed_checkpoint(latest.parent, tmp_path / "export" / f"{latest.parents[1].name}.pth")
+        (file,) = export_deepspeed_checkpoint(latest.parent, tmp_path / f"{Path(config['workspace_root']).name}.pth")
         exported = torch.load(file, weights_only=True)
         assert differences(exported, found["state"]["model"]) == []
         assert "state" in torch.load(
@@ -142,6 +142,29 @@ def test_a_run_of_another_stack_goes_on_here(tmp_path: Path) -> None:
         assert len(first["trace"] + second["trace"]) == len(reference["trace"])
         for name, weight in reference["state"]["model"].items():
             torch.testing.assert_close(second["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_a_run_goes_on_at_another_stage_number_of_processes_and_stack(tmp_path: Path) -> None:
+    first = [(settings(tmp_path / str(stage), deepspeed=zero(stage)), {"stop_at": 3}) for stage in (0, 1, 3)]
+    run_processes(train_each, first, world_size=2, timeout=100)
+    targets: list[dict[str, Any]] = [
+        {"deepspeed": zero(3)},
+        {"deepspeed": zero(1), "dataloader": {"batch_size": 8, "drop_last": False}},
+        {"stack": "ddp"},
+    ]
+    second = [({**config, **changes, "auto_resume": True}, {}) for (config, _), changes in zip(first, targets)]
+    two = run_processes(train_each, second[::2], world_size=2, timeout=100)[0]
+    one = run_processes(train_each, second[1:2], world_size=1, timeout=100)[0]
+    reference = run_processes(train, settings(tmp_path / "ddp", "ddp"), world_size=2)[0]["state"]
+    for found in two:
+        for name, weight in reference["model"].items():
+            torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+        for name, entry in reference["optimizer"]["state"].items():
+            for key, value in entry.items():
+                torch.testing.assert_close(found["state"]["optimizer"]["state"][name][key], value, rtol=1e-4, atol=1e-6)
+    assert one[0]["state"]["state"]["train"]["global_step"] == reference["state"]["train"]["global_step"]
 
 
 def resume_message(config: dict[str, Any]) -> str:

@@ -133,7 +133,7 @@ class DeepSpeedCheckpointManager(CheckpointManager):
                 f"Expected a full checkpoint. Received: {source}, an export of weights. Load it with `pretrained`."
             )
         engine = payload["engine"]
-        tag = EngineTag(path, int(engine["stage"]), int(engine["world_size"]))
+        tag = EngineTag(path, int(engine["stage"]), int(engine["world_size"]), engine)
         return {**payload, "model": tag, "optimizer": tag}
 
 

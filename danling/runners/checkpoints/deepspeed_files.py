@@ -6,11 +6,15 @@ DeepSpeed's: reading weights or optimizer out of them runs what is in them, as D
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,11 +38,13 @@ class EngineTag:
         path: The target: a tag of DeepSpeed's.
         stage: ZeRO stage it was saved at.
         world_size: Number of ranks that saved it.
+        outline: What the runner saved of the engine.
     """
 
     path: Path
     stage: int
     world_size: int
+    outline: Mapping[str, Any]
 
 
 class HashingFiles:
@@ -132,7 +138,7 @@ def read_runner_file(path: Path) -> dict[str, Any]:
 
 
 def read_engine_target(path: Path, *, sections: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the payload of a target with whole float32 weights; the optimizer stays with the engine.
+    """Return the payload of a target as the other stacks save it: whole float32 weights, and the optimizer's state by name.
 
     Args:
         path: The target.
@@ -141,6 +147,8 @@ def read_engine_target(path: Path, *, sections: Iterable[str] | None = None) -> 
     payload = read_runner_file(path)
     if "model" not in payload and (sections is None or "model" in sections):
         payload["model"] = consolidated_weights(path)
+        if "engine" in payload and (sections is None or "optimizer" in sections):
+            payload["optimizer"] = consolidated_optimizer(path, payload["engine"])
     return {name: value for name, value in payload.items() if sections is None or name in sections}
 
 
@@ -154,11 +162,76 @@ def consolidated_weights(path: Path) -> dict[str, Tensor]:
     if not any(path.glob("*_optim_states.pt")):
         module = read_engine_file(path / "mp_rank_00_model_states.pt")["module"]
         return {canonical_name(name): tensor for name, tensor in module.items()}
+    _require_deepspeed(path)
+    convert = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        weights: Mapping[str, Tensor] = convert(str(path.parent), tag=path.name)
+    return {canonical_name(name): tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def _require_deepspeed(path: Path) -> None:
     if find_spec("deepspeed") is None:
         raise CheckpointError(
-            f"Expected deepspeed, which puts the weights of {path} together. Received: it is not installed. Install it: "
+            f"Expected deepspeed, which puts the shares of {path} together. Received: it is not installed. Install it: "
             "pip install 'danling[deepspeed]'; or export the checkpoint where it is."
         )
-    convert = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
-    weights: Mapping[str, Tensor] = convert(str(path.parent), tag=path.name)
-    return {canonical_name(name): tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def consolidated_optimizer(path: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the whole state of the optimizer by parameter name, through DeepSpeed's universal checkpoint.
+
+    Args:
+        path: The target.
+        engine: What the runner saved of the engine: its stage, the groups of parameters, and states that are no tensors.
+    """
+    if int(engine["stage"]) == 0:
+        found = read_engine_file(path / "mp_rank_00_model_states.pt")["optimizer"]
+        return _named(found, engine["param_groups"])
+    _require_deepspeed(path)
+    with TemporaryDirectory(prefix="danling-universal-") as folder:
+        convert = import_module("deepspeed.checkpoint.ds_to_universal")
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            convert.main(_conversion(path, Path(folder)))
+        names = [name for group in engine["param_groups"] for name in group["params"]]
+        weights = consolidated_weights(path)
+        state = {
+            name: _universal_state(Path(folder) / "zero" / name, weights[name].shape, engine["scalars"])
+            for name in names
+        }
+    return {
+        "state": {name: entry for name, entry in state.items() if entry},
+        "param_groups": [dict(group) for group in engine["param_groups"]],
+    }
+
+
+def _conversion(path: Path, folder: Path) -> Namespace:
+    return Namespace(
+        input_folder=str(path),
+        output_folder=str(folder),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+
+
+def _universal_state(folder: Path, shape: torch.Size, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.pt")):
+        if file.stem not in ("fp32", "step"):
+            found = read_engine_file(file)
+            tensor = found["param"] if isinstance(found, Mapping) else found
+            state[file.stem] = tensor.reshape(-1)[: shape.numel()].reshape(shape)
+    scalar = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+    return {**state, **scalar} if state else {}
+
+
+def _named(state: Mapping[str, Any], groups: Any) -> dict[str, Any]:
+    names = {
+        index: name
+        for group, own in zip(state["param_groups"], groups)
+        for index, name in zip(group["params"], own["params"])
+    }
+    named = {names[index]: dict(entry) for index, entry in state["state"].items()}
+    return {"state": named, "param_groups": [dict(group) for group in groups]}
