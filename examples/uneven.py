@@ -12,6 +12,8 @@ divides every epoch evenly, and nothing is left out.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -30,7 +32,7 @@ class ShardRunner(dl.Runner):
         images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
         images = images.float() / 16
         ends = (0, 900, 1200, 1297, 1797)  # two shards to train on, two to validate on
-        shards = [TensorDataset(images[begin:end], labels[begin:end]) for begin, end in zip(ends, ends[1:])]
+        shards = [TensorDataset(images[begin:end], labels[begin:end]) for begin, end in pairwise(ends)]
         self.dataloaders = {
             "train": DataLoader(self.own(shards[:2]), batch_size=16, shuffle=True),
             "val": DataLoader(self.own(shards[2:]), batch_size=50),
