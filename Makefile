@@ -24,7 +24,7 @@ test: $(VENV)/.dev
 
 N ?= 50
 chaos: $(VENV)/.dev
-	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py
+	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py tests/guarantees/test_replica_groups.py
 
 bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cost.py

@@ -6,9 +6,30 @@ Subclass `TorchRunner` (or `Runner`, which picks the stack from the configuratio
 
 from __future__ import annotations
 
-from . import metrics, optim
-from .optim import OPTIMIZERS, SCHEDULERS
-from .runners import BaseRunner, MetaRunner, Runner, RunnerConfig, RunnerState, TorchRunner
+from typing import TYPE_CHECKING
+
+from danling.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from . import metrics, optim
+    from .optim import OPTIMIZERS, SCHEDULERS
+    from .runners import BaseRunner, MetaRunner, ParallelRunner, Runner, RunnerConfig, RunnerState, TorchRunner
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "optim": ("OPTIMIZERS", "SCHEDULERS"),
+            "runners": (
+                "BaseRunner",
+                "MetaRunner",
+                "ParallelRunner",
+                "Runner",
+                "RunnerConfig",
+                "RunnerState",
+                "TorchRunner",
+            ),
+        },
+    )
 
 __version__ = "0.1.0"
 
@@ -17,6 +38,7 @@ __all__ = [
     "SCHEDULERS",
     "BaseRunner",
     "MetaRunner",
+    "ParallelRunner",
     "Runner",
     "RunnerConfig",
     "RunnerState",

@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("RUST_LOG", "error")
 if os.environ.get("DANLING_TEST_GPU") != "1":
     # Bitwise comparisons and several ranks on one machine are meant for the CPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

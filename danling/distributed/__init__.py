@@ -21,6 +21,7 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
+from .fault_tolerance import QuorumError, ReplicaGroups, ReplicaSettings
 from .topology import ParallelContext, Topology
 
 __all__ = [
@@ -32,6 +33,9 @@ __all__ = [
     "LaunchEnvironment",
     "LocalDomain",
     "ParallelContext",
+    "QuorumError",
+    "ReplicaGroups",
+    "ReplicaSettings",
     "Topology",
     "Verdict",
     "agree",

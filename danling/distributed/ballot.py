@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .domain import Domain
 
-REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted")
+REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted", "continue")
 """What a rank can ask for; counted, so that one rank is enough to be heard by all."""
 
 

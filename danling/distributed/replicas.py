@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from danling.utils.tensors import is_sharded, local_part
+from danling.utils.tensors import is_sharded, local_part, with_local_part
 
 from .topology import Topology
 
@@ -112,10 +112,30 @@ class Replicas:
 
         A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
         """
-        for parameter in self.parameters:
-            _align(parameter)
+        self._complete_partial()
         for axes, parameters in self._buckets:
             self._sum_bucket(axes, parameters)
+
+    def _complete_partial(self) -> None:
+        # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
+        # made together; a gradient that lies otherwise than its parameter for another reason is moved by itself.
+        waiting: dict[Any, list[Any]] = {}
+        for parameter in self.parameters:
+            grad: Any = parameter.grad
+            if grad is None or not is_sharded(grad) or not is_sharded(parameter) or not _differs(grad, parameter):
+                continue
+            dim = _open_sum(grad, parameter)
+            if dim is None:
+                parameter.grad = grad.redistribute(placements=_placements(parameter))
+            else:
+                waiting.setdefault((grad.device_mesh, dim, grad.dtype), []).append(parameter)
+        for (mesh, dim, _), parameters in waiting.items():
+            locals_ = [local_part(parameter.grad) for parameter in parameters]
+            flat = torch.cat([part.reshape(-1) for part in locals_])
+            dist.all_reduce(flat, group=mesh.get_group(dim))
+            _scatter(flat, locals_)
+            for parameter, part in zip(parameters, locals_):
+                parameter.grad = with_local_part(parameter, part)
 
     def _sum_bucket(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> None:
         # How many ranks have a gradient travels with the gradients.
@@ -152,11 +172,21 @@ class Replicas:
         return domain.all_reduce(total).sqrt()
 
 
-def _align(parameter: Any) -> None:
-    # Tensor parallelism may leave sums that are still to be made: a gradient must lie as its parameter does.
-    grad: Any = parameter.grad
-    if grad is not None and is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
+def _placements(tensor: Any) -> Any:
+    return tensor.placements
+
+
+def _differs(grad: Any, parameter: Any) -> bool:
+    return bool(grad.placements != parameter.placements)
+
+
+def _open_sum(grad: Any, parameter: Any) -> int | None:
+    """Return the one mesh dimension along which a gradient is a sum still to be made, else `None`."""
+    dims = [i for i, (own, wanted) in enumerate(zip(grad.placements, parameter.placements)) if own != wanted]
+    if len(dims) != 1 or grad.device_mesh != parameter.device_mesh:
+        return None
+    own, wanted = grad.placements[dims[0]], parameter.placements[dims[0]]
+    return dims[0] if own.is_partial("sum") and wanted.is_replicate() else None
 
 
 def _scatter(flat: Tensor, targets: list[Tensor]) -> None:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from .base_runner import BaseRunner
-from .config import RunnerConfig
-from .meta import MetaRunner
-from .runner import Runner
-from .state import RunnerState
-from .torch_runner import TorchRunner
+from typing import TYPE_CHECKING
 
-__all__ = ["BaseRunner", "MetaRunner", "Runner", "RunnerConfig", "RunnerState", "TorchRunner"]
+from danling.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from .base_runner import BaseRunner
+    from .config import RunnerConfig
+    from .meta import MetaRunner
+    from .parallel_runner import ParallelRunner
+    from .runner import Runner
+    from .state import RunnerState
+    from .torch_runner import TorchRunner
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "base_runner": ("BaseRunner",),
+            "config": ("RunnerConfig",),
+            "meta": ("MetaRunner",),
+            "parallel_runner": ("ParallelRunner",),
+            "runner": ("Runner",),
+            "state": ("RunnerState",),
+            "torch_runner": ("TorchRunner",),
+        },
+    )
+
+__all__ = ["BaseRunner", "MetaRunner", "ParallelRunner", "Runner", "RunnerConfig", "RunnerState", "TorchRunner"]

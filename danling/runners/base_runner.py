@@ -197,12 +197,18 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             checkpoint_dir=config.get("checkpoint_dir", None),
             checkpoint_dir_name=config.checkpoint.dir_name,
             log_file=config.get("log_file", None),
+            part=self.workspace_part,
         )
         self.workspace.create()
         handler = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
         self._closers.callback(close_run_log, handler)
+
+    @property
+    def workspace_part(self) -> str | None:
+        """Directory below the run directory for all but the checkpoints; `None` unless several groups work on one run."""
+        return None
 
     # Sources
 
@@ -332,9 +338,14 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         return True, True
 
     @property
+    def own_stream_place(self) -> tuple[int, int]:
+        """Index and number of the random streams of a forward among the ranks that share process groups."""
+        return self.data_domain.rank, self.data_domain.size
+
+    @property
     def stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
-        return self.data_domain.rank, self.data_domain.size
+        return self.own_stream_place
 
     @property
     def name(self) -> str:

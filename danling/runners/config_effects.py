@@ -8,14 +8,9 @@ from typing import Any
 from .config_identity import flatten
 
 _SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")
-_FAULT_TOLERANCE = (
-    "checkpoint.enable_ft_dataloader_checkpoints",
-    "checkpoint.ft_replica_id",
-    "checkpoint.ft_dataloader_checkpoint_prefix",
-)
 _GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")
 _OTHER_STACKS: dict[str, tuple[str, ...]] = {
-    "ddp": ("parallel", "fsdp", "deepspeed", *_FAULT_TOLERANCE, *_GRAPH_PATHS),
+    "ddp": ("parallel", "fsdp", "deepspeed", *_GRAPH_PATHS),
     "parallel": ("deepspeed", "compile.optimize_ddp"),
     "deepspeed": ("parallel", "fsdp", "compile.optimize_ddp", "checkpoint.backend", *_SHARDED_CHECKPOINTS),
 }

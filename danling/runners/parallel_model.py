@@ -125,7 +125,7 @@ class ParallelModel(TorchRunner):
         return loss, loss and place["context"] == 0
 
     @property
-    def stream_place(self) -> tuple[int, int]:
+    def own_stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams: ranks that compute the same activations draw the same numbers."""
         axes = ("replicate", "shard", "context", "pipeline")
         return self.topology.axes.index(*axes, rank=self.rank), self.topology.axes.degree(*axes)

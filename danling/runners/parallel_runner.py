@@ -134,19 +134,22 @@ class ParallelRunner(ParallelState):
         weights += [0.0] * (len(chunks) - real)
         return [(peek_target(chunk), weight) for chunk, weight in zip(chunks, weights)]
 
+    def complete_gradients(self) -> None:
+        """Sum the gradient over the ranks with other samples or positions, where the backward has not. Called on all ranks."""
+        self.replicas.sum_gradients()
+
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
-        """Sum the gradient over ranks with other samples or positions, and divide it by the global weight of the window.
+        """Divide the gradient by the global weight of the window, and by the scale of float16.
 
         Called on all ranks.
 
         Returns:
             What this rank holds of the gradients.
         """
-        self.replicas.sum_gradients()
         gradients = self.replicas.gradients()
         if self.precision.scaler is not None:
             scale_gradients(gradients, 1.0 / self.precision.scaler.get_scale())
-        scale_gradients(gradients, self.window.gradient_factor(verdict.weight, 1))
+        scale_gradients(gradients, self.gradient_factor(verdict))
         return gradients
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:

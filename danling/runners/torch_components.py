@@ -71,20 +71,8 @@ class TorchComponents(BaseRunner):
 
     def _seed_forward(self) -> None:
         # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
-        self.state.elastic.data_replicas = self.data_domain.size
+        self.state.elastic.data_replicas = self.data_replicas
         seed_streams(derive_seed(self.seed, "forward", self.stream_place[0]))
-
-    def init_fault_tolerance(self) -> None:
-        """Refuse TorchFT, which this stack does not join. Called on all ranks.
-
-        Raises:
-            ValueError: If `config.ft.enabled`.
-        """
-        if self.config.ft.enabled:
-            raise ValueError(
-                "Expected ft.enabled=false: this version of danling does not join TorchFT. Received: ft.enabled=true. Unset it; "
-                "`torchrun --max-restarts` with auto_resume restarts a group from its last checkpoint."
-            )
 
     # Model
 
@@ -221,6 +209,7 @@ class TorchComponents(BaseRunner):
     def build_dataloader(self, split: str, dataset: Any) -> Any:
         """Return the loader of one split over the data domain. Called on all ranks."""
         settings = self.loader_settings(split)
+        rank, size = self.data_place(split)
         sampler = self.build_datasampler(split, dataset)
         if sampler is not None:
             settings["sampler"] = sampler
@@ -230,10 +219,19 @@ class TorchComponents(BaseRunner):
             split=split,
             train=split in self.train_splits,
             seed=self.seed,
-            rank=self.data_domain.rank,
-            world_size=self.data_domain.size,
+            rank=rank,
+            world_size=size,
             device=self.device,
         )
+
+    @property
+    def data_replicas(self) -> int:
+        """Number of ranks that read different samples to train on."""
+        return self.data_domain.size
+
+    def data_place(self, split: str) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are."""
+        return self.data_domain.rank, self.data_domain.size
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         """Return a sampler for one split, or `None`; override it for an order of your own. Called on all ranks.
@@ -277,8 +275,8 @@ class TorchComponents(BaseRunner):
         self.sources = {split: self._source(split, loader) for split, loader in self.dataloaders.items()}
 
     def _source(self, split: str, loader: Any) -> BatchSource:
-        domain = self.data_domain
-        return BatchSource(loader, split=split, rank=domain.rank, world_size=domain.size, seed=self.seed)
+        rank, size = self.data_place(split)
+        return BatchSource(loader, split=split, rank=rank, world_size=size, seed=self.seed)
 
     # Scores
 
@@ -330,10 +328,12 @@ class TorchComponents(BaseRunner):
         self._closers.callback(tracker.close)
 
     def init_tensorboard(self) -> None:
-        """Open the TensorBoard writer on the main process when `config.tensorboard`."""
+        """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
         if self.config.tensorboard and self.is_main_process:
             step = self.state.train.global_step
-            self._track(TensorBoardTracker(self.workspace.tensorboard_dir, purge_step=step or None))
+            earlier = self.workspace.latest_tensorboard_dir() if step else None
+            directory = earlier or self.workspace.tensorboard_dir
+            self._track(TensorBoardTracker(directory, purge_step=step + 1 if step else None))
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""

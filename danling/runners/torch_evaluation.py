@@ -126,9 +126,13 @@ class TorchEvaluation(TorchState):
         totals = Meters()
         self.metric_set.reset()
         with self._evaluating(split, "evaluate"), torch.no_grad():
-            for batch in islice(self._pass_over(split), limit):
+            for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
                 self._evaluate_batch(batch, totals)
         return self.summarize(split, totals)
+
+    def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; training heeds requests between them."""
+        return batches
 
     def _evaluate_batch(self, batch: Batch, totals: Meters) -> None:
         data = self.to_device(batch.data)
@@ -171,6 +175,10 @@ class TorchEvaluation(TorchState):
         result = totals.averages(self.figures_domain)
         result.update(self.metric_set.compute(self.figures_domain))
         return result
+
+    def meter_totals(self) -> dict[str, tuple[float, float]]:
+        """Return sums and weights of `meters` over all ranks. Call on all ranks."""
+        return self.meters.totals(self.figures_domain)
 
     @contextmanager
     def _evaluating(self, split: str, mode: str) -> Iterator[None]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from danling.data import Batch, BatchSource
-from danling.distributed import agree, set_collective_timeout
+from danling.distributed import agree
 from danling.optim import needs_metric
-from danling.supervision import EXIT_CODES, Profiler, Telemetry
 from danling.training import UpdateOutcome
-from danling.workspace import Progress, format_scores
+from danling.workspace import format_scores
 
 from .base_runner import Results
-from .config import RunnerConfig
-from .torch_update import TorchUpdate
+from .torch_replicas import UNCOMMITTED
+from .torch_watch import TorchWatch
 
 logger = logging.getLogger("danling")
 
@@ -30,12 +27,7 @@ def takes_closure(optimizer: Any) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-_SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second")
-_PRECEDENCE = ("terminate", "interrupt", "user_signal", "stop")
-_BY_SIGNAL = ("terminate", "interrupt", "user_signal")
-
-
-class TorchRunner(TorchUpdate):
+class TorchRunner(TorchWatch):
     """Trains on one process, or on several with DistributedDataParallel.
 
     Subclass it, set `model`, `criterion`, `datasets` (and, if you like, `optimizer`, `scheduler`, `dataloaders`) in `__init__` after
@@ -51,15 +43,8 @@ class TorchRunner(TorchUpdate):
         >>> MyRunner({"epochs": 3, "optim": {"type": "adamw"}}).train()  # doctest: +SKIP
     """
 
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self._logged_samples = 0
-        self._first_update_done = False
-        self._stop_for: str | None = None
-        self._deadline = math.inf
-        self._save_asked = False
-        self._profiler: Profiler | None = None
-        self.telemetry: Telemetry | None = None
+    _moved: bool = False
+    """Whether another replica group's state was taken over that stands in another pass than the loops."""
 
     # Train
 
@@ -94,10 +79,11 @@ class TorchRunner(TorchUpdate):
             return self.results
         with self._session():
             while state.epoch < (self.epochs or 0) and not self._stop_for:
+                self._moved = False
                 for split in to_train:
-                    if split not in self.open_result:
+                    if not self._is_trained(split):
                         self.train_epoch(split)
-                    if self._stop_for:
+                    if self._stop_for or self._moved:
                         break
                 else:
                     for split in to_evaluate:
@@ -119,6 +105,8 @@ class TorchRunner(TorchUpdate):
             self._after_update(outcome)
             if self._stop_for:
                 return {}
+        if self._moved:
+            return {}
         self.open_result[split] = self._training_figures()
         return self.open_result[split]
 
@@ -128,29 +116,49 @@ class TorchRunner(TorchUpdate):
         """Train update by update until `steps` are committed, pass after pass over the data. Call on all ranks."""
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
         state = self.state.train
-        if state.global_step >= (self.steps or 0) or self._gave_up():
+        if (state.global_step >= (self.steps or 0) and not self.open_result) or self._gave_up():
             return self.results
         with self._session():
+            if self.open_result:
+                # The run was stopped in an evaluation, which is made first.
+                self._validate(to_evaluate)
             while state.global_step < (self.steps or 0) and not self._stop_for:
+                self._moved = False
                 for split in to_train:
+                    if self._is_trained(split):
+                        continue
                     for outcome in self._updates(split):
                         self._after_update(outcome)
-                        if outcome.committed and self._evaluation_due():
+                        if outcome.committed and self.evaluation_due():
                             self.open_result[split] = self._training_figures()
-                            for name in to_evaluate:
-                                self.open_result[name] = self.evaluate_steps(name)
-                            self._close_result("validation")
-                        if outcome.committed:
-                            self._checkpoint_when_due(state.global_step, final=state.global_step == self.steps)
+                            self._validate(to_evaluate)
+                        elif outcome.committed:
+                            self._checkpoint_when_due(state.global_step, final=False)
                         if self._stop_for or state.global_step == self.steps:
                             break
                     else:
-                        self.sources[split].finish_pass()
-                        continue
+                        if not self._moved:
+                            self.sources[split].finish_pass()
+                            continue
                     break
                 else:
                     state.epoch += 1
         return self.results
+
+    def _validate(self, splits: list[str]) -> None:
+        """Evaluate in step mode, and save what follows from it."""
+        step = self.state.train.global_step
+        for split in splits:
+            self.open_result[split] = self.evaluate_steps(split)
+        self._close_result("validation")
+        self._checkpoint_when_due(step, final=step == self.steps)
+
+    def _is_trained(self, split: str) -> bool:
+        """Whether the pass that the state stands in is over for one of the splits."""
+        train = self.state.train
+        if self.is_step_mode:
+            return train.global_step >= (self.steps or 0) or self.sources[split].epoch > train.epoch
+        return train.epoch >= (self.epochs or 0) or split in self.open_result
 
     def _gave_up(self) -> bool:
         return self.scoreboard is not None and self.scoreboard.should_stop
@@ -174,58 +182,28 @@ class TorchRunner(TorchUpdate):
             return to_train, []
         return to_train, self._named_splits(evaluate_splits, self.evaluate_splits, "evaluate")
 
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
-        self._stop_for = None
-        self._parameters = None
-        self.window.sum_reduced = self.sums_loss
-        limit = self.config.max_time_seconds()
-        self._deadline = time.monotonic() + limit if limit is not None else math.inf
-        self.model.train()
-        self.open_trackers()
-        self.init_signal_handlers()
-        self._open_progress()
-        try:
-            yield
-            self._finish_session()
-        finally:
-            if self.signals is not None:
-                self.signals.uninstall()
-            self._close_progress()
-
-    def _finish_session(self) -> None:
-        self.settle()
-        train = self.state.train
-        if self._saved_at != (train.global_step, train.epoch):
-            self.save_checkpoint()
-        if self._stop_for is None and self.config.checkpoint.last_save_model_only:
-            self.export_model()
-        self._write_results()
-        # On all ranks, so that an error of the background writer is raised on all of them.
-        self.checkpoint_manager.wait()
-        if self._stop_for in _BY_SIGNAL:
-            logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
-            raise SystemExit(EXIT_CODES[self._stop_for])
-
     # One update
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
         source = self.sources[split]
-        batches = source.batches()
         accum_steps = self.accum_steps
         telemetry = self.telemetry
         assert telemetry is not None
-        clock = telemetry.clock
+        batches = telemetry.timed(source.batches())
         found = source.consumed > 0
         while True:
-            asked_at = clock()
             batch = next(batches, None)
-            telemetry.loaded(asked_at, clock())
             if not self._all_have(source, batch):
                 break
             found = True
+            if self.open_update():
+                self._logged_samples = self.state.train.samples
+                if self._is_trained(split):
+                    self._moved = True
+                    return
+                batches = source.batches()
+                continue
             consumed: list[Batch] = []
             while batch is not None:
                 consumed.append(batch)
@@ -234,8 +212,11 @@ class TorchRunner(TorchUpdate):
                 self._micro_step(batch)
                 batch = upcoming
             outcome = self.step()
+            if outcome.reason == UNCOMMITTED:
+                batches = chain(consumed, batches)
+                continue
             source.commit(consumed)
-            telemetry.stepped(1.0, committed=outcome.committed)
+            telemetry.stepped(committed=outcome.committed)
             yield outcome
         if not found:
             raise ValueError(
@@ -262,109 +243,16 @@ class TorchRunner(TorchUpdate):
         """Return the next batch of the open window, `None` where the pass ends."""
         return next(batches, None)
 
-    def _micro_step(self, batch: Batch) -> None:
-        data = self.to_device(batch.data)
-        self.window.open(*self._weigh(batch, data))
-        self.train_step(data)
-        self.state.train.micro_step += 1
-
-    # Requests
-
-    def stop(self) -> None:
-        """Ask all ranks to stop after an update: at the next boundary they save the full state and `train` returns.
-
-        May be called on one rank or on several, at any time.
-        """
-        self._asked.add("stop")
-
-    def request_checkpoint(self) -> None:
-        """Ask all ranks for a checkpoint at the next update boundary. May be called on one rank."""
-        self._asked.add("save")
-
-    def _requests(self) -> frozenset[str]:
-        signalled = self.signals.request if self.signals is not None and self.signals.received is not None else None
-        if signalled is not None:
-            self._asked.add(signalled)
-        if time.monotonic() >= self._deadline:
-            self._asked.add("stop")
-        return super()._requests()
-
-    def _heed(self, requests: frozenset[str]) -> None:
-        if not requests:
-            return
-        self._stop_for = next((name for name in _PRECEDENCE if name in requests), None)
-        self._save_asked = "save" in requests
-
     # Boundaries
-
-    def _after_update(self, outcome: UpdateOutcome) -> None:
-        """What happens at every update boundary, besides evaluation and periodic checkpoints."""
-        step = self.state.train.global_step
-        if outcome.committed:
-            if not self._first_update_done:
-                self._tighten_timeout()
-            if step % self._log_every == 0:
-                self._log(outcome)
-            if self.progress_bar is not None:
-                self.progress_bar.update(step)
-            if self.heartbeat is not None:
-                self.heartbeat.beat(step, self.state.train.epoch)
-            if self.gc_pacer is not None:
-                self.gc_pacer.step()
-            if self._profiler is not None:
-                self._profiler.step(step)
-        if self._save_asked:
-            self._save_asked = False
-            self.save_checkpoint()
-
-    def _tighten_timeout(self) -> None:
-        # Compilation and the first data make the first update slow; the limit that catches a hang begins after it, everywhere.
-        self._first_update_done = True
-        limit = self.config.comm.train_timeout_seconds
-        if limit is not None and self.distributed:
-            self.world.barrier()
-            set_collective_timeout(limit, self.training_groups())
-
-    def training_groups(self) -> Sequence[Any]:
-        """Return the process groups that training communicates over; `None` is the default one.
-
-        No communication: may be called on one rank.
-        """
-        return [None]
-
-    def _log(self, outcome: UpdateOutcome) -> None:
-        """Write the figures of the update and the pace since the last line, on the main process; no communication."""
-        samples, self._logged_samples = self.state.train.samples - self._logged_samples, self.state.train.samples
-        if not self.is_main_process:
-            return
-        assert self.telemetry is not None
-        step = self.state.train.global_step
-        loss = float(outcome.loss) / (float(outcome.weight) if not self.sums_loss else 1.0)
-        values = {"train/loss": loss}
-        pace = self.telemetry.report(step, learning_rates=self._rates, grad_norm=outcome.grad_norm, samples=samples)
-        values.update({f"train/{name}": value for name, value in pace.items()})
-        self._track_values(values)
-        if self.progress_bar is not None:
-            shown = {name: values[f"train/{name}"] for name in _SHOWN if f"train/{name}" in values}
-            self.progress_bar.show(step, shown)
-
-    def _track_values(self, values: dict[str, float]) -> None:
-        for tracker in self.trackers or ():
-            tracker.log(values, self.state.train.global_step)
 
     def _training_figures(self) -> dict[str, float]:
         self.settle()
         figures = self.losses.averages()
-        if self.meters:
-            figures.update(self.meters.averages(self.figures_domain))
+        if self.meters or self.fault_tolerance is not None:
+            figures.update({name: total / weight for name, (total, weight) in self.meter_totals().items() if weight})
         self.losses.reset()
         self.meters.reset()
         return figures
-
-    def _evaluation_due(self) -> bool:
-        step, budget = self.state.train.global_step, self.steps
-        interval = self.config.evaluate_interval or self.checkpoint_interval
-        return step % interval == 0 or step == budget
 
     def _close_result(self, boundary: str) -> None:
         """Record the figures of an epoch or an evaluation, and decide what follows from them; the same on all ranks."""
@@ -378,7 +266,7 @@ class TorchRunner(TorchUpdate):
         if scores is not None and scores.should_stop:
             self._stop_for = "patience"
             logger.info("Stopping early: no better score than %s since %s.", self.best_score, self.best_index)
-        self._write_results()
+        self.write_results()
         self._report(result)
 
     def _advance_scheduler(self, boundary: str, result: dict[str, dict[str, float]]) -> None:
@@ -426,38 +314,6 @@ class TorchRunner(TorchUpdate):
         due = index % self.checkpoint_interval == 0
         if due or final:
             self.save_checkpoint(history=due)
-        elif self.is_best and next(reversed(self.scores)) == self.index:
+        elif self._save_asked or (self.is_best and next(reversed(self.scores)) == self.index):
             self.save_checkpoint()
-
-    def _write_results(self) -> None:
-        if self.is_main_process:
-            latest = {"index": self.index, "result": self.latest_result}
-            best = {"index": self.best_index, "score": self.best_score, "result": self.best_result}
-            self.workspace.write_results(self.results, latest, best)
-
-    def _open_progress(self) -> None:
-        self._log_every = self.log_interval
         self._save_asked = False
-        self._logged_samples = self.state.train.samples
-        step = self.state.train.global_step
-        self.telemetry = Telemetry(total_steps=self.steps, global_step=step, device=self.device)
-        self._profiler = self.build_profiler()
-        self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
-        if self.is_main_process:
-            self.progress_bar = Progress(self.steps, initial=step, desc=self.config.experiment)
-
-    def build_profiler(self) -> Profiler | None:
-        """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
-        settings = dict(self.config.profiling.items())
-        if not settings.pop("enabled"):
-            return None
-        directory = self.workspace.dir / settings.pop("trace_dir")
-        return Profiler(directory, rank=self.rank, **settings)
-
-    def _close_progress(self) -> None:
-        if self._profiler is not None:
-            self._profiler.close()
-            self._profiler = None
-        if self.progress_bar is not None:
-            self.progress_bar.close()
-            self.progress_bar = None

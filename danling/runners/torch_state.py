@@ -203,8 +203,8 @@ class TorchState(TorchComponents):
         if self.seed_was_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
         elastic = payload.get("state", {}).get("elastic", {})
-        before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_domain.size)))
-        differences = self.config.differences(stored, stored_replicas=before, replicas=self.data_domain.size)
+        before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_replicas)))
+        differences = self.config.differences(stored, stored_replicas=before, replicas=self.data_replicas)
         if differences:
             listing = "\n  ".join(differences)
             raise CheckpointMismatch(

@@ -24,14 +24,14 @@ from danling.training import (
 )
 
 from .config import RunnerConfig
-from .torch_evaluation import TorchEvaluation
+from .torch_replicas import TorchReplicas
 
 logger = logging.getLogger("danling")
 
 _NOTHING: frozenset[str] = frozenset()
 
 
-class TorchUpdate(TorchEvaluation):
+class TorchUpdate(TorchReplicas):
     """Forward, backward, decision and everything that advances with an update."""
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
@@ -92,6 +92,14 @@ class TorchUpdate(TorchEvaluation):
             nonfinite=self.window.nonfinite,
             requests=self._requests(),
         )
+        self.complete_gradients()
+        if self.fault_tolerance is not None:
+            verdict = self.sum_over_replicas(verdict, self.parameters, self.gradient_mean_over)
+            # Asked before anything is judged: after an error between the groups there is nothing to judge.
+            refused = self.commit_over_replicas()
+            if refused is not None:
+                self._asked |= verdict.requests
+                return refused
         gradients = self.unscale_gradients(verdict)
         grad_norm = self.gradient_norm(gradients)
         reason = self._objection(verdict, grad_norm)
@@ -103,6 +111,9 @@ class TorchUpdate(TorchEvaluation):
         self._heed(verdict.requests)
         return outcome
 
+    def complete_gradients(self) -> None:
+        """Finish the reduction of the gradients over the ranks; DistributedDataParallel has finished it in the backward."""
+
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
 
@@ -112,8 +123,15 @@ class TorchUpdate(TorchEvaluation):
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(self.optimizer)
         gradients = gradients_of(self.parameters)
-        scale_gradients(gradients, self.window.gradient_factor(verdict.weight, self.gradient_mean_over))
+        scale_gradients(gradients, self.gradient_factor(verdict))
         return gradients
+
+    def gradient_factor(self, verdict: Verdict) -> float | Tensor:
+        """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks."""
+        if self.fault_tolerance is None:
+            return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
+        # A plain sum already, since groups can be added in no other form.
+        return 1.0 / float(verdict.weight) if verdict.weight and not self.sums_loss else 1.0
 
     @property
     def gradient_mean_over(self) -> int:

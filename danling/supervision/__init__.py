@@ -1,12 +1,14 @@
-"""What watches over a run from beside it: signals, heartbeat, garbage collection, profiler, telemetry."""
+"""What watches over a run from beside it: signals, heartbeat, garbage collection, profiler, telemetry, failures."""
 
 from __future__ import annotations
 
+from .failures import is_out_of_memory, record_failures, write_memory_snapshot
+from .flops import counted, device_peak_flops, peak_flops
 from .garbage import GcPacer
 from .heartbeat import Heartbeat
 from .profiler import Profiler
 from .signals import EXIT_CODES, SIGNAL_REQUESTS, SignalWatcher
-from .telemetry import Telemetry, memory_figures
+from .telemetry import Shared, Telemetry, memory_figures
 
 __all__ = [
     "EXIT_CODES",
@@ -14,7 +16,14 @@ __all__ = [
     "GcPacer",
     "Heartbeat",
     "Profiler",
+    "Shared",
     "SignalWatcher",
     "Telemetry",
+    "counted",
+    "device_peak_flops",
+    "is_out_of_memory",
     "memory_figures",
+    "peak_flops",
+    "record_failures",
+    "write_memory_snapshot",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import signal
 import threading
 from collections.abc import Iterable
@@ -26,6 +28,8 @@ EXIT_CODES = {"terminate": 143, "interrupt": 130, "user_signal": 143}
 """Exit codes of a run that a signal stopped: 128 and the number of the signal, as shells count. SIGUSR1 is how
 schedulers announce that a job is going to be ended, so it counts as SIGTERM."""
 
+_GRACE_SECONDS = 3.0
+
 
 class SignalWatcher:
     """Notes signals and does nothing else: a handler interrupts anything, also a collective or a save half-way.
@@ -35,7 +39,8 @@ class SignalWatcher:
     script) stays ignored.
 
     Python runs handlers between bytecodes of the main thread: a signal that arrives during a blocking collective is
-    noted when it returns.
+    noted when it returns. Should that never happen, the second SIGINT ends the process all the same: Python's wake-up
+    pipe tells a thread of it, which gives the main thread three seconds to raise and then ends the process with 130.
 
     Args:
         signals: The signals to watch.
@@ -46,6 +51,8 @@ class SignalWatcher:
         self.received: signal.Signals | None = None
         """The signal to heed, `None` so far. A plain attribute: reading it at every step costs nothing."""
         self._previous: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup_before = -1
 
     @property
     def request(self) -> str | None:
@@ -64,10 +71,36 @@ class SignalWatcher:
         for number in self.signals:
             if number not in self._previous and signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
+        if signal.SIGINT in self._previous and self._pipe is None:
+            self._open_pipe()
         return True
+
+    def _open_pipe(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._wakeup_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if self._wakeup_before != -1:
+            # The program, such as an event loop, listens itself.
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.close(read)
+            os.close(write)
+            return
+        self._pipe = read, write
+        _pipes.add(write)
+        threading.Thread(target=_end_at_second_interrupt, args=(read,), name="danling-signals", daemon=True).start()
+
+    def _close_pipe(self) -> None:
+        if self._pipe is None:
+            return
+        (_, write), self._pipe = self._pipe, None
+        signal.set_wakeup_fd(-1)
+        _pipes.discard(write)
+        # The thread closes its own end when it has seen the last of this one.
+        os.close(write)
 
     def uninstall(self) -> None:
         """Put the previous handlers back; what was received stays readable. A second call does nothing."""
+        self._close_pipe()
         while self._previous:
             number, handler = self._previous.popitem()
             # None stands for a handler that was not installed from Python and cannot be put back.
@@ -90,3 +123,31 @@ class SignalWatcher:
 
     def __exit__(self, *_: object) -> None:
         self.uninstall()
+
+
+_pipes: set[int] = set()
+
+
+def _leave_pipe() -> None:
+    # A worker of a loader gets the Ctrl-C of its terminal as well, and would count it into the pipe that it shares.
+    if _pipes:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_pipe)
+
+
+def _end_at_second_interrupt(read: int) -> None:
+    interrupts = 0
+    try:
+        while numbers := os.read(read, 64):
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts >= 2:
+                # Where the main thread can, it has ended with KeyboardInterrupt, or closed the pipe, by then.
+                ready, _, _ = select.select([read], [], [], _GRACE_SECONDS)
+                if not ready or os.read(read, 64):
+                    os._exit(EXIT_CODES["interrupt"])
+                return
+    finally:
+        os.close(read)

@@ -6,19 +6,40 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from danling.utils.protocols import ReductionDomain
+
 _GIB = 2**30
+_T = TypeVar("_T")
+_MEMORY = ("memory_host_gib", "memory_allocated_gib", "memory_reserved_gib")
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the ranks know of each other when a log is due.
+
+    Attributes:
+        tokens: Tokens of all ranks since the last report.
+        waited: Seconds since then that the rank waited for batches which waited longest; the others waited for it.
+        memory: Peaks of the rank that has the highest, as `memory_figures`.
+    """
+
+    tokens: float
+    waited: float
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 class Telemetry:
     """Figures of the updates between two logs, from clock readings and host numbers.
 
-    `loaded` and `stepped` add plain numbers and cost well below a microsecond; everything else is computed in `report`,
-    when a log is due. Nothing here waits for the device or talks to other ranks, except that a `grad_norm` on the
-    device is read in `report`.
+    `timed` and `stepped` add plain numbers and cost well below a microsecond; everything else is computed when a log is
+    due. Nothing here waits for the device or talks to other ranks before that: then `share` is one collective, and a
+    `grad_norm` on the device is read in `report`.
 
     Args:
         total_steps: Updates of the whole run; `None` when not known, then no time left is given.
@@ -28,10 +49,9 @@ class Telemetry:
 
     Examples:
         >>> telemetry = Telemetry(total_steps=1000)
-        >>> clock = telemetry.clock
-        >>> before = clock(); batch = [0.0] * 32; telemetry.loaded(before, clock())
-        >>> telemetry.stepped(samples=32)
-        >>> sorted(telemetry.report(1))[:2]
+        >>> for batch in telemetry.timed(iter([[0.0] * 32])):
+        ...     telemetry.stepped()
+        >>> sorted(telemetry.report(1, samples=32))[:2]
         ['data_share', 'eta_seconds']
     """
 
@@ -46,8 +66,6 @@ class Telemetry:
         self.total_steps = total_steps
         self.device = device
         self.clock = clock
-        self.samples: float = 0
-        """Samples of this rank since the last report."""
         self.tokens: float = 0
         """Tokens of this rank since the last report."""
         self.skipped = 0
@@ -58,29 +76,34 @@ class Telemetry:
         self._start = self._opened = clock()
         self._start_step = global_step
         self._done = 0
-        self._all_samples: float = 0
         self._all_waited = 0.0
         self._all_aside = 0.0
 
-    def loaded(self, before: float, after: float) -> None:
-        """Add the time that the loop waited for a batch.
+    def timed(self, batches: Iterator[_T]) -> Iterator[_T]:
+        """Yield batches, and count the time that the loop waits for them.
 
         Args:
-            before: Clock before the batch was asked for.
-            after: Clock when it was there.
+            batches: Where they come from.
         """
-        self._waited += after - before
+        clock = self.clock
+        while True:
+            before = clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._waited += clock() - before
+            yield batch
 
-    def stepped(self, samples: float, tokens: float = 0, *, committed: bool = True) -> None:
+    def stepped(self, tokens: float = 0, *, committed: bool = True) -> None:
         """Count an update.
 
         Args:
-            samples: Samples of this rank in it; a host number.
             tokens: Tokens of this rank in it; a host number.
             committed: Whether the optimizer stepped.
         """
         self._updates += 1
-        self.samples += samples
         self.tokens += tokens
         if not committed:
             self.skipped += 1
@@ -95,23 +118,42 @@ class Telemetry:
         finally:
             self._aside += self.clock() - before
 
+    def share(self, domain: ReductionDomain, *, counts: bool = True) -> Shared:
+        """Tell the other ranks what only this one knows. One small collective; call on all ranks of the domain.
+
+        Args:
+            domain: The ranks.
+            counts: Whether the tokens of this rank count: of several that read the same data, one does.
+        """
+        memory = memory_figures(self.device)
+        if domain.size == 1:
+            return Shared(self.tokens, self._waited, memory)
+        # A sum over a row for each rank: sums and maxima in one collective.
+        rows = torch.zeros(domain.size, 2 + len(_MEMORY), dtype=torch.float64)
+        mine = [self.tokens if counts else 0.0, self._waited, *(memory.get(name, 0.0) for name in _MEMORY)]
+        rows[domain.rank] = torch.tensor(mine, dtype=torch.float64)
+        rows = domain.all_reduce(rows)
+        highest = rows.amax(0).tolist()
+        peaks = {name: peak for name, peak in zip(_MEMORY, highest[2:]) if peak}
+        return Shared(float(rows[:, 0].sum()), highest[1], peaks)
+
     def report(
         self,
         global_step: int,
         *,
+        samples: float = 0,
+        shared: Shared | None = None,
         learning_rates: Sequence[float] = (),
         grad_norm: float | Tensor | None = None,
-        samples: float | None = None,
-        tokens: float | None = None,
     ) -> dict[str, float]:
         """Return the figures since the last report and open the next window.
 
         Args:
             global_step: Optimizer updates committed.
+            samples: Samples of all ranks since the last report.
+            shared: What `share` returned; `None` takes this rank's own.
             learning_rates: Of the parameter groups.
             grad_norm: Gradient norm of the last update, before clipping.
-            samples: Samples of all ranks since the last report, where they were reduced; `None` takes this rank's.
-            tokens: As `samples`.
 
         Returns:
             `step_seconds`, `samples_per_second`, `data_share` (share of the time that was spent waiting for batches, in
@@ -120,14 +162,15 @@ class Telemetry:
         """
         now = self.clock()
         seconds = max(now - self._opened - self._aside, 1e-9)
-        tokens = self.tokens if tokens is None else tokens
+        if shared is None:
+            shared = Shared(self.tokens, self._waited, memory_figures(self.device))
         figures: dict[str, float] = {"skipped_updates": float(self.skipped)}
         if self._updates:
             figures["step_seconds"] = seconds / self._updates
-            figures["samples_per_second"] = (self.samples if samples is None else samples) / seconds
-            figures["data_share"] = min(self._waited / seconds, 1.0)
-        if tokens:
-            figures["tokens_per_second"] = tokens / seconds
+            figures["samples_per_second"] = samples / seconds
+            figures["data_share"] = min(shared.waited / seconds, 1.0)
+        if shared.tokens:
+            figures["tokens_per_second"] = shared.tokens / seconds
         for index, rate in enumerate(learning_rates):
             figures["learning_rate" if index == 0 else f"learning_rate.{index}"] = float(rate)
         if grad_norm is not None:
@@ -135,25 +178,25 @@ class Telemetry:
         eta = self._seconds_left(global_step, now)
         if eta is not None:
             figures["eta_seconds"] = eta
-        figures.update(memory_figures(self.device))
-        self._open_window(now)
+        figures.update(shared.memory)
+        self.open_window()
         return figures
 
-    def summary(self, global_step: int) -> str:
+    def summary(self, global_step: int, samples: float) -> str:
         """Return what this attempt did, in one line.
 
         Args:
             global_step: Optimizer updates committed.
+            samples: Samples of all ranks in this attempt.
         """
         now = self.clock()
         elapsed = max(now - self._start, 1e-9)
         training = max(elapsed - self._all_aside - self._aside, 1e-9)
-        updates, samples = self._done + self._updates, self._all_samples + self.samples
-        waited = self._all_waited + self._waited
+        updates, waited = self._done + self._updates, self._all_waited + self._waited
         return (
             f"{updates} updates to step {global_step} in {elapsed:.1f} s: {updates / training:.3g} updates/s, "
-            f"{samples / training:.4g} samples/s on this rank, {100 * waited / training:.0f}% waiting for data, "
-            f"{self.skipped} skipped"
+            f"{samples / training:.4g} samples/s, {100 * waited / training:.0f}% waiting for data, "
+            f"{100 * (1 - training / elapsed):.0f}% evaluating and saving, {self.skipped} skipped"
         )
 
     def _seconds_left(self, global_step: int, now: float) -> float | None:
@@ -162,15 +205,15 @@ class Telemetry:
             return None
         return (now - self._start) / done * max(self.total_steps - global_step, 0)
 
-    def _open_window(self, now: float) -> None:
+    def open_window(self) -> None:
+        """Begin anew to count what `report` gives; for ranks that do not report themselves."""
         self._done += self._updates
-        self._all_samples += self.samples
         self._all_waited += self._waited
         self._all_aside += self._aside
         self._updates = 0
-        self.samples = self.tokens = 0
+        self.tokens = 0
         self._waited = self._aside = 0.0
-        self._opened = now
+        self._opened = self.clock()
 
 
 def memory_figures(device: torch.device | None) -> dict[str, float]:

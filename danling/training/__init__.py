@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .batches import call_model, count_samples, criterion_weight, peek_target, unpack_batch
+from .batches import call_model, count_samples, count_tokens, criterion_weight, peek_target, unpack_batch
 from .ema import EMA
 from .gradients import clip_by_norm, clip_coefficient, gradients_of, nonfinite_parameters, scale_gradients
 from .outcome import NonFiniteError, UpdateOutcome
@@ -19,6 +19,7 @@ __all__ = [
     "clip_by_norm",
     "clip_coefficient",
     "count_samples",
+    "count_tokens",
     "criterion_weight",
     "gradients_of",
     "nonfinite_parameters",

@@ -69,6 +69,27 @@ def count_samples(data: Any) -> int:
     return 1
 
 
+def count_tokens(data: Any) -> int:
+    """Return the number of tokens of a batch: the elements of its first integer tensor of two dimensions, 0 without one.
+
+    Args:
+        data: The batch; of `(input, target)` and of a mapping with `input`, the input is looked at.
+    """
+    if isinstance(data, (tuple, list)) and data:
+        data = data[0]
+    if isinstance(data, Mapping):
+        data = data.get("input", data)
+    tensors = data.values() if isinstance(data, Mapping) else (data,)
+    for value in tensors:
+        if (
+            isinstance(value, Tensor)
+            and value.ndim == 2
+            and not (value.is_floating_point() or value.dtype == torch.bool)
+        ):
+            return value.numel()
+    return 0
+
+
 def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
     """Return what a mean-reduced `criterion` averages over.
 

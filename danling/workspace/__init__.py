@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from .identity import CodeIdentity, make_timestamp, run_id
-from .logging import RunLog, close_run_log, open_run_log
-from .printing import Printer
-from .progress import Progress, format_duration, format_number, format_scores
-from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker, read_jsonl
-from .workspace import Workspace
+from typing import TYPE_CHECKING
+
+from danling.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from .identity import CodeIdentity, make_timestamp, run_id
+    from .logging import RunLog, close_run_log, open_run_log
+    from .printing import Printer
+    from .progress import Progress, format_duration, format_number, format_scores
+    from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker, read_jsonl
+    from .workspace import Workspace
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "identity": ("CodeIdentity", "make_timestamp", "run_id"),
+            "logging": ("RunLog", "close_run_log", "open_run_log"),
+            "printing": ("Printer",),
+            "progress": ("Progress", "format_duration", "format_number", "format_scores"),
+            "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_jsonl"),
+            "workspace": ("Workspace",),
+        },
+    )
 
 __all__ = [
     "CodeIdentity",

@@ -55,10 +55,13 @@ class Progress:
         self.unit = unit
         self.enabled = enabled
         self.step = initial
+        self.epoch = ""
+        """What stands behind the name, such as `epoch 2/5`."""
         self.print = Printer(enabled)
         """Print on this process without tearing the bar, when enabled."""
         self._started = time.perf_counter()
         self._bar: Any = None
+        self._doing = ""
         if enabled and is_terminal(stream):
             self._bar = _open_bar(total=total, initial=initial, desc=desc, unit=unit, leave=leave, file=stream)
             bar_opened(self._bar)
@@ -79,6 +82,24 @@ class Progress:
             bar.update(step - self.step)
         self.step = step
 
+    def doing(self, what: str) -> None:
+        """Say on the bar what goes on besides steps, such as `val 12` or `checkpoint`; nothing is written elsewhere.
+
+        Args:
+            what: In a few words; an empty text when it is over.
+        """
+        if self._bar is None:
+            return
+        # What changes with every batch is drawn as often as the bar itself, what begins and ends at once.
+        begins_or_ends = what.split(" ")[0] != self._doing.split(" ")[0]
+        self._doing = what
+        self._bar.set_description_str(self._description(), refresh=begins_or_ends)
+        if not begins_or_ends:
+            self._bar.update(0)
+
+    def _description(self) -> str:
+        return " ".join(part for part in (self.desc, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
+
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show figures at `step`: on the bar, and as one line of the log.
 
@@ -91,13 +112,14 @@ class Progress:
             return
         figures = format_scores(values)
         if self._bar is not None:
+            self._bar.set_description_str(self._description(), refresh=False)
             self._bar.set_postfix_str(figures, refresh=False)
         logger.info("%s", self.line(figures), extra={SHOWN_ON_BAR: True})
 
     def line(self, figures: str = "") -> str:
         """Return the state as one plain line: name, steps, share, figures, speed and time left."""
         share = f"/{self.total} ({100 * self.step / self.total:.0f}%)" if self.total else ""
-        head = f"{self.desc or self.unit} {self.step}{share}"
+        head = f"{self.desc or self.unit}{f' {self.epoch}' if self.epoch else ''} {self.step}{share}"
         done, elapsed = self.step - self.initial, time.perf_counter() - self._started
         pace = ""
         if done > 0 and elapsed > 0:

@@ -27,6 +27,10 @@ class Tracker(Protocol):
         """
         ...
 
+    def flush(self) -> None:
+        """Put what was recorded where a killed process cannot lose it; called when a checkpoint is saved."""
+        ...
+
     def close(self) -> None:
         """Write what is pending and let go of files and processes. A second call does nothing."""
         ...
@@ -66,6 +70,9 @@ class JsonlTracker:
             self._stream = self._open()
         line = {"step": int(step), "time": round(time.time(), 3), **{name: _finite(x) for name, x in values.items()}}
         self._stream.write((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def close(self) -> None:
         """Close the file. A `log` after it opens it again and keeps what is there."""
@@ -107,6 +114,10 @@ class TensorBoardTracker:
         now = time.time()
         for name, value in values.items():
             self._writer.add_scalar(name, float(value), step, walltime=now)
+
+    def flush(self) -> None:
+        """Write pending events, so that a run resumed from this step has no gap before it."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Write pending events and close the file."""
@@ -173,6 +184,9 @@ class WandbTracker:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send figures; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
         self.run.log({name: float(value) for name, value in values.items()}, step=step)
+
+    def flush(self) -> None:
+        """The process of wandb holds what was sent, and outlives this one."""
 
     def close(self) -> None:
         """Upload what is pending and finish the run, unless the program opened it."""

@@ -51,6 +51,8 @@ class Workspace:
         checkpoint_dir: Replaces the directory of checkpoints.
         checkpoint_dir_name: Name of the directory of checkpoints below the run directory.
         log_file: Replaces `logs/{timestamp}.log`.
+        part: Directory below the run directory for everything but the checkpoints, where several groups of processes work on one
+            run.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class Workspace:
         checkpoint_dir: PathLike | None = None,
         checkpoint_dir_name: str = "checkpoints",
         log_file: PathLike | None = None,
+        part: str | None = None,
     ) -> None:
         family = f"{lineage}-{code_id}" if code_id else lineage
         self.is_main = is_main
-        self.dir = _absolute(dir or Path(workspace_root, family, id))
-        self.checkpoints = _absolute(checkpoint_dir or self.dir / checkpoint_dir_name)
+        run_dir = _absolute(dir or Path(workspace_root, family, id))
+        self.dir = run_dir / part if part else run_dir
+        self.checkpoints = _absolute(checkpoint_dir or run_dir / checkpoint_dir_name)
         self.log_file = _absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
         self.tensorboard_dir = self.dir / "tensorboard" / timestamp
         self.wandb_dir = self.dir / "wandb"
@@ -79,6 +83,11 @@ class Workspace:
         self.results_file = self.dir / "results.json"
         self.latest_file = self.dir / "latest.json"
         self.best_file = self.dir / "best.json"
+
+    def latest_tensorboard_dir(self) -> Path | None:
+        """Return the directory of the events of the last attempt that wrote some, `None` without one."""
+        attempts = sorted(path for path in self.tensorboard_dir.parent.glob("*") if path.is_dir())
+        return attempts[-1] if attempts else None
 
     def create(self) -> None:
         """Create the run directory on the main process; what lies below it is created by those who write it.

@@ -413,3 +413,63 @@ def odd_lengths(config: Mapping[str, Any]) -> None:
     with LayoutRunner(config, model={}) as runner:
         tokens = Sentences(8)[0][0][:7].repeat(2, 1)
         runner.train_step(runner.to_device((tokens, tokens)))
+
+
+def save_export(config: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    with PlainRunner(config) as runner:
+        runner.train()
+        weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+        return str(runner.workspace.checkpoints / "model"), weights
+
+
+def finetune(config: Mapping[str, Any], source: str) -> dict[str, Tensor]:
+    with PlainRunner.from_pretrained(config, source) as runner:
+        assert runner.state.train.global_step == 0
+        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+
+
+@pytest.mark.parametrize("axes", [FSDP, PIPELINE], ids=str)
+def test_weights_go_from_a_mesh_to_one_process_and_back(axes: dict[str, int], tmp_path: Path) -> None:
+    export = {"checkpoint": {"last_save_model_only": True}}
+    ranks = run_processes(save_export, settings(tmp_path / "mesh", axes, **export), world_size=2, timeout=60)
+    source, weights = ranks[0][0], {name: value for _, own in ranks for name, value in own.items()}
+    (alone,) = run_processes(finetune, settings(tmp_path / "one", None), source, world_size=1, timeout=60)
+    assert alone.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in alone.items())
+    plain = tmp_path / "plain.pth"
+    torch.save(alone, plain)
+    for back in run_processes(finetune, settings(tmp_path / "back", axes), str(plain), world_size=2, timeout=60):
+        assert all(torch.equal(value, weights[name]) for name, value in back.items())
+
+
+@pytest.mark.parametrize("axes", [FSDP, PIPELINE], ids=str)
+def test_a_compiled_model_trains_as_an_eager_one(axes: dict[str, int], tmp_path: Path) -> None:
+    (one,) = run_processes(train, settings(tmp_path / "one", None), {}, world_size=1, timeout=60)
+    config = settings(tmp_path / "mesh", axes, compile={"enable": True, "backend": "aot_eager"})
+    check_equal(one, run_processes(train, config, {}, world_size=2, timeout=90))
+
+
+class SingleRunner(PlainRunner):
+    """Trains in float32 under autocast."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model.float()
+
+    def to_device(self, data: Any) -> Any:
+        """Return the batch in single precision."""
+        data = super().to_device(data)
+        return (data[0].float(), data[1]) if isinstance(data, (tuple, list)) else data
+
+
+def single(config: Mapping[str, Any]) -> float:
+    with SingleRunner(config) as runner:
+        return float(runner.train()[4]["train"]["loss"])
+
+
+def test_autocast_passes_between_stages(tmp_path: Path) -> None:
+    config = settings(tmp_path / "one", None, precision="bf16")
+    (one,) = run_processes(single, config, world_size=1, timeout=60)
+    ranks = run_processes(single, settings(tmp_path / "mesh", PIPELINE, precision="bf16"), world_size=2, timeout=60)
+    assert ranks == pytest.approx([one, one], abs=2e-2)
+    assert one == pytest.approx(1.0, abs=0.3)

@@ -388,8 +388,6 @@ def test_what_training_needs_is_named_when_it_is_missing() -> None:
 
 
 def test_what_the_stack_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ft\.enabled"):
-        Classifier(settings(ft={"enabled": True}))
     with Classifier(settings(optim={"type": "lbfgs", "lr": 0.1})) as runner, pytest.raises(ValueError, match="closure"):
         runner.train()
     with pytest.warns(UserWarning, match=r"fsdp\.enabled"):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from support.processes import run_processes
+from torch import Tensor
 
+from danling.distributed import Domain
 from danling.supervision import Telemetry, memory_figures
 
 
@@ -21,19 +26,21 @@ class Clock:
 
 
 def run(telemetry: Telemetry, clock: Clock, updates: int, *, committed: bool = True) -> None:
-    for _ in range(updates):
-        before = clock()
-        clock.go(0.025)
-        telemetry.loaded(before, clock())
+    def load() -> Iterator[None]:
+        for _ in range(updates):
+            clock.go(0.025)
+            yield
+
+    for _ in telemetry.timed(load()):
         clock.go(0.075)
-        telemetry.stepped(samples=32, tokens=320, committed=committed)
+        telemetry.stepped(tokens=320, committed=committed)
 
 
 def test_figures_of_a_window() -> None:
     clock = Clock()
     telemetry = Telemetry(total_steps=100, global_step=10, clock=clock)
     run(telemetry, clock, 10)
-    figures = telemetry.report(20, learning_rates=[0.1, 0.2], grad_norm=torch.tensor(2.0))
+    figures = telemetry.report(20, samples=320, learning_rates=[0.1, 0.2], grad_norm=torch.tensor(2.0))
     assert figures.pop("memory_host_gib") > 0
     assert figures == pytest.approx(
         {
@@ -56,7 +63,7 @@ def test_each_window_starts_anew_and_skipped_updates_add_up() -> None:
     run(telemetry, clock, 3, committed=False)
     assert telemetry.report(0)["skipped_updates"] == 3
     run(telemetry, clock, 1)
-    figures = telemetry.report(1)
+    figures = telemetry.report(1, samples=32)
     assert figures["skipped_updates"] == 3
     assert figures["samples_per_second"] == pytest.approx(320)
     assert "eta_seconds" not in figures
@@ -72,18 +79,34 @@ def test_evaluation_counts_for_the_time_left_only() -> None:
     figures = telemetry.report(10)
     assert figures["step_seconds"] == pytest.approx(0.1)
     assert figures["eta_seconds"] == pytest.approx(10.0)
-    assert telemetry.summary(10) == (
-        "10 updates to step 10 in 10.0 s: 10 updates/s, 320 samples/s on this rank, 25% waiting for data, 0 skipped"
+    assert telemetry.summary(10, 320) == (
+        "10 updates to step 10 in 10.0 s: 10 updates/s, 320 samples/s, 25% waiting for data, 90% evaluating and saving, 0 skipped"
     )
 
 
-def test_samples_of_all_ranks_can_be_given() -> None:
+def shares() -> tuple[float, float, set[str], int]:
+    """Two ranks that read the same data wait 0.25 s and 0.5 s; only the first one's tokens count."""
+    domain = Counting()
     clock = Clock()
     telemetry = Telemetry(clock=clock)
-    run(telemetry, clock, 10)
-    figures = telemetry.report(10, samples=telemetry.samples * 4, tokens=0)
-    assert figures["samples_per_second"] == pytest.approx(1280)
-    assert "tokens_per_second" not in figures
+    run(telemetry, clock, 10 * (domain.rank + 1))
+    shared = telemetry.share(domain, counts=domain.rank == 0)
+    return shared.tokens, shared.waited, set(shared.memory), domain.collectives
+
+
+class Counting(Domain):
+    """Counts what it is asked to reduce."""
+
+    collectives = 0
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self.collectives += 1
+        return super().all_reduce(tensor, op)
+
+
+def test_ranks_share_their_figures_in_one_collective() -> None:
+    for tokens, waited, memory, collectives in run_processes(shares, init_process_group=True):
+        assert (tokens, waited, memory, collectives) == (3200, pytest.approx(0.5), {"memory_host_gib"}, 1)
 
 
 def test_a_window_without_updates_says_nothing_of_speed() -> None:

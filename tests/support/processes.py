@@ -25,6 +25,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
+        "torchft",
         "danling",
     ]
 )
@@ -134,16 +136,18 @@ def run_outcomes(
     init_process_group: bool = False,
     environment: Mapping[str, str] | None = None,
     grace: float = 5.0,
+    stop: threading.Event | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Like `run_processes`, but return how every rank ended, in the order in which they ended.
 
     Args:
         grace: Seconds that the other ranks have left once one has failed; then they are killed.
+        stop: Kills all processes when another thread sets it.
     """
     parts = _by_file(function), pickle.dumps((args, kwargs))
     with _launched(parts, world_size, init_process_group, environment or {}) as members:
-        return _collect(members, time.monotonic() + timeout, timeout, grace)
+        return _collect(members, time.monotonic() + timeout, timeout, grace, stop or threading.Event())
 
 
 @dataclass
@@ -201,15 +205,18 @@ def server_processes() -> set[int]:
     return {pid for pid in pids if pid is not None}
 
 
-def _collect(members: Sequence[_Member], end: float, timeout: float, grace: float) -> list[Outcome]:
+def _collect(
+    members: Sequence[_Member], end: float, timeout: float, grace: float, stop: threading.Event
+) -> list[Outcome]:
     """Wait for all members, shorten the wait once one has failed, kill who is late."""
     open_members = list(members)
     outcomes: list[Outcome] = []
     while open_members:
         waiting: list[Any] = [m.pipe for m in open_members if m.report is None]
         waiting += [m.process.sentinel for m in open_members]
-        connection.wait(waiting, timeout=max(end - time.monotonic(), 0))
-        late = time.monotonic() >= end
+        # An event cannot be waited for together with pipes.
+        connection.wait(waiting, timeout=min(max(end - time.monotonic(), 0), 0.02))
+        late = time.monotonic() >= end or stop.is_set()
         for member in list(open_members):
             _receive(member)
             if member.process.is_alive() and not late:

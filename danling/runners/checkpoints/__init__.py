@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .base import CheckpointManager
-from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .exchange import export_weights, import_weights
-from .exclusion import exclude
-from .file import FileCheckpointManager
-from .reading import read_config, read_model
-from .settings import CheckpointSettings
+from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from .base import CheckpointManager
+    from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+    from .exchange import export_weights, import_weights
+    from .exclusion import exclude
+    from .file import FileCheckpointManager
+    from .reading import read_config, read_model
+    from .replicas import ReplicaLoaderCheckpoints, WriterLock
+    from .settings import CheckpointSettings
     from .torch_distributed import TorchDistributedCheckpointManager
+else:
+    # torch.distributed.checkpoint takes its time to import, and most runs write files; to verify them needs no torch at all.
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "base": ("CheckpointManager",),
+            "errors": ("CheckpointDamaged", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"),
+            "exchange": ("export_weights", "import_weights"),
+            "exclusion": ("exclude",),
+            "file": ("FileCheckpointManager",),
+            "reading": ("read_config", "read_model"),
+            "replicas": ("ReplicaLoaderCheckpoints", "WriterLock"),
+            "settings": ("CheckpointSettings",),
+            "torch_distributed": ("TorchDistributedCheckpointManager",),
+        },
+    )
 
 __all__ = [
     "CheckpointDamaged",
@@ -23,19 +41,12 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointSettings",
     "FileCheckpointManager",
+    "ReplicaLoaderCheckpoints",
     "TorchDistributedCheckpointManager",
+    "WriterLock",
     "exclude",
     "export_weights",
     "import_weights",
     "read_config",
     "read_model",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # torch.distributed.checkpoint takes its time to import, and most runs write files.
-    if name == "TorchDistributedCheckpointManager":
-        from .torch_distributed import TorchDistributedCheckpointManager
-
-        return TorchDistributedCheckpointManager
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -193,6 +193,11 @@ class CheckpointManager(ABC):
                 return record.name if store is self.store else str(store.path(record.name))
         return None
 
+    def step_of(self, source: str | Path) -> int:
+        """Return the committed updates of a checkpoint, without reading it; see `load_checkpoint` for `source`."""
+        record = self.on_main(lambda: self._describe(source))
+        return record.step if record is not None else 0
+
     def begin(self, source: str | Path) -> None:
         """Hear which checkpoint the run goes on from.
 

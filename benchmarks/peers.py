@@ -1,0 +1,360 @@
+"""The same training in a loop by hand, with this library and with others, side by side in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/peers.py                        # about four minutes when all peers are installed
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --json peers.json --plot peers.png
+
+Peers that are not installed are left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
+
+The step: an MLP of 10,186 parameters, batch 32 from a list in memory, AdamW as torch builds it, clipping at 1.0, a schedule by step; no
+logging, no checkpoint. Blocks of updates are interleaved and every block is divided by the loop's block of the same round; what comes
+before the first hundred updates of a block is not counted. Import is the time of the statement in a fresh process that has imported torch.
+Memory is the peak of a fresh process after 300 updates. Medians and quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from workload import Batches, make_batches, make_model, make_optimizer
+
+WARM_UP = 100
+
+Way = Callable[[Batches, int, str], float]
+"""Trains so many updates and returns microseconds an update after the first hundred."""
+
+
+class Passes:
+    """A loader that iterates over a list."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Clock:
+    """Notes the time after the first hundred updates and after the last.
+
+    Args:
+        steps: Updates of the block.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.count = 0
+        self.begin = self.end = 0.0
+
+    def tick(self) -> None:
+        """Count an update."""
+        self.count += 1
+        if self.count == WARM_UP:
+            self.begin = time.perf_counter()
+        elif self.count == self.steps:
+            self.end = time.perf_counter()
+
+    @property
+    def microseconds(self) -> float:
+        """Time of an update."""
+        return (self.end - self.begin) / (self.steps - WARM_UP) * 1e6
+
+
+def by_hand(batches: Batches, steps: int, root: str) -> float:
+    """Train in a loop."""
+    model, criterion, clock = make_model(), nn.CrossEntropyLoss(), Clock(steps)
+    optimizer, scheduler = make_optimizer(model)
+    while clock.count < steps:
+        for input, target in batches:
+            loss = criterion(model(input), target)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            clock.tick()
+            if clock.count == steps:
+                break
+    return clock.microseconds
+
+
+def danling(batches: Batches, steps: int, root: str) -> float:
+    """Train with this library."""
+    from danling import TorchRunner
+
+    class Timed(TorchRunner):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
+            self.dataloaders = {"train": batches}
+            self.optimizer, self.scheduler = make_optimizer(self.model)
+
+        def step(self) -> Any:
+            outcome = super().step()
+            clock.tick()
+            return outcome
+
+    clock = Clock(steps)
+    config = {
+        "seed": 0,
+        "steps": steps,
+        "max_grad_norm": 1.0,
+        "log": False,
+        "log_interval": 10**9,
+        "evaluate_interval": 10**9,
+        "workspace_root": root,
+        "checkpoint": {"load_only": True},
+    }
+    with Timed(config) as runner:
+        runner.train()
+    return clock.microseconds
+
+
+def ignite(batches: Batches, steps: int, root: str) -> float:
+    """Train with PyTorch-Ignite."""
+    from ignite.engine import Engine, Events
+
+    model, criterion, clock = make_model(), nn.CrossEntropyLoss(), Clock(steps)
+    optimizer, scheduler = make_optimizer(model)
+
+    def update(engine: Any, batch: Any) -> float:
+        optimizer.zero_grad()
+        loss = criterion(model(batch[0]), batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.item())
+
+    trainer = Engine(update)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, clock.tick)
+    trainer.run(batches, max_epochs=-(-steps // len(batches)), epoch_length=len(batches))
+    return clock.microseconds
+
+
+def accelerate(batches: Batches, steps: int, root: str) -> float:
+    """Train with Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator, criterion, clock = Accelerator(cpu=True), nn.CrossEntropyLoss(), Clock(steps)
+    model = make_model()
+    optimizer, scheduler = make_optimizer(model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    while clock.count < steps:
+        for input, target in batches:
+            with accelerator.accumulate(model):
+                loss = criterion(model(input), target)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            clock.tick()
+            if clock.count == steps:
+                break
+    return clock.microseconds
+
+
+def transformers(batches: Batches, steps: int, root: str) -> float:
+    """Train with the Trainer of Transformers."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
+
+        def forward(self, input: Any, labels: Any) -> dict[str, Any]:
+            return {"loss": self.criterion(self.model(input), labels)}
+
+    class FromList(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return [{"input": input, "labels": target} for input, target in batches]
+
+    class Ticks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.tick()
+
+    clock, model = Clock(steps), WithLoss()
+    arguments = TrainingArguments(
+        output_dir=root,
+        max_steps=steps,
+        max_grad_norm=1.0,
+        per_device_train_batch_size=32,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    FromList(model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model)).train()
+    return clock.microseconds
+
+
+def lightning(batches: Batches, steps: int, root: str) -> float:
+    """Train with Lightning."""
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.criterion(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer, scheduler = make_optimizer(self.model)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    class Ticks(pytorch_lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.tick()
+
+    clock = Clock(steps)
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Ticks()],
+        default_root_dir=root,
+    )
+    trainer.fit(Module(), Passes(batches))  # a bare list would be taken for several loaders
+    return clock.microseconds
+
+
+WAYS: dict[str, tuple[Way, str]] = {
+    "by hand": (by_hand, "torch"),
+    "danling": (danling, "danling"),
+    "Ignite": (ignite, "ignite.engine"),
+    "Accelerate": (accelerate, "accelerate"),
+    "HF Trainer": (transformers, "transformers"),
+    "Lightning": (lightning, "pytorch_lightning"),
+}
+
+STATEMENTS = {
+    "danling": "from danling import Runner",
+    "Ignite": "from ignite.engine import Engine",
+    "Accelerate": "from accelerate import Accelerator",
+    "HF Trainer": "from transformers import Trainer",
+    "Lightning": "from pytorch_lightning import Trainer",
+}
+
+
+def installed() -> list[str]:
+    """Return the ways that can be gone here."""
+    return [name for name, (_, module) in WAYS.items() if find_spec(module.partition(".")[0]) is not None]
+
+
+def step_costs(names: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return microseconds an update by way and round; the first round warms up."""
+    batches = make_batches()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as root:
+        for round_ in range(rounds + 1):
+            for name in names:
+                microseconds = WAYS[name][0](batches, steps, root)
+                if round_:
+                    times[name].append(microseconds)
+    return times
+
+
+def in_process(code: str) -> float:
+    """Return what a fresh process prints last."""
+    path = str(Path(__file__).parent)
+    ready = f"import sys; sys.path.insert(0, {path!r}); import torch; torch.set_num_threads(1); "
+    done = subprocess.run([sys.executable, "-c", ready + code], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def import_time(name: str) -> float:
+    """Return seconds of the import beyond torch's own: the median of five."""
+    code = f"import time; t = time.perf_counter(); {STATEMENTS[name]}; print(time.perf_counter() - t)"
+    return statistics.median(in_process(code) for _ in range(5))
+
+
+def peak_memory(name: str) -> float:
+    """Return the peak of a process in MB."""
+    function = WAYS[name][0].__name__
+    train = f"peers.{function}(peers.make_batches(), 300, tempfile.mkdtemp())"
+    quiet = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(50); "
+    # Of the kernel's two figures the one that begins anew with the program, not with its parent.
+    peak = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024)"
+    return in_process(f"{quiet}import peers, tempfile; {train}; {peak}")
+
+
+def summarize(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return median, quartiles and the median ratio to the loop of the same round."""
+    result = {}
+    for name, values in times.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        ratio = statistics.median(value / base for value, base in zip(values, times["by hand"]))
+        result[name] = {"step_us": median, "low_us": low, "high_us": high, "ratio": ratio}
+    return result
+
+
+def plot(figures: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the step costs as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(figures)
+    figure, axes = pyplot.subplots(figsize=(7, 0.5 * len(names) + 1))
+    axes.barh(names[::-1], [figures[name]["ratio"] for name in names[::-1]])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("time of an update, in times of the loop by hand")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, print a table, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=1100, help="updates of a block")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    names = installed()
+    figures = summarize(step_costs(names, asked.rounds, asked.steps))
+    print(f"{'':12} {'us an update':>22} {'x by hand':>10} {'import s':>9} {'peak MB':>8}")
+    for name, row in figures.items():
+        row["import_s"] = import_time(name) if name in STATEMENTS else 0.0
+        row["peak_mb"] = peak_memory(name)
+        spread = f"{row['step_us']:.0f} ({row['low_us']:.0f}-{row['high_us']:.0f})"
+        print(
+            f"{name:12} {spread:>22} {row['ratio']:>10.3f} {row['import_s']:>9.2f} {row['peak_mb']:>8.0f}", flush=True
+        )
+    if asked.json:
+        asked.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if asked.plot:
+        plot(figures, asked.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Train, save, kill and resume on two local processes, and say what works on this machine.
+
+Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from a file and once from a
+sharded checkpoint (DCP). What they end with must be bitwise the same: weights, optimizer, schedule, random streams. Then
+torch.compile, nccl and the optional packages are tried. Exit code 1 says that something that is installed does not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .environment import installed
+from .output import DAMAGED, OK, add_json, print_json
+
+EXTRAS = ("tensorboard", "wandb", "matplotlib", "safetensors", "torchmetrics", "deepspeed", "torchft-nightly")
+RANKS = 2
+
+HALT_AT = 11
+"""Step at which training is killed: two after the last checkpoint, so that there is something to lose."""
+
+HALTED, DIGEST = "halted", "digest"
+"""Files with which the processes that are started here say that they stand still, and what they ended with."""
+
+_PROBES = {
+    "torch": "import torch; print(torch.__version__)",
+    "compile": (
+        "import torch; f = torch.compile(lambda x: (x.sin() + 1).relu()); x = torch.randn(8, requires_grad=True); "
+        "f(x).sum().backward(); assert torch.allclose(f(x), (x.sin() + 1).relu()); print('forward and backward')"
+    ),
+    "nccl": (
+        "import torch; from torch import distributed as d; n = torch.cuda.device_count(); "
+        "print(f'{n} CUDA devices' if d.is_nccl_available() and n else 'absent')"
+    ),
+}
+
+
+@dataclass
+class Check:
+    """What came of one check.
+
+    Attributes:
+        name: What was tried.
+        state: `ok`, `failed`, or `absent` for what is not installed.
+        detail: A version, a figure, or why it failed.
+        seconds: How long it took.
+    """
+
+    name: str
+    state: str
+    detail: str
+    seconds: float = 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument(
+        "--skip", nargs="+", default=[], choices=("train", "dcp", "compile", "nccl", "extras"), help="leave out"
+    )
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds that one check may take (default: 180)")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the checks one after the other; print each as it ends."""
+    checks = []
+    for check in examine(set(options.skip), options.timeout):
+        checks.append(check)
+        if not options.json:
+            print(f"{check.state:7} {check.name:24} {check.detail}  ({check.seconds:.1f} s)", flush=True)
+    if options.json:
+        print_json({"checks": [asdict(check) for check in checks]})
+    return DAMAGED if any(check.state == "failed" for check in checks) else OK
+
+
+def examine(skip: set[str], timeout: float) -> Iterator[Check]:
+    """Yield the checks as they end.
+
+    Args:
+        skip: Names of what to leave out.
+        timeout: Seconds that one may take.
+    """
+    yield _timed("torch", lambda: _probe("torch", timeout))
+    with tempfile.TemporaryDirectory(prefix="danling-doctor-") as name:
+        place = Path(name)
+        if "train" not in skip:
+            yield _timed(
+                "train (gloo)", lambda: ("ok", f"{_train(place / 'whole', 'file', timeout)[:12]} on {RANKS} processes")
+            )
+            yield _timed("kill and resume (file)", lambda: _resume(place, "file", timeout))
+        if not skip & {"train", "dcp"}:
+            yield _timed("kill and resume (dcp)", lambda: _resume(place, "dcp", timeout))
+    for probe in ("compile", "nccl"):
+        if probe not in skip:
+            yield _timed(probe, partial(_probe, probe, timeout))
+    if "extras" not in skip:
+        for package in EXTRAS:
+            yield _timed(package, partial(_extra, package, timeout))
+
+
+def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
+    start = time.monotonic()
+    try:
+        state, detail = check()
+    except (RuntimeError, OSError) as error:
+        state, detail = "failed", str(error)
+    return Check(name, state, detail, round(time.monotonic() - start, 2))
+
+
+def _extra(package: str, timeout: float) -> tuple[str, str]:
+    found = installed(package)
+    if found is None:
+        return "absent", "not installed"
+    _output(f"import {package.removesuffix('-nightly')}", timeout)
+    return "ok", f"{found}, imports"
+
+
+def _probe(name: str, timeout: float) -> tuple[str, str]:
+    said = _output(_PROBES[name], timeout)
+    return ("absent", "no CUDA device with nccl") if said == "absent" else ("ok", said)
+
+
+def _output(program: str, timeout: float) -> str:
+    """Run a Python program and return what it prints."""
+    try:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end in {timeout:g} s") from None
+    if done.returncode:
+        raise RuntimeError(_last_line(done.stderr) or f"exit code {done.returncode}")
+    return done.stdout.strip()
+
+
+def _train(directory: Path, backend: str, timeout: float) -> str:
+    """Train to the end and return the digest of the last state and the step that training began at."""
+    directory.mkdir(exist_ok=True)
+    with _pair(directory, backend) as processes:
+        end = time.monotonic() + timeout
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            if time.monotonic() > end:
+                raise RuntimeError(f"training did not end in {timeout:g} s: {_said(directory)}")
+            time.sleep(0.05)
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"exit codes {[process.returncode for process in processes]}: {_said(directory)}")
+    return (directory / DIGEST).read_text(encoding="utf-8").strip()
+
+
+def _whole(place: Path, timeout: float) -> tuple[str, str]:
+    """Train without a break; what comes of it is what the others are compared with."""
+    digest = _train(place / "whole", "file", timeout)
+    return "ok", f"{RANKS} processes, state {digest[:12]}"
+
+
+def _resume(place: Path, backend: str, timeout: float) -> tuple[str, str]:
+    """Train up to a step, kill both processes, train on, and compare with what was not killed."""
+    directory = place / f"killed-{backend}"
+    directory.mkdir()
+    with _pair(directory, backend, "--halt-at", str(HALT_AT)) as processes:
+        end = time.monotonic() + timeout
+        while not all((directory / f"{HALTED}-{rank}").exists() for rank in range(RANKS)):
+            if time.monotonic() > end or any(process.poll() is not None for process in processes):
+                raise RuntimeError(f"training did not come to step {HALT_AT}: {_said(directory)}")
+            time.sleep(0.05)
+    killed = [process.returncode for process in processes]
+    if killed != [-signal.SIGKILL] * RANKS:
+        raise RuntimeError(f"expected both processes to be killed, exit codes {killed}")
+    resumed, step = _train(directory, backend, timeout).split()
+    whole, _ = (place / "whole" / DIGEST).read_text(encoding="utf-8").split()
+    if resumed != whole:
+        raise RuntimeError(f"resumed at step {step}, but not bitwise equal: {resumed[:12]} instead of {whole[:12]}")
+    if step == "0":
+        raise RuntimeError("no checkpoint was found after the kill: training began anew")
+    return "ok", f"killed at step {HALT_AT}, resumed at step {step}, bitwise equal"
+
+
+@contextmanager
+def _pair(directory: Path, backend: str, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the processes; when the context ends, those that still run are ended by SIGKILL."""
+    port = str(_free_port())
+    command = [sys.executable, "-m", "danling.cli.doctor_job", str(directory), "--backend", backend, *arguments]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(RANKS):
+            # Beside the run directory's own files: what was said is shown when something fails.
+            with (directory / f"output-{rank}.txt").open("wb") as output:
+                environment = _environment(rank, port)
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _environment(rank: int, port: str) -> dict[str, str]:
+    coordinates = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    loopback = {} if sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    # The doctor compares bitwise on the CPU, whatever devices there are.
+    return {**os.environ, **coordinates, **place, **loopback, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: Any = probe.getsockname()[1]
+    return int(port)
+
+
+def _said(directory: Path) -> str:
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(directory.glob("output-*.txt")))
+    return " | ".join(filter(None, map(_last_line, texts))) or "nothing was printed"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""

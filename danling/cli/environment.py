@@ -1,0 +1,118 @@
+"""Print what a bug report should say: versions, system, devices.
+
+Nothing is imported but the standard library, so it also works where torch does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from danling import __version__
+
+from .output import OK, add_json, print_json
+
+PACKAGES = (
+    "torch",
+    "torchdata",
+    "chanfig",
+    "pyyaml",
+    "tqdm",
+    "numpy",
+    "tensorboard",
+    "wandb",
+    "matplotlib",
+    "safetensors",
+    "torchmetrics",
+    "deepspeed",
+    "torchft-nightly",
+)
+_VARIABLES = re.compile(
+    r"(OMP|MKL)_NUM_THREADS|CUDA_VISIBLE_DEVICES|(NCCL|GLOO|TORCH|PYTORCH)_[A-Z_]+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|DS_ACCELERATOR"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the environment."""
+    facts = environment()
+    if options.json:
+        print_json(facts)
+        return OK
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            print(f"{name}:")
+            for key, item in value.items():
+                print(f"  {key}: {item if item is not None else 'not installed'}")
+        else:
+            print(f"{name}: {value}")
+    return OK
+
+
+def environment() -> dict[str, Any]:
+    """Return the facts as plain values."""
+    variables = {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k) and not _SECRET.search(k)}
+    return {
+        "danling": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": _memory(),
+        "cuda": torch_cuda() or "none in this build of torch",
+        "gpus": ", ".join(gpus()) or "none",
+        "packages": {name: installed(name) for name in PACKAGES},
+        "variables": variables,
+    }
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package, `None` when there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version torch was built for, read from its sources: importing it would take seconds."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return None
+    found = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def gpus() -> list[str]:
+    """Return the NVIDIA devices that the driver names."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def _memory() -> str:
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{pages * size / 2**30:.1f} GiB"

@@ -1,0 +1,109 @@
+"""Write the weights of a checkpoint for other programs: a plain torch file, or safetensors.
+
+The ending of the output decides: .safetensors, a directory (no ending) with safetensors files and an index as the Hugging Face
+libraries read them, anything else a state_dict for torch.load. The checkpoint is verified first.
+
+Example: danling export experiments/digits/e3551df201ca5a2c model.safetensors --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from danling.runners.checkpoints.errors import CheckpointMismatch
+
+from .output import OK, add_json, as_bytes, print_json
+from .source import locate
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument("checkpoint", help="a checkpoint, or a directory with a latest one")
+    parser.add_argument("output", type=Path, help="file or directory to write")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating tensors")
+    parser.add_argument(
+        "--ema",
+        nargs="?",
+        const="instead",
+        choices=("instead", "beside"),
+        help="write the averaged weights instead of the trained ones, or beside them",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="of files in a directory, such as 5GB or 2GiB"
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify, read and write."""
+    if options.output.exists() and not options.force:
+        raise ValueError(
+            f"Expected an output that is not there yet. Received: {str(options.output)!r}. Use --force to replace it."
+        )
+    model, ema, step = read_weights(options.checkpoint, options.ema)
+    import torch
+
+    from danling.runners.checkpoints.exchange import export_weights
+
+    dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
+    written = export_weights(
+        options.output,
+        model,
+        ema=ema,
+        dtype=dtype,
+        max_shard_bytes=options.max_shard_size,
+        metadata={} if step is None else {"step": str(step)},
+    )
+    sizes = {str(path): path.stat().st_size for path in written}
+    if options.json:
+        print_json({"files": sizes, "tensors": len(model), "step": step})
+    else:
+        for name, size in sizes.items():
+            print(f"{name}: {as_bytes(size)}")
+    return OK
+
+
+def read_weights(source: str, ema: str | None) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
+    """Return the weights to write as the model, those to write beside them, and the step of a verified checkpoint.
+
+    Args:
+        source: See `locate`.
+        ema: `"instead"`, `"beside"` or `None`.
+
+    Raises:
+        CheckpointDamaged: If it does not verify.
+        CheckpointMismatch: If it has no weights of the kind asked for.
+    """
+    from danling.runners.checkpoints.reading import read_payload
+
+    store, found = locate(source)
+    store.verify(found, "full")
+    payload = read_payload(store.target(found), sections=["model", "ema"] if ema else ["model"])
+    model: Any = payload.get("model")
+    averaged: Any = (payload.get("ema") or {}).get("weights")
+    if model is None or (ema and averaged is None):
+        wanted = "a model" if model is None else "averaged weights; leave --ema out"
+        raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {sorted(payload)}.")
+    step = store.record(found).step
+    if ema == "instead":
+        return dict(averaged), None, step
+    return dict(model), dict(averaged) if ema else None, step
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that `5GB`, `2GiB` or `1000` mean.
+
+    Raises:
+        ValueError: If it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    if match is None or float(match.group(1)) <= 0:
+        raise argparse.ArgumentTypeError(f"Expected a size such as 5GB or 2GiB. Received: {text!r}.")
+    return int(float(match.group(1)) * _UNITS[match.group(2) or ""])

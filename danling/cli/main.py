@@ -1,0 +1,96 @@
+"""The command line: which subcommands there are, and what their ends mean.
+
+Exit codes:
+    0  done, and what was looked at is in order.
+    1  done, and something is wrong: a checkpoint is damaged, a check of `doctor` failed.
+    2  the command line is wrong: an unknown option, a value that cannot be.
+    3  there is nothing to work on: no such path, no run, no checkpoint.
+    4  an optional package is missing; the message names the extra to install.
+    130  interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from danling import __version__
+
+from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
+
+SUBCOMMANDS = {
+    "env": ("environment", "print what a bug report should say"),
+    "doctor": ("doctor", "train, save, kill and resume on two local processes, and say what works here"),
+    "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
+    "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
+    "inspect": ("inspection", "show what is in a checkpoint without loading it"),
+    "verify": ("verify", "compare checkpoints with their SHA-256 sums"),
+    "export": ("export", "write weights as a plain torch file or safetensors"),
+    "estimate": ("estimate", "estimate the memory on each rank in a layout"),
+}
+"""By name: the module, and what it does in one line."""
+
+
+def parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line.
+
+    Args:
+        chosen: The one subcommand whose options are wanted; `None` gives those of all. Its module alone is imported.
+    """
+    root = argparse.ArgumentParser(
+        prog="danling",
+        description="Look at runs and checkpoints. To launch training there is torchrun.",
+        epilog="Exit codes: 0 in order, 1 something is wrong, 2 wrong command line, 3 nothing there, 4 an extra is missing.",
+    )
+    root.add_argument("--version", action="version", version=f"danling {__version__}")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, summary) in SUBCOMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if chosen in (None, name):
+            module = import_module(f"danling.cli.{module_name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: What stands after `danling`; `None` takes those of this process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # The root has no option with a value, so the first word without a dash is the subcommand.
+    options = parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return _explained(error)
+
+
+def _explained(error: Exception) -> int:
+    """Say what went wrong in one line and return its exit code; what no user can mend keeps its traceback."""
+    if isinstance(error, ImportError) and str(error).startswith("Expected"):
+        code = MISSING_PACKAGE
+    elif isinstance(error, FileNotFoundError):
+        code = NOTHING_THERE
+    elif isinstance(error, (ValueError, OSError)):
+        code = WRONG_USAGE
+    elif type(error).__name__.startswith("Checkpoint"):
+        code = DAMAGED
+    else:
+        raise error
+    print(f"danling: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,56 @@
+"""What all subcommands print with, and the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from danling.utils.files import json_text
+
+OK, DAMAGED, WRONG_USAGE, NOTHING_THERE, MISSING_PACKAGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
+
+
+def print_json(value: Any) -> None:
+    """Print valid JSON; what is not finite becomes null."""
+    print(json_text(value), end="")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print columns that line up; numbers are set right."""
+    cells = [[as_text(value) for value in row] for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(head)]
+    right = [bool(rows) and all(v is None or is_number(v) for v in (row[i] for row in rows)) for i in range(len(head))]
+    for line in ([*head], *cells):
+        fitted = (
+            text.rjust(width) if set_right else text.ljust(width) for text, width, set_right in zip(line, widths, right)
+        )
+        print("  ".join(fitted).rstrip())
+
+
+def as_text(value: Any) -> str:
+    """Return a value as people read it: five digits of a float, `-` for nothing."""
+    if value is None:
+        return "-"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; truth values are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_bytes(size: float) -> str:
+    """Return a number of bytes in the unit that suits it: `1.50 GiB`."""
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size /= 1024
+        unit += 1
+    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"

@@ -1,0 +1,65 @@
+"""List the runs below a directory: steps, best and latest scores, and where their settings differ.
+
+Example: danling runs experiments --sort best
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from danling.workspace.runs import Run, config_differences, find_runs
+
+from .output import NOTHING_THERE, OK, add_json, as_text, print_json, print_table
+
+_COLUMNS = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
+_HEAD = ("run", "step", "attempts", "score", "best", "at", "latest", "last change")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument("root", nargs="?", default="experiments", help="directory of the runs (default: experiments)")
+    parser.add_argument(
+        "--sort", choices=("name", "best", "latest", "step", "changed"), default="name", help="order of the rows"
+    )
+    parser.add_argument("--reverse", action="store_true", help="turn the order around")
+    parser.add_argument(
+        "--all-settings", action="store_true", help="also compare settings that do not change the result"
+    )
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the runs."""
+    runs = ordered(find_runs(options.root), options.sort, reverse=options.reverse)
+    differences = config_differences(runs, everything=options.all_settings)
+    if options.json:
+        keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
+        print_json({"runs": [run.summary() for run in runs], "differences": keyed})
+        return OK if runs else NOTHING_THERE
+    if not runs:
+        raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
+    print_table(_HEAD, [_row(run) for run in runs])
+    if differences:
+        print("\nsettings that differ")
+        print_table(("run", *differences), list(zip((r.name for r in runs), *map(_texts, differences.values()))))
+    return OK
+
+
+def _row(run: Run) -> list[Any]:
+    changed = f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None
+    row = {**run.summary(), "changed": changed}
+    return [row[name] for name in _COLUMNS]
+
+
+def ordered(runs: list[Run], key: str, *, reverse: bool = False) -> list[Run]:
+    """Return runs in the order of a column; those that have no value in it come last."""
+    if key == "name":
+        return sorted(runs, key=lambda run: run.name, reverse=reverse)
+    rows = [(run.summary()[key], run) for run in runs]
+    known = sorted((row for row in rows if row[0] is not None), key=lambda row: row[0], reverse=reverse)
+    return [run for _, run in known] + [run for value, run in rows if value is None]
+
+
+def _texts(values: list[Any]) -> list[str]:
+    return [as_text(value) for value in values]

@@ -1,0 +1,135 @@
+"""Compare checkpoints with the SHA-256 sums that were written with them, and name every file that differs.
+
+A file, pointer or target is verified alone; a checkpoint or run directory means all that lies in it, sums whose file is gone
+included. Nothing is loaded, and torch is not needed. Exit code 1 says that something is damaged.
+
+Example: danling verify experiments/digits/e3551df201ca5a2c
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from danling.runners.checkpoints import storage
+from danling.runners.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
+from danling.runners.checkpoints.file_store import NEXT, SUFFIX, read_manifest
+from danling.runners.checkpoints.file_store import SUMS as FILE_SUMS
+from danling.runners.checkpoints.manifest import Manifest, complaints
+from danling.runners.checkpoints.policy import is_name
+from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore
+
+from .output import DAMAGED, OK, add_json, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument("checkpoint", help="a checkpoint, or a checkpoint or run directory")
+    parser.add_argument("--level", choices=("full", "size"), default="full", help="sums and sizes, or sizes only")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line for each checkpoint and one for each problem."""
+    verdicts = verify(Path(options.checkpoint), options.level)
+    damaged = [verdict for verdict in verdicts if verdict["problems"]]
+    if options.json:
+        print_json({"level": options.level, "checkpoints": verdicts})
+    else:
+        for verdict in verdicts:
+            about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
+            print(f"{'DAMAGED' if verdict['problems'] else 'ok':8}{verdict['path']}{about}")
+            for problem in verdict["problems"]:
+                print(f"        {problem}")
+        if damaged:
+            print(f"{len(damaged)} of {len(verdicts)} damaged")
+    return DAMAGED if damaged else OK
+
+
+def verify(path: Path, level: str) -> list[dict[str, Any]]:
+    """Return a verdict for each checkpoint that a path means: `path`, `problems`, and `step` and `epoch` where known.
+
+    Args:
+        path: A file, pointer, target, checkpoint directory or run directory.
+        level: `"full"` or `"size"`.
+
+    Raises:
+        CheckpointNotFound: If there is no checkpoint.
+    """
+    verdicts = [_verdict(found, level) for found in checkpoints_of(path)]
+    if not verdicts:
+        raise CheckpointNotFound(
+            f"Expected a checkpoint, or a directory with some. Received: {str(path)!r}, where there is none."
+        )
+    return verdicts
+
+
+def checkpoints_of(path: Path) -> Iterator[Path]:
+    """Yield every checkpoint that a path means, those of which only the sums are left included."""
+    if path.is_file() or storage.size_of(path.with_name(path.name + FILE_SUMS)) is not None or (path / SUMS).is_file():
+        yield path
+        return
+    for directory in (path, path / "checkpoints"):
+        present = storage.names(directory) if directory.is_dir() else set()
+        files = {name for name in present if name.endswith(SUFFIX)}
+        for suffix in (FILE_SUMS, NEXT):
+            files |= {name.removesuffix(suffix) for name in present if name.endswith(f"{SUFFIX}{suffix}")}
+        pointers = {name for name in present if is_name(name) and (directory / TARGETS).is_dir()}
+        yield from (directory / name for name in sorted(files | pointers))
+        yield from _unnamed_targets(directory, pointers)
+
+
+def _unnamed_targets(directory: Path, pointers: set[str]) -> Iterator[Path]:
+    """Yield complete targets that no name leads to; those without a manifest are unfinished saves and do not count."""
+    targets = directory / TARGETS
+    if not targets.is_dir():
+        return
+    led_to = {storage.read_text(directory / name).strip() for name in pointers}
+    for name in sorted(storage.names(targets) - led_to):
+        if (targets / name / SUMS).is_file():
+            yield targets / name
+
+
+def _verdict(path: Path, level: str) -> dict[str, Any]:
+    manifest: Manifest | None = None
+    try:
+        if path.suffix == SUFFIX:
+            manifest, problems = _check_file(path, level)
+        else:
+            manifest, problems = _check_target(path, level)
+    except CheckpointDamaged as error:
+        problems = [str(error)]
+    record = manifest.record if manifest is not None else None
+    return {
+        "path": str(path),
+        "step": record.step if record else None,
+        "epoch": record.epoch if record else None,
+        "problems": problems,
+    }
+
+
+def _check_file(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
+    sums = path.with_name(path.name + FILE_SUMS)
+    if storage.size_of(path.with_name(path.name + NEXT)) is not None:
+        # A save was killed between the file and its sums: either of the two may be the one that fits.
+        return read_manifest(path, level), []
+    if storage.size_of(sums) is None:
+        return None, [f"{sums.name} is missing"]
+    manifest = Manifest.parse(storage.read_text(sums))
+    if set(manifest.files) != {path.name}:
+        return manifest, [f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}"]
+    return manifest, complaints(manifest, path.parent, level)
+
+
+def _check_target(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
+    target = TargetStore(path.parent, run_id="").target(path)
+    if storage.size_of(target / SUMS) is None:
+        return None, [f"{target.name}/{SUMS} is missing"]
+    manifest = Manifest.parse(storage.read_text(target / SUMS))
+    problems = complaints(manifest, target, level)
+    if manifest.record.name != target.name:
+        problems.append(f"{target.name}/{SUMS} describes {manifest.record.name}")
+    extra = storage.names(target) - manifest.files.keys() - {SUMS}
+    return manifest, problems + [f"{name} is not part of it" for name in sorted(extra)]

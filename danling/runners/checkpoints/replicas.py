@@ -1,0 +1,141 @@
+"""Checkpoints of a run that trains in replica groups: one of them writes, and each keeps its own position in the data."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from danling.utils.protocols import ReductionDomain
+
+from . import storage
+from .file import FileCheckpointManager
+from .reading import FORMAT_VERSION
+from .settings import CheckpointSettings
+
+logger = logging.getLogger("danling")
+
+
+class WriterLock:
+    """The right to write into a directory of checkpoints, held by one process at a time until it ends.
+
+    It is a lock of the kernel on a file (`fcntl.lockf`), so that the death of a process by whatever means gives it back. Groups that
+    do not share the directory each have a lock of their own, and each write.
+
+    Args:
+        file: The file; it stays empty.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._handle: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._handle is not None
+
+    def acquire(self) -> bool:
+        """Take it if nobody has it, without waiting, and return whether this process has it now."""
+        if self._handle is not None:
+            return True
+        storage.make_directory(self.file.parent)
+        handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except PermissionError:
+            # What POSIX allows systems to say in place of the former.
+            os.close(handle)
+            return False
+        self._handle = handle
+        return True
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+class ReplicaLoaderCheckpoints:
+    """The loader states of one replica group, saved beside the full checkpoints that another group may write.
+
+    They lie in `{directory}/{prefix}-{replica}/` as file checkpoints by global step, and are kept as long as full ones. Every method
+    is called on all ranks of the group.
+
+    Args:
+        directory: Where the full checkpoints of the run lie.
+        replica: Name of the group.
+        prefix: What stands before it.
+        domain: All ranks of the group.
+        run_id: Identity of the run.
+        settings: Policy of the full checkpoints.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        replica: str,
+        prefix: str,
+        domain: ReductionDomain,
+        run_id: str,
+        settings: CheckpointSettings,
+    ) -> None:
+        self.manager = FileCheckpointManager(
+            directory / f"{prefix}-{replica}",
+            domain=domain,
+            run_id=run_id,
+            # They are small, and a position that is written later than the weights would be of no use.
+            settings=replace(settings, async_mode="disabled"),
+            step_mode=True,
+        )
+
+    def save(self, states: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+        """Save the loader states that belong to a global step.
+
+        Args:
+            states: By split.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Raises:
+            CheckpointError: If they could not be written.
+        """
+        payload = {"format_version": FORMAT_VERSION, "dataloaders": dict(states), "global_step": global_step}
+        self.manager.save_checkpoint(payload, epoch=epoch, global_step=global_step, history=True)
+
+    def load(self, global_step: int) -> tuple[dict[str, Any], int] | None:
+        """Return the newest loader states that are not ahead of a global step, with their own step; `None` when there are none.
+
+        Saves go on from there.
+
+        Args:
+            global_step: Committed updates of the full checkpoint that was loaded.
+
+        Raises:
+            CheckpointDamaged: If a file is not what was written.
+        """
+        name = self.manager.on_main(lambda: self._newest(global_step))
+        if name is None:
+            return None
+        payload = self.manager.load_checkpoint(name)
+        self.manager.begin(name)
+        return dict(payload["dataloaders"]), int(payload["global_step"])
+
+    def _newest(self, global_step: int) -> str | None:
+        records = self.manager.store.records(complete=True)
+        fitting = [record for record in records if record.name.startswith("ckpt-") and record.step <= global_step]
+        newest = max(fitting, key=lambda record: (record.step, record.sequence), default=None)
+        return newest.name if newest is not None else None
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        self.manager.close()

@@ -1,0 +1,486 @@
+"""What TorchFT adds to a torch runner: replica groups that die and come back while the others go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from danling.data import (
+    capture_random_state,
+    derive_seed,
+    preserved_random_state,
+    restore_random_state,
+    seed_streams,
+)
+from danling.distributed import ReplicaGroups, ReplicaSettings, Verdict
+from danling.training import UpdateOutcome
+from danling.utils.tensors import is_sharded, local_part, with_local_part
+
+from .checkpoints import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointSettings,
+    ReplicaLoaderCheckpoints,
+    WriterLock,
+)
+from .checkpoints.exclusion import exclude
+from .checkpoints.snapshot import convert
+from .config import RunnerConfig
+from .torch_evaluation import TorchEvaluation
+
+logger = logging.getLogger("danling")
+
+UNCOMMITTED = "uncommitted"
+"""Reason of an update that the replica groups did not commit: it is made again from the same batches."""
+
+_SHARED_AXES = ("replicate", "shard")
+_ATTEMPTS_TO_READ = 3
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What the forwards of an update change, as it was before them."""
+
+    streams: dict[str, Any]
+    micro_step: int
+    meters: dict[str, list[float]]
+    statistics: list[Tensor]
+
+
+class TorchReplicas(TorchEvaluation):
+    """Joins one replica group, of one rank or several, to the others; without `ft.enabled` nothing of it is used."""
+
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self.fault_tolerance: ReplicaGroups | None = None
+        self.replica_loaders: ReplicaLoaderCheckpoints | None = None
+        self._writer: WriterLock | None = None
+        self._update_open = False
+        self._has_joined = False
+        self._before: _Before | None = None
+
+    # Construction
+
+    def init_fault_tolerance(self) -> None:
+        """Join the replica groups when `config.ft.enabled`. Call on all ranks of the group.
+
+        Raises:
+            ValueError: If no lighthouse is named.
+            ImportError: If torchft is not installed.
+            QuorumError: If the lighthouse cannot be reached.
+        """
+        if not self.config.ft.enabled:
+            return
+        self.fault_tolerance = ReplicaGroups(
+            self.replica_settings(), group=self.world, state_dict=self.healing_state, load_state_dict=self.heal
+        )
+        self._closers.callback(self.fault_tolerance.leave)
+
+    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+        """Return a validated copy of `config`.
+
+        Raises:
+            ValueError: If `ft.enabled` with a stack other than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`,
+                or the place among the groups is wrong.
+        """
+        own = super().adopt_config(config)
+        if own.ft.enabled:
+            self._check_replica_layout(own)
+        return own
+
+    def _check_replica_layout(self, config: RunnerConfig) -> None:
+        ft = config.ft
+        axes = {} if self.stack == "ddp" else dict(config.parallel.axes.items())
+        others = {name: size for name, size in axes.items() if name not in _SHARED_AXES and size != 1}
+        if self.stack not in ("ddp", "parallel") or others:
+            listed = ", ".join(f"parallel.axes.{name}={size}" for name, size in others.items())
+            raise ValueError(
+                "Expected ft.enabled with stack 'ddp', or with stack 'parallel' and no axes but replicate and shard. Received: "
+                f"stack={self.stack!r}{', ' if listed else ''}{listed}. Change the layout, or unset ft.enabled."
+            )
+        if ft.replica_id >= ft.group_size:
+            raise ValueError(
+                f"Expected 0 <= ft.replica_id < ft.group_size. Received: ft.replica_id={ft.replica_id}, ft.group_size={ft.group_size}. "
+                "Set ft.group_size to the number of replica groups, the same for all of them."
+            )
+
+    def replica_settings(self) -> ReplicaSettings:
+        """Return where this group stands among the others."""
+        ft = self.config.ft
+        timeout = ft.process_group_timeout_ms / 1000
+        return ReplicaSettings(
+            replica_id=ft.replica_id,
+            group_size=ft.group_size,
+            min_replica_size=ft.min_replica_size,
+            process_group=ft.process_group,
+            timeout=timeout,
+            # The other groups may be evaluating or saving.
+            quorum_timeout=max(timeout, self.config.comm.train_timeout_seconds or 60.0),
+            max_failures=self.config.max_skipped_updates,
+        )
+
+    def set_seed(self) -> None:
+        """Seed as usual; without `seed`, all replica groups derive the same one from the configuration."""
+        if self.config.ft.enabled and self.config.seed is None:
+            # They must read one order of samples, and cannot speak to each other yet.
+            self.config.seed = derive_seed("replica groups", self.config_id) % 2**31
+        super().set_seed()
+
+    @property
+    def workspace_part(self) -> str | None:
+        """A directory for each replica group: logs and figures of several processes must not meet in one file."""
+        ft = self.config.ft
+        return f"{self.config.checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
+
+    def init_checkpoint_manager(self) -> None:
+        """Build the manager of full checkpoints, and that of this group's loaders when it is asked for. Call on all ranks."""
+        settings, directory = self.config.checkpoint, self.workspace.checkpoints
+        if self.fault_tolerance is not None:
+            self._writer = WriterLock(directory / "writer.lock")
+            # Before the manager is made: closers run from the last to the first, and it is given back when all is written.
+            self._closers.callback(self._writer.release)
+        super().init_checkpoint_manager()
+        named = settings.ft_replica_id is not None or self.config.ft.enabled
+        if settings.enable_ft_dataloader_checkpoints and named:
+            own = settings.ft_replica_id if settings.ft_replica_id is not None else self.config.ft.replica_id
+            self.replica_loaders = ReplicaLoaderCheckpoints(
+                directory,
+                replica=str(own),
+                prefix=settings.ft_dataloader_checkpoint_prefix,
+                domain=self.world,
+                run_id=self.id,
+                settings=CheckpointSettings.from_config(settings),
+            )
+            self._closers.callback(self.replica_loaders.close)
+
+    # Data and streams over the groups
+
+    @property
+    def data_replicas(self) -> int:
+        """Number of ranks that read different samples to train on, over all replica groups."""
+        return super().data_replicas * self._num_groups
+
+    @property
+    def _num_groups(self) -> int:
+        return self.config.ft.group_size if self.config.ft.enabled else 1
+
+    def data_place(self, split: str) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many there are.
+
+        Training data is divided over all groups; each group evaluates all of a split, so that no death makes a figure wrong.
+        """
+        rank, size = super().data_place(split)
+        ft = self.config.ft
+        if not ft.enabled or self.mode != "train" or split not in self.train_splits:
+            return rank, size
+        return ft.replica_id * size + rank, ft.group_size * size
+
+    @property
+    def stream_place(self) -> tuple[int, int]:
+        """Index and number of the random streams of a forward, over all replica groups."""
+        index, number = self.own_stream_place
+        ft = self.config.ft
+        return (ft.replica_id * number + index, ft.group_size * number) if ft.enabled else (index, number)
+
+    # One update
+
+    def open_update(self) -> bool:
+        """Agree with the other groups on the next update, once, before its forward. Call on all ranks of the group.
+
+        Returns:
+            Whether the state of this runner was replaced by that of another group: batches read before do not count.
+
+        Raises:
+            QuorumError: If there is no agreement.
+        """
+        if self.fault_tolerance is None or self._update_open:
+            return False
+        begins = self.fault_tolerance.state_dict()["step"] == 0
+        moved = self.fault_tolerance.open()
+        self._update_open = True
+        if begins:
+            moved = self._begin_alike(moved)
+        if not self._has_joined:
+            self._has_joined = True
+            moved = self._catch_up() or moved
+        self._before = self._capture()
+        return moved
+
+    def _begin_alike(self, healed: bool) -> bool:
+        # At step 0 each rank takes its weights from a group of its own choice, and ranks of one group from different ones.
+        if not any(self.world.gather_objects(healed)):
+            return False
+        if isinstance(self.model, DistributedDataParallel):
+            averaged = self.ema.weights.values() if self.ema is not None else ()
+            with torch.no_grad():
+                for tensor in (*self.model.module.parameters(), *self.model.module.buffers(), *averaged):
+                    self.world.broadcast(tensor)
+        return True
+
+    def _catch_up(self) -> bool:
+        """Go on from a checkpoint that the others have written since this process began, when it joins and finds nobody."""
+        assert self.fault_tolerance is not None
+        if not self.config.auto_resume or self.fault_tolerance.num_participants > 1:
+            return False
+        source = self.checkpoint_manager.find_latest()
+        if source is None or self.checkpoint_manager.step_of(source) <= self.state.train.global_step:
+            return False
+        self.load_checkpoint(source)
+        return True
+
+    def sum_over_replicas(self, verdict: Verdict, parameters: Sequence[nn.Parameter], averaged_over: int) -> Verdict:
+        """Add the votes and gradients of the groups that take part; each enters by its weight. Call on all ranks of the group.
+
+        Args:
+            verdict: What the ranks of this group voted. Requests stay within the group.
+            parameters: Whose gradients are summed.
+            averaged_over: Number of ranks of this group over which their reduction has taken a mean.
+
+        Returns:
+            The verdict over all groups that take part; meaningless when a collective failed, which the commit tells.
+        """
+        assert self.fault_tolerance is not None
+        present = [float(parameter.grad is not None) for parameter in parameters]
+        figures = (verdict.weight, verdict.loss, verdict.samples, verdict.nonfinite)
+        votes = torch.tensor([*(float(figure) for figure in figures), *present], dtype=torch.float64)
+        weight, loss, samples, nonfinite, *holders = self.fault_tolerance.all_reduce(votes).tolist()
+        # Each group has scaled by a reference of its own, and divided by its number of ranks: undone before the sum.
+        factor = self.window.gradient_factor(1.0, averaged_over)
+        self.fault_tolerance.reduce_gradients(parameters, [count > 0 for count in holders], factor)
+        self.fault_tolerance.average(self._statistics())
+        return Verdict(weight, loss, samples, nonfinite, verdict.requests)
+
+    def commit_over_replicas(self) -> UpdateOutcome | None:
+        """Ask whether the open update may be made. Call on all ranks of the group.
+
+        Returns:
+            `None` when it may; else its outcome, with everything as it was before the update.
+
+        Raises:
+            QuorumError: If too many in a row may not; everything is as it was before this one.
+        """
+        assert self.fault_tolerance is not None
+        self._update_open = False
+        committed = False
+        try:
+            committed = self.fault_tolerance.commit()
+        finally:
+            if not committed:
+                self._take_back()
+        if committed:
+            return None
+        step = self.state.train.global_step + 1
+        logger.warning(
+            "The replica groups did not commit update %d (failure %d); again.", step, self.fault_tolerance.failures
+        )
+        return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+
+    def _take_back(self) -> None:
+        self.optimizer.zero_grad()
+        self.window.reset()
+        if self._before is not None:
+            self._restore(self._before)
+
+    def _statistics(self) -> list[Tensor]:
+        """Return the running means and variances of normalisation, which every forward changes."""
+        found = []
+        for module in self.unwrapped_model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                found += [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
+        return found
+
+    def _counters(self) -> list[Tensor]:
+        modules = self.unwrapped_model.modules()
+        norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
+        return [norm.num_batches_tracked for norm in norms if isinstance(norm.num_batches_tracked, Tensor)]
+
+    def _capture(self) -> _Before:
+        tensors = [tensor.clone() for tensor in (*self._statistics(), *self._counters())]
+        micro_step, meters = self.state.train.micro_step, self.meters.state_dict()
+        return _Before(capture_random_state(self.device), micro_step, meters, tensors)
+
+    def _restore(self, before: _Before) -> None:
+        restore_random_state(before.streams, self.device)
+        self.state.train.micro_step = before.micro_step
+        self.meters.load_state_dict(before.meters)
+        for tensor, held in zip((*self._statistics(), *self._counters()), before.statistics, strict=True):
+            tensor.copy_(held)
+
+    def meter_totals(self) -> dict[str, tuple[float, float]]:
+        """Return sums and weights of `meters` over all ranks of the groups that take part. Call on all ranks of the group."""
+        totals = super().meter_totals()
+        if self.fault_tolerance is not None and self.fault_tolerance.num_participants:
+            # One answer for the group: its ranks may meet different errors.
+            totals = self.world.broadcast_object(self.fault_tolerance.sum_totals(totals))
+        return totals
+
+    # Healing
+
+    def healing_state(self) -> dict[str, Any]:
+        """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
+        payload: dict[str, Any] = {
+            "model": self.model_state_dict(),
+            "state": {name: part for name, part in self._run_state().items() if name != "rng"},
+            "dataloaders": {split: self.sources[split].state_dict() for split in self.train_splits},
+        }
+        if self.ema is not None:
+            payload["ema"] = self.ema.state_dict()
+        if self.optimizer is not None:
+            payload["optimizer"] = self.optimizer_state_dict()
+        if self.scheduler is not None:
+            payload["scheduler"] = self.scheduler.state_dict()
+        # It is read while this group makes its forward, which changes buffers and nothing else.
+        buffers = {buffer.data_ptr() for buffer in self.unwrapped_model.buffers()}
+        packed: dict[str, Any] = convert(payload, lambda tensor: _packed(tensor, buffers))
+        return packed
+
+    def heal(self, state: Mapping[str, Any]) -> None:
+        """Take the state of the same rank of another group.
+
+        Args:
+            state: What `healing_state` returned there.
+        """
+        elastic, reference = replace(self.state.elastic), self.window.agreed_reference
+        self.load_model(_like(state["model"], self.model_state_dict()))
+        if self.ema is not None:
+            self.load_ema({**state["ema"], "weights": _like(state["ema"]["weights"], self.ema.weights)})
+        if self.optimizer is not None:
+            self.load_optimizer(self._sharded_optimizer_state(state["optimizer"]))
+        if self.scheduler is not None:
+            self.load_scheduler(state["scheduler"])
+        for split, position in state["dataloaders"].items():
+            if self.replica_loaders is None or not self.sources[split].is_rank_local:
+                self.sources[split].load_state_dict(position)
+        self._load_run_state(state["state"])
+        # What the other group has counted is added by the other group.
+        self.meters.reset()
+        # Those are of the group: ranks of one group may heal from different ones.
+        self.state.elastic, self.window.agreed_reference = elastic, reference
+        seed = derive_seed(self.seed, "healed", self.state.train.global_step, self.stream_place[0])
+        seed_streams(seed)
+        if self.is_main_process:
+            logger.info("Healed from another replica group at step %d.", self.state.train.global_step)
+
+    def _sharded_optimizer_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = dict(self.named_parameters())
+        entries = {}
+        for name, own in state["state"].items():
+            parameter = parameters.get(name)
+            entries[name] = {key: _shard_like(value, parameter) for key, value in own.items()}
+        return {**state, "state": entries}
+
+    def _run_state(self) -> dict[str, Any]:
+        state = super()._run_state()
+        if self.fault_tolerance is not None:
+            state["replicas"] = self.fault_tolerance.state_dict()
+        return state
+
+    def _load_run_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_run_state(state)
+        if self.fault_tolerance is not None:
+            # A run that begins to train in groups at a checkpoint counts from there: at 0 they would all start from one group.
+            train = self.state.train
+            step = train.global_step + train.skipped_updates
+            fresh = {"step": step, "batches_committed": step}
+            self.fault_tolerance.load_state_dict(state.get("replicas", fresh))
+
+    # Checkpoints
+
+    def restore(self) -> None:
+        """Load what the configuration names; with `auto_resume`, from a directory that another group may be writing."""
+        attempts = _ATTEMPTS_TO_READ if self.fault_tolerance is not None and self.config.auto_resume else 1
+        for _ in range(attempts - 1):
+            with suppress(CheckpointDamaged, CheckpointNotFound):
+                # What was found may have been replaced before it was read; then there is something newer.
+                return super().restore()
+        super().restore()
+
+    def load_checkpoint(self, checkpoint: str | Path) -> None:
+        """Restore the full state of a checkpoint; loader states that this group has saved for itself win. Call on all ranks.
+
+        A position that belongs to another step than the weights is taken only for loaders that keep a state of their own on each
+        rank: groups whose common position differed would end their passes at different updates.
+        """
+        super().load_checkpoint(checkpoint)
+        _, excluded = exclude({"dataloaders": None}, _loader_entries(self.config.checkpoint.exclude_from_loading))
+        if self.replica_loaders is None or excluded:
+            return
+        found = self.replica_loaders.load(self.state.train.global_step)
+        if found is None:
+            return
+        states, step = found
+        with preserved_random_state(self.device):
+            for split, source in self.sources.items():
+                if split in states and (source.is_rank_local or step == self.state.train.global_step):
+                    source.load_state_dict(self._own_loader_state(split, states[split]))
+
+    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
+        """Save this group's loader states, and the full state where no other group does. Call on all ranks of the group.
+
+        Args:
+            history: Also keep it under its history name.
+            save_best: Also make it `best` when the score of this very state is the best one.
+        """
+        train = self.state.train
+        if self.replica_loaders is not None and not self.config.checkpoint.load_only:
+            self.settle()
+            self.replica_loaders.save(self._loader_states(), epoch=train.epoch, global_step=train.global_step)
+        if self.writes_checkpoints():
+            super().save_checkpoint(history=history, save_best=save_best)
+        else:
+            # As a save does, so that all groups go on alike.
+            self.equalize_buffers()
+            self._saved_at = (train.global_step, train.epoch)
+
+    def export_model(self) -> None:
+        """Write the weights where no other group does. Call on all ranks of the group."""
+        if self.writes_checkpoints():
+            super().export_model()
+
+    def writes_checkpoints(self) -> bool:
+        """Whether full checkpoints are this group's to write: one of those that take part does, until it dies. Call on all ranks."""
+        writer, manager = self._writer, self.checkpoint_manager
+        if writer is None:
+            return True
+        held, mine = manager.on_main(lambda: (writer.held, writer.acquire()))
+        if mine and not held:
+            # Saves of the group that wrote before come first: the state of this one follows from them.
+            source = manager.find_latest()
+            if source is not None:
+                manager.begin(source)
+        return bool(mine)
+
+    def _loader_states(self) -> dict[str, Any]:
+        splits = [split for split in self.train_splits if split in self.sources]
+        own = {split: self.sources[split].state_dict() for split in splits if self.sources[split].is_rank_local}
+        ranks = self.world.gather_objects({"replica": self.data_domain.rank, "loaders": own})
+        return {split: self._loader_state(split, ranks) for split in splits}
+
+
+def _packed(tensor: Tensor, changing: set[int]) -> Tensor:
+    local = local_part(tensor)
+    return local.clone() if local.data_ptr() in changing else local
+
+
+def _like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return plain tensors as tensors of the layout that this rank has under the same names."""
+    return {name: with_local_part(own[name], tensor) if name in own else tensor for name, tensor in state.items()}
+
+
+def _shard_like(value: Any, parameter: nn.Parameter | None) -> Any:
+    if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
+        return value
+    return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value
+
+
+def _loader_entries(entries: Any) -> list[str]:
+    listed = [entries] if isinstance(entries, str) else list(entries or [])
+    return [entry for entry in listed if entry in ("dataloaders", "dataloader", "data_loader")]

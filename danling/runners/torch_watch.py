@@ -1,0 +1,429 @@
+"""What is seen of a run, and how it is asked to stop: figures, progress, signals, time, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from danling.data import Batch
+from danling.distributed import QuorumError, agree, set_collective_timeout
+from danling.supervision import (
+    EXIT_CODES,
+    Profiler,
+    Telemetry,
+    counted,
+    device_peak_flops,
+    is_out_of_memory,
+    record_failures,
+    write_memory_snapshot,
+)
+from danling.training import UpdateOutcome, count_tokens
+from danling.workspace import Progress
+
+from .config import RunnerConfig
+from .torch_update import TorchUpdate
+
+logger = logging.getLogger("danling")
+
+_SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second")
+_PRECEDENCE = ("terminate", "interrupt", "user_signal", "stop")
+BY_SIGNAL = ("terminate", "interrupt", "user_signal")
+
+
+class EvaluationStopped(Exception):
+    """Leaves an evaluation that all ranks have agreed to stop in; it is made anew when the run is resumed."""
+
+
+class TorchWatch(TorchUpdate):
+    """Telemetry, requests and the session of a torch runner."""
+
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self.telemetry: Telemetry | None = None
+        self._stop_for: str | None = None
+        self._save_asked = False
+        self._deadline = math.inf
+        self._in_session = False
+        self._first_update_done = False
+        self._logged_samples = self._session_samples = 0
+        self._profiler: Profiler | None = None
+        self._peak_flops: float | None = None
+        self._measured_flops: float | None = None
+
+    def init_distributed(self) -> None:
+        """Read the launch environment and join the group; under torchrun a failure of this process is put on record."""
+        record_failures()
+        super().init_distributed()
+
+    # Requests
+
+    def stop(self) -> None:
+        """Ask all ranks to stop after an update: at the next boundary they save the full state and `train` returns.
+
+        May be called on one rank or on several, at any time.
+        """
+        self._asked.add("stop")
+
+    def request_checkpoint(self) -> None:
+        """Ask all ranks for a checkpoint at the next update boundary. May be called on one rank."""
+        self._asked.add("save")
+
+    def _note_requests(self) -> None:
+        signalled = self.signals.request if self.signals is not None and self.signals.received is not None else None
+        if signalled is not None:
+            self._asked.add(signalled)
+        if time.monotonic() >= self._deadline:
+            self._asked.add("stop")
+
+    def _requests(self) -> frozenset[str]:
+        self._note_requests()
+        return super()._requests()
+
+    def _heed(self, requests: frozenset[str]) -> None:
+        if not requests:
+            return
+        self._stop_for = next((name for name in _PRECEDENCE if name in requests), None)
+        self._save_asked = "save" in requests
+
+    # Evaluation in training: its batches are boundaries as well
+
+    def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to go on.
+
+        A rank whose batches have come to their end goes on voting until those of all ranks have. Nothing is agreed outside of
+        training, where nothing is watched.
+
+        Args:
+            split: The split.
+            batches: What this rank evaluates.
+
+        Raises:
+            EvaluationStopped: On all ranks, when one was asked to stop.
+        """
+        if not self._in_session:
+            yield from batches
+            return
+        heard = self.ballot.settle()
+        self._asked |= heard & {"save"}
+        done, bar = 0, self.progress_bar
+        with self.telemetry.aside() if self.telemetry is not None else nullcontext():
+            while self._evaluates_on(batch := next(batches, None), heard):
+                if bar is not None:
+                    bar.doing(f"{split} {done}")
+                if self.heartbeat is not None:
+                    self.heartbeat.beat(self.state.train.global_step, self.state.train.epoch)
+                done += 1
+                if batch is not None:
+                    yield batch
+        if bar is not None:
+            bar.doing("")
+
+    def _evaluates_on(self, batch: Batch | None, heard: frozenset[str]) -> bool:
+        self._note_requests()
+        votes = {name for name in self._asked if name in _PRECEDENCE} | ({"continue"} if batch is not None else set())
+        agreed = agree(self.optimizer_domain, votes)
+        stop = next((name for name in _PRECEDENCE if name in agreed | heard | {self._stop_for}), None)
+        if stop is not None:
+            self._stop_for = stop
+            self._asked.difference_update(_PRECEDENCE)
+            raise EvaluationStopped
+        return "continue" in agreed
+
+    # The session
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
+        self._stop_for = None
+        self._update_open = False
+        self._parameters = None
+        self.window.sum_reduced = self.sums_loss
+        limit = self.config.max_time_seconds()
+        self._deadline = time.monotonic() + limit if limit is not None else math.inf
+        self.model.train()
+        self.open_trackers()
+        self.init_signal_handlers()
+        self._open_progress()
+        self._in_session = True
+        try:
+            try:
+                yield
+            except EvaluationStopped:
+                logger.debug("An evaluation was left; it is made anew when the run is resumed.")
+            self._in_session = False
+            self._finish_session()
+        except Exception as error:
+            if isinstance(error, QuorumError):
+                self._save_before_leaving()
+            self._note_failure(error)
+            raise
+        finally:
+            self._in_session = False
+            # Where torchrun ends the ranks that are left when the first one has gone, they end by the code of the signal too.
+            if self.signals is not None and not (self._stop_for in BY_SIGNAL and self.distributed):
+                self.signals.uninstall()
+            self._close_progress()
+            if self.fault_tolerance is not None:
+                # A group that stays and does not train would hold the others up.
+                self.fault_tolerance.leave()
+
+    def _save_before_leaving(self) -> None:
+        """Save where the replica groups have lost each other: this group stands between two updates."""
+        logger.error("Lost the other replica groups after step %d; saving.", self.state.train.global_step)
+        try:
+            self.save_checkpoint()
+            self.checkpoint_manager.wait()
+        except Exception:
+            logger.exception("That save failed; the loss itself follows.")
+
+    def _finish_session(self) -> None:
+        self.settle()
+        train = self.state.train
+        if self._saved_at != (train.global_step, train.epoch):
+            self.save_checkpoint()
+        if self._stop_for is None and self.config.checkpoint.last_save_model_only:
+            self.export_model()
+        self.write_results()
+        # On all ranks, so that an error of the background writer is raised on all of them.
+        self.checkpoint_manager.wait()
+        self._summarize(_ENDINGS.get(str(self._stop_for), "Finished"))
+        if self._stop_for in BY_SIGNAL:
+            logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
+            raise SystemExit(EXIT_CODES[self._stop_for])
+
+    def _note_failure(self, error: Exception) -> None:
+        if is_out_of_memory(error):
+            directory = self.workspace.dir / self.config.profiling.trace_dir
+            step = self.state.train.global_step
+            write_memory_snapshot(directory, error, rank=self.rank, global_step=step, device=self.device)
+        self._summarize(f"Failed with {type(error).__name__}")
+
+    # Boundaries
+
+    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
+        """Save the full state; see `TorchState.save_checkpoint`. What it takes is left out of the speed of training."""
+        if self.telemetry is None or not self._in_session:
+            super().save_checkpoint(history=history, save_best=save_best)
+            return
+        if self.progress_bar is not None:
+            self.progress_bar.doing("checkpoint")
+        with self.telemetry.aside():
+            super().save_checkpoint(history=history, save_best=save_best)
+        for tracker in self.trackers or ():
+            tracker.flush()
+        if self.progress_bar is not None:
+            self.progress_bar.doing("")
+
+    def _after_update(self, outcome: UpdateOutcome) -> None:
+        """What happens at every update boundary, besides evaluation and periodic checkpoints."""
+        step = self.state.train.global_step
+        if outcome.committed:
+            if not self._first_update_done:
+                self._tighten_timeout()
+            if step % self._log_every == 0:
+                self._log(outcome)
+            if self.progress_bar is not None:
+                self.progress_bar.update(step)
+            if self.heartbeat is not None:
+                self.heartbeat.beat(step, self.state.train.epoch)
+            if self.gc_pacer is not None:
+                self.gc_pacer.step()
+            if self._profiler is not None:
+                self._profiler.step(step)
+        # Where an evaluation is due first, the checkpoint follows it, so that a resumed run does not leave the evaluation out.
+        if self._save_asked and not (self.is_step_mode and outcome.committed and self.evaluation_due()):
+            self.save_checkpoint()
+            self._save_asked = False
+
+    def evaluation_due(self) -> bool:
+        """Whether step mode evaluates at this step."""
+        step, budget = self.state.train.global_step, self.steps
+        interval = self.config.evaluate_interval or self.checkpoint_interval
+        return step % interval == 0 or step == budget
+
+    def _tighten_timeout(self) -> None:
+        # Compilation and the first data make the first update slow; the limit that catches a hang begins after it, everywhere.
+        self._first_update_done = True
+        limit = self.config.comm.train_timeout_seconds
+        if limit is not None and self.distributed:
+            self.world.barrier()
+            set_collective_timeout(limit, self.training_groups())
+
+    def training_groups(self) -> Sequence[Any]:
+        """Return the process groups that training communicates over; `None` is the default one.
+
+        No communication: may be called on one rank.
+        """
+        return [None]
+
+    # Figures
+
+    def count_tokens(self, data: Any) -> float:
+        """Return the tokens of a batch for the figures of speed, 0 for data that has none; override it for batches of your own.
+
+        The default counts the elements of an integer input of two dimensions `(batch, sequence)`. Called for every micro-batch on
+        the host's side: look at shapes, not at values, which would wait for the device.
+
+        Args:
+            data: The batch, before it is moved to the device.
+        """
+        return count_tokens(data)
+
+    def flops_per_token(self) -> float | None:
+        """Return the model's FLOPs for a token, forward and backward, such as `6 * parameters`; `None` leaves it to the others."""
+        return None
+
+    def flops_per_sample(self) -> float | None:
+        """Return the model's FLOPs for a sample, forward and backward.
+
+        The default is what torch counted in the first micro-batch of training, where the peak of the device is known and the
+        model runs as plain operations: matrix products, convolutions and attention.
+
+        Returns:
+            `None` when it is not known; then neither FLOPs nor their share of the peak is reported.
+        """
+        return self._measured_flops
+
+    def peak_flops(self) -> float | None:
+        """Return what one device could do at most, in FLOP/s; `None` when it is not known, as on a CPU. Never a guess."""
+        return device_peak_flops(self.device, self.config.precision)
+
+    def _micro_step(self, batch: Batch) -> None:
+        data = self.to_device(batch.data)
+        weight, samples = self._weigh(batch, data)
+        self.window.open(weight, samples)
+        if batch.samples != 0 and self.telemetry is not None:
+            self.telemetry.tokens += self.count_tokens(batch.data)
+        if self._measures_flops and samples:
+            self._measures_flops = False
+            self._measured_flops = counted(lambda: self.train_step(data)) / samples
+        else:
+            self.train_step(data)
+        self.state.train.micro_step += 1
+
+    _measures_flops: bool = False
+    """Whether the next micro-batch is run with its operations counted."""
+
+    def _can_count_flops(self) -> bool:
+        plain = self.stack == "ddp" and not self.config.compile.enable
+        return plain and self._peak_flops is not None
+
+    def _log(self, outcome: UpdateOutcome) -> None:
+        """Write the figures of the update and the pace since the last line. One collective; called on all ranks."""
+        telemetry = self.telemetry
+        assert telemetry is not None
+        samples, self._logged_samples = self.state.train.samples - self._logged_samples, self.state.train.samples
+        shared = telemetry.share(self.optimizer_domain, counts=self.reports[1])
+        if not self.is_main_process:
+            telemetry.open_window()
+            return
+        step = self.state.train.global_step
+        loss = float(outcome.loss) / (float(outcome.weight) if not self.sums_loss else 1.0)
+        pace = telemetry.report(
+            step, samples=samples, shared=shared, learning_rates=self._rates, grad_norm=outcome.grad_norm
+        )
+        values = {"train/loss": loss, **{f"train/{name}": value for name, value in (pace | self._usage(pace)).items()}}
+        self._track_values(values)
+        if self.progress_bar is not None:
+            self.progress_bar.epoch = self._epoch_shown()
+            shown = {name: values[f"train/{name}"] for name in _SHOWN if f"train/{name}" in values}
+            self.progress_bar.show(step, shown)
+
+    def _usage(self, pace: Mapping[str, float]) -> dict[str, float]:
+        """Model FLOPs a second over all ranks, and their share of the peak, where they are known."""
+        for per_unit, speed in (
+            (self.flops_per_token(), pace.get("tokens_per_second")),
+            (self.flops_per_sample(), pace.get("samples_per_second")),
+        ):
+            if per_unit and speed:
+                figures = {"model_flops_per_second": per_unit * speed}
+                if self._peak_flops:
+                    figures["mfu"] = per_unit * speed / (self._peak_flops * self.world_size)
+                return figures
+        return {}
+
+    def _track_values(self, values: dict[str, float]) -> None:
+        for tracker in self.trackers or ():
+            tracker.log(values, self.state.train.global_step)
+
+    # Opening and closing
+
+    def _open_progress(self) -> None:
+        self._log_every = self.log_interval
+        self._save_asked = False
+        self._logged_samples = self._session_samples = self.state.train.samples
+        step = self.state.train.global_step
+        self.telemetry = Telemetry(total_steps=self.steps, global_step=step, device=self.device)
+        self._peak_flops = self.peak_flops()
+        own = self.flops_per_token() or self.flops_per_sample()
+        self._measures_flops = own is None and self._can_count_flops()
+        self._profiler = self.build_profiler()
+        self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
+        if self.is_main_process:
+            self.progress_bar = Progress(self.steps, initial=step, desc=self.config.experiment)
+            self.progress_bar.epoch = self._epoch_shown()
+            logger.info("%s", self._opening())
+
+    def _epoch_shown(self) -> str:
+        return "" if self.is_step_mode else f"epoch {min(self.state.train.epoch + 1, self.epochs or 1)}/{self.epochs}"
+
+    def _opening(self) -> str:
+        """Return what is going to be trained, in one line."""
+        parameters = sum(p.numel() for _, p in self.named_parameters() if p.requires_grad)
+        budget = f"epoch {self.epochs}" if not self.is_step_mode else f"step {self.steps}"
+        accumulated = f" x {self.accum_steps} micro-batches" if self.accum_steps > 1 else ""
+        batch = f", batch {self.batch_size}{accumulated} on each" if self.batch_size else ""
+        train = self.state.train
+        return (
+            f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {self.world_size} "
+            f"{self.device.type} process{'es' if self.world_size > 1 else ''} ({self.stack}, {self.config.precision or 'fp32'}): "
+            f"{parameters:,} parameters{batch}, in {self.workspace.dir}"
+        )
+
+    def _summarize(self, ending: str) -> None:
+        if self.is_main_process and self.telemetry is not None:
+            train = self.state.train
+            logger.info(
+                "%s: %s", ending, self.telemetry.summary(train.global_step, train.samples - self._session_samples)
+            )
+
+    def build_profiler(self) -> Profiler | None:
+        """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
+        settings = dict(self.config.profiling.items())
+        if not settings.pop("enabled"):
+            return None
+        directory = self.workspace.dir / settings.pop("trace_dir")
+        if settings["profile_memory"] and self.device.type == "cuda":
+            # Where blocks were allocated, for the snapshot of a run that is out of memory.
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return Profiler(directory, rank=self.rank, **settings)
+
+    def _close_progress(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+        if self.progress_bar is not None:
+            self.progress_bar.close()
+            self.progress_bar = None
+
+    def write_results(self) -> None:
+        """Write the figures of the run, its last ones and its best ones, on the main process."""
+        if self.is_main_process:
+            latest = {"index": self.index, "result": self.latest_result}
+            best = {"index": self.best_index, "score": self.best_score, "result": self.best_result}
+            self.workspace.write_results(self.results, latest, best)
+
+
+_ENDINGS = {
+    "terminate": "Stopped by SIGTERM",
+    "interrupt": "Stopped by SIGINT",
+    "user_signal": "Stopped by SIGUSR1",
+    "stop": "Stopped",
+    "patience": "Stopped early",
+}

@@ -1,0 +1,42 @@
+"""Packages whose parts are imported when they are first asked for (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a module's `__getattr__` and `__dir__` that import a name's module when the name is first used.
+
+    Submodules are found as attributes too, as if they had been imported.
+
+    Importing torch takes seconds; what needs no torch, such as most of the command line, should not wait for it. Bind the
+    two under `if not TYPE_CHECKING`, with plain imports for type checkers beside them: a `__getattr__` that type checkers
+    see would let every misspelled name pass.
+
+    Args:
+        package: `__name__` of the package.
+        homes: Public names by the submodule that defines them.
+    """
+    home = {name: module for module, names in homes.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name in home:
+            value = getattr(import_module(f"{package}.{home[name]}"), name)
+        elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
+            value = import_module(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        # Found without this function the next time.
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        module = sys.modules[package]
+        return sorted({*vars(module), *home, *getattr(module, "__all__", ())})
+
+    return __getattr__, __dir__

@@ -1,0 +1,229 @@
+"""Finished and running runs, read from their directories: no process of theirs, no service and no torch is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .trackers import read_jsonl
+
+PathLike = str | os.PathLike[str]
+
+Curve = tuple[list[float], list[float]]
+"""Positions (steps or seconds) and values of one figure, in the order they were written; equally long."""
+
+_SIGNS = ("metrics.jsonl", "results.json", "metadata/config.full.yaml")
+_PATHS = frozenset({"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "auto_resume"})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. What is missing in it is empty here: a run that was killed early has no results yet.
+
+    Attributes:
+        path: The run directory.
+        name: What it is called beside others, by default its path below the root that was searched.
+    """
+
+    path: Path
+    name: str
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The whole configuration, by dotted key."""
+        return flatten(_read_yaml(self.path / "metadata" / "config.full.yaml"))
+
+    @cached_property
+    def canonical(self) -> dict[str, Any]:
+        """What of the configuration changes the result, by dotted key."""
+        return flatten(_read_yaml(self.path / "metadata" / "config.canonical.yaml"))
+
+    @cached_property
+    def git(self) -> dict[str, Any]:
+        """State of the code, empty without git."""
+        return _read_yaml(self.path / "metadata" / "git.yaml")
+
+    @cached_property
+    def results(self) -> dict[int, dict[str, dict[str, float | None]]]:
+        """Figures by completed epoch or global step, then by split."""
+        return {int(index): result for index, result in _read_json(self.path / "results.json").items()}
+
+    @cached_property
+    def best(self) -> dict[str, Any]:
+        """`index`, `score` and `result` of the best evaluation; empty before the first."""
+        return _read_json(self.path / "best.json")
+
+    @cached_property
+    def latest(self) -> dict[str, Any]:
+        """`index` and `result` of the last evaluation; empty before the first."""
+        return _read_json(self.path / "latest.json")
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`."""
+        file = self.path / "metrics.jsonl"
+        return read_jsonl(file) if file.is_file() else []
+
+    @property
+    def step(self) -> int | None:
+        """Global step of the last figure; `None` when there is none."""
+        return self.records[-1]["step"] if self.records else None
+
+    @property
+    def score_name(self) -> str | None:
+        """Figure that the best evaluation was chosen by, such as `val/acc`; `None` before the first evaluation.
+
+        Where the configuration leaves the split open, it is the one whose figure the score is.
+        """
+        name = self.config.get("score_name", "loss")
+        splits = self.best.get("result", {})
+        chosen = self.config.get("score_split")
+        score = self.best.get("score")
+        found = [split for split, figures in splits.items() if figures.get(name) == score and split != "train"]
+        split = chosen or next(iter(found), None)
+        return f"{split}/{name}" if split else (name if self.best else None)
+
+    @property
+    def latest_score(self) -> float | None:
+        """The figure of `score_name` in the last evaluation."""
+        split, _, name = (self.score_name or "").partition("/")
+        value = self.latest.get("result", {}).get(split, {}).get(name)
+        return None if value is None else float(value)
+
+    @property
+    def attempts(self) -> int:
+        """Number of logs: of the times it was started with logging on."""
+        return len(list((self.path / "logs").glob("*.log")))
+
+    @property
+    def changed(self) -> datetime | None:
+        """When figures or metadata were last written, in UTC."""
+        files = [self.path / name for name in _SIGNS]
+        times = [file.stat().st_mtime for file in files if file.is_file()]
+        return datetime.fromtimestamp(max(times), timezone.utc) if times else None
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of all figures in `metrics.jsonl`, sorted."""
+        return sorted({name for record in self.records for name in record} - {"step", "time"})
+
+    def curve(self, figure: str, *, by: str = "step") -> Curve:
+        """Return a figure over steps or time; values that were not finite are left out.
+
+        Args:
+            figure: Its name, such as `train/loss`.
+            by: `"step"`, or `"time"` for seconds since the first line of the run.
+
+        Raises:
+            ValueError: If `by` is neither.
+        """
+        if by not in ("step", "time"):
+            raise ValueError(f"Expected by to be 'step' or 'time'. Received: by={by!r}.")
+        start = self.records[0]["time"] if by == "time" and self.records else 0.0
+        points = [(r[by] - start, r[figure]) for r in self.records if r.get(figure) is not None]
+        return [float(x) for x, _ in points], [float(y) for _, y in points]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run as one row of plain values."""
+        return {
+            "run": self.name,
+            "path": str(self.path),
+            "step": self.step,
+            "attempts": self.attempts,
+            "score_name": self.score_name,
+            "best": self.best.get("score"),
+            "best_index": self.best.get("index"),
+            "latest": self.latest_score,
+            "changed": self.changed.isoformat(timespec="seconds") if self.changed else None,
+            "code_id": self.git.get("code_id"),
+        }
+
+
+def is_run(path: PathLike) -> bool:
+    """Whether a directory is that of a run."""
+    return any(Path(path, sign).is_file() for sign in _SIGNS)
+
+
+def find_runs(root: PathLike) -> list[Run]:
+    """Return the runs at or below a directory, sorted by name; links to directories are not followed.
+
+    Args:
+        root: A run directory, or one that has run directories below it at any depth.
+
+    Raises:
+        FileNotFoundError: If there is no such directory.
+    """
+    top = Path(root)
+    if not top.is_dir():
+        raise FileNotFoundError(f"Expected a directory with runs. Received: {str(root)!r}, which is none.")
+    if is_run(top):
+        return [Run(top, top.resolve().name)]
+    return [Run(path, str(path.relative_to(top))) for path in sorted(_walk(top))]
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    for directory, names, _ in os.walk(top):
+        path = Path(directory)
+        if is_run(path):
+            # Checkpoints and events of a run are many, and no run lies among them.
+            names.clear()
+            yield path
+
+
+def config_differences(runs: Sequence[Run], *, everything: bool = False) -> dict[str, list[Any]]:
+    """Return the settings in which runs differ: by dotted key, the value of each run, `None` where it has none.
+
+    Args:
+        runs: The runs, in the order of the values.
+        everything: Also compare what does not change the result, such as intervals and worker counts; paths never are.
+    """
+    configs = [run.config if everything else {**run.canonical, **_seeds(run)} for run in runs]
+    keys = sorted({key for config in configs for key in config if key.partition(".")[0] not in _PATHS})
+    table = {key: [config.get(key) for config in configs] for key in keys}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Return what tells runs apart in a legend: one or two settings, where these do; else their names."""
+    differences = config_differences(runs)
+    told = [", ".join(f"{key}={value}" for key, value in zip(differences, row)) for row in zip(*differences.values())]
+    return told if len(differences) <= 2 and len(set(told)) == len(runs) else [run.name for run in runs]
+
+
+def _seeds(run: Run) -> dict[str, Any]:
+    # Budgets and seeds may change in a resumed run, so they are not canonical everywhere; they do tell runs apart.
+    return {key: run.config[key] for key in ("seed", "steps", "epochs") if key in run.config}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    loaded = json.loads(file.read_text(encoding="utf-8"))
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,57 @@
+"""The doctor's own training, kill and resume; and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.recorded import danling
+
+from danling.cli import doctor
+from danling.cli.doctor_job import digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_doctor_kills_and_resumes_bitwise() -> None:
+    done = danling("doctor", "--json", "--skip", "compile", "nccl", "extras", timeout=280)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, done.stdout
+    for kind in ("file", "dcp"):
+        assert checks[f"kill and resume ({kind})"]["state"] == "ok"
+        assert checks[f"kill and resume ({kind})"]["detail"] == "killed at step 11, resumed at step 9, bitwise equal"
+    assert checks["torch"]["detail"] == torch.__version__
+
+
+def test_packages_are_imported_and_not_only_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "EXTRAS", ("safetensors", "no-such-package", "tensorboard"))
+    (tmp_path / "tensorboard.py").write_text("raise OSError('a broken library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    found = {check.name: check for check in doctor.examine({"train", "dcp", "compile", "nccl"}, 60)}
+    assert found["safetensors"].state == "ok" and found["no-such-package"].state == "absent"
+    assert found["tensorboard"].state == "failed" and "a broken library" in found["tensorboard"].detail
+
+
+@pytest.mark.slow
+def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard")
+    found = {check.name: check for check in doctor.examine({"dcp", "compile", "nccl", "extras"}, 60)}
+    assert found["torch"].state == "ok"
+    assert found["train (gloo)"].state == "failed" and "nosuchcard" in found["train (gloo)"].detail
+    assert found["kill and resume (file)"].state == "failed"
+
+
+def test_what_is_compared_differs_by_every_bit(tmp_path: Path) -> None:
+    state = {"a": {"w": torch.tensor([1.0, 2.0])}, "b": [1, None, "x"]}
+    same = {"b": (1, None, "x"), "a": {"w": torch.tensor([1.0, 2.0])}}
+    assert digest(state) == digest(same)
+    others = [
+        {"a": {"w": torch.tensor([1.0, 2.0 + 2**-22])}, "b": [1, None, "x"]},
+        {"a": {"w": torch.tensor([1.0, 2.0]).double()}, "b": [1, None, "x"]},
+        {"a": {"w": torch.tensor([[1.0, 2.0]])}, "b": [1, None, "x"]},
+        {"a": {"v": torch.tensor([1.0, 2.0])}, "b": [1, None, "x"]},
+        {"a": {"w": torch.tensor([1.0, 2.0])}, "b": [1, None, "y"]},
+    ]
+    assert len({digest(state), *map(digest, others)}) == 1 + len(others)

@@ -1,0 +1,99 @@
+"""G10 on a mesh: what befalls one rank ends the job in seconds, and is the last thing on the screen."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import ProcessFailure, run_outcomes
+from support.torchrun import torchrun
+
+TESTS = Path(__file__).parents[1]
+
+SCRIPT = """
+import os, sys, time
+from support.layouts import LayoutRunner
+
+class Trained(LayoutRunner):
+    def train_step(self, data):
+        time.sleep(0.02)
+        if sys.argv[1] == "raise" and self.rank == 2 and self.state.train.global_step == 3:
+            raise RuntimeError("this rank has had enough")
+        return super().train_step(data)
+
+config = {
+    "stack": "parallel", "parallel": {"axes": AXES}, "steps": 3000, "seed": 1, "log_interval": 5, "tensorboard": False,
+    "optim": {"type": "sgd", "lr": 0.01}, "dataloader": {"batch_size": 2}, "checkpoint": {"interval": 5000},
+    "evaluate_interval": 5000,
+}
+with Trained(config, model={}) as runner:
+    print(f"rank {runner.rank} is process {os.getpid()}.", flush=True)
+    runner.train()
+"""
+
+
+def write(axes: dict[str, int]) -> str:
+    Path("job.py").write_text(SCRIPT.replace("AXES", repr(axes)))
+    return "job.py"
+
+
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")])}
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    with torchrun(write({"pipeline": 2, "shard": 2}), "train", nproc_per_node=4, environment=ENVIRONMENT) as job:
+        job.wait_for_output("exp 5/3000", timeout=90)
+        pids = dict(re.findall(r"rank (\d) is process (\d+)\.", job.output))
+        os.kill(int(pids["1"]), signal.SIGKILL)
+        exit_code, output = job.wait(timeout=10)
+        assert exit_code == 1
+        root_cause = output[output.rindex("Root Cause") :]
+        assert "rank      : 1" in root_cause and "Signal 9 (SIGKILL)" in root_cause
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+def test_the_traceback_of_the_rank_that_raised_comes_last() -> None:
+    with torchrun(write({"shard": 2, "tensor": 2}), "raise", nproc_per_node=4, environment=ENVIRONMENT) as job:
+        exit_code, output = job.wait(timeout=90)
+        assert exit_code == 1
+        assert "this rank has had enough" in output
+        assert "rank      : 2" in output[output.rindex("Root Cause") :]
+
+
+def hang(config: Mapping[str, Any]) -> None:
+    import time
+
+    from support.layouts import LayoutRunner
+
+    class Hanging(LayoutRunner):
+        def train_step(self, data: Any) -> Any:
+            """Sleep on one rank, after the first update."""
+            if self.rank == 1 and self.state.train.global_step == 2:
+                time.sleep(60)
+            return super().train_step(data)
+
+    with Hanging(config, model={}) as runner:
+        runner.train()
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"pipeline": 2}], ids=str)
+def test_the_timeout_of_training_reaches_the_groups_of_the_mesh(axes: dict[str, int], tmp_path: Path) -> None:
+    """The first update may take its time; then a rank that does not answer is an error on the others."""
+    config = {
+        "workspace_root": str(tmp_path),
+        "stack": "parallel",
+        "parallel": {"axes": axes},
+        "steps": 5,
+        "log": False,
+        "optim": {"type": "sgd", "lr": 0.01},
+        "dataloader": {"batch_size": 2},
+        "comm": {"train_timeout_seconds": 2.0},
+    }
+    waiting, sleeping = sorted(run_outcomes(hang, config, world_size=2, timeout=45), key=lambda outcome: outcome.rank)
+    assert isinstance(waiting.error, RuntimeError) and "imed out" in str(waiting.error), waiting
+    assert isinstance(sleeping.error, ProcessFailure)

@@ -1,0 +1,389 @@
+"""A runner in replica groups: what it refuses, what a failed commit changes, and how it ends without a lighthouse."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_outcomes, run_processes
+from support.replicas import Lighthouse, ReplicaGroup
+from support.toys import TracingRunner, differences, whole_state
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.distributed import QuorumError
+from danling.runners.checkpoints import WriterLock
+
+needs_torchft = pytest.mark.usefixtures("_torchft")
+
+
+@pytest.fixture
+def _torchft() -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed")
+
+
+def settings(root: Path, **changes: Any) -> dict[str, Any]:
+    ft = {"enabled": True, "group_size": 2, "process_group_timeout_ms": 5000, **changes.pop("ft", {})}
+    return {
+        "steps": 8,
+        "seed": 3,
+        "accum_steps": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": 2},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine"},
+        "workspace_root": str(root),
+        "log_interval": 1000,
+        "ft": ft,
+        **changes,
+    }
+
+
+class Toy(dl.Runner):
+    """A small classifier."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))}
+
+
+# Refusals
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ft": {"replica_id": 2}}, r"ft\.replica_id=2, ft\.group_size=2"),
+        ({}, "TORCHFT_LIGHTHOUSE"),
+    ],
+)
+def test_a_wrong_place_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match=message):
+        Toy(settings(tmp_path, **changes))
+    assert not list(tmp_path.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stack": "parallel", "parallel.axes.tensor": 2}, {"stack": "parallel", "parallel.axes.pipeline": 2}]
+)
+def test_other_layouts_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no axes but replicate and shard\. Received: stack='parallel', parallel\.axes\."
+    ):
+        Toy(settings(tmp_path, **changes))
+
+
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(ImportError, match=r"pip install 'danling\[torchft\]'"):
+        Toy(settings(tmp_path))
+
+
+@needs_torchft
+def test_a_lighthouse_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
+    with pytest.raises(QuorumError, match=r"127\.0\.0\.1:1"):
+        Toy(settings(tmp_path, ft={"process_group_timeout_ms": 500}))
+
+
+# Failed commits
+
+
+def train_alone(root: Path) -> list[str]:
+    """Train where two groups are needed and one is there; return what has changed when it gives up."""
+    with TracingRunner(settings(root, ft={"min_replica_size": 2}, max_skipped_updates=2)) as runner:
+        runner.datasets.pop("val")
+        before = whole_state(runner)
+        kept = {name: value.clone() for name, value in before["model"].items()}
+        rates = [group["lr"] for group in runner.optimizer.param_groups]
+        averages = {name: value.clone() for name, value in before["ema"]["weights"].items()}
+        with pytest.raises(QuorumError, match="3 failures in a row"):
+            runner.train()
+        assert [weight for _, weight, _ in runner.trace] == [0.0, 0.0]
+        after = whole_state(runner)
+        assert [group["lr"] for group in runner.optimizer.param_groups] == rates
+        # The ids of the three attempts are the same ones.
+        assert runner.ids == runner.ids[:4] * 3
+        before["model"], before["ema"]["weights"] = kept, averages
+        return differences(after, before)
+
+
+@needs_torchft
+def test_a_commit_that_fails_changes_nothing(tmp_path: Path) -> None:
+    with Lighthouse() as lighthouse:
+        environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
+        changed = run_processes(train_alone, tmp_path, environment=environment)
+    # The scale of micro-batch weights is agreed on in the first window, whatever becomes of it.
+    assert all(line == "/state/train/weight_reference: 2.0 is not None" for lines in changed for line in lines)
+
+
+def train_group(root: Path, group: int, late: float = 0.0) -> dict[str, Any]:
+    time.sleep(late)
+    config = settings(root, ft={"replica_id": group, "min_replica_size": 2}, max_skipped_updates=None)
+    with TracingRunner(config) as runner:
+        runner.train()
+        state = whole_state(runner)
+        state["state"].pop("rng")
+        state["committed"] = [entry for entry in runner.trace if entry[1]]
+        return state
+
+
+@needs_torchft
+def test_failed_commits_leave_no_trace(tmp_path: Path) -> None:
+    """A group that waits for the other one, failing commit after commit, ends as if it had not waited."""
+    ended = []
+    for late in (0.0, 1.0):
+        root = tmp_path / str(late)
+        with (
+            Lighthouse() as lighthouse,
+            ReplicaGroup(train_group, root, 0, world_size=1, lighthouse=lighthouse) as first,
+            ReplicaGroup(train_group, root, 1, late, world_size=1, lighthouse=lighthouse) as second,
+        ):
+            ended.append([*first.values(), *second.values()])
+    together, waited = ended
+    for punctual, late_one in zip(together, waited, strict=True):
+        assert differences(late_one, punctual) == []
+    assert differences(together[0]["model"], together[1]["model"]) == []
+
+
+# One gradient over all groups
+
+
+class Uneven(dl.TorchRunner):
+    """Batches whose targets are in part ignored, so that ranks and groups weigh differently."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        self.criterion = nn.CrossEntropyLoss()
+        inputs, targets = torch.randn(48, 5, dtype=torch.float64), torch.randint(3, (48,))
+        targets[torch.rand(48) < 0.4] = -100
+        self.datasets = {"train": TensorDataset(inputs, targets)}
+        self.losses_seen: list[float] = []
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Count the targets by a meter of the user's own."""
+        self.meters.update({"counted": float((data[1] >= 0).sum())}, len(data[1]))
+        return super().train_step(data)
+
+    def step(self) -> Any:
+        """Note the loss that is logged."""
+        outcome = super().step()
+        if outcome.committed:
+            self.losses_seen.append(float(outcome.loss) / float(outcome.weight))
+        return outcome
+
+
+def train_uneven(root: Path, group: int | None) -> tuple[dict[str, Tensor], list[float], Any]:
+    ft = {"enabled": group is not None, "replica_id": group or 0, "min_replica_size": 2}
+    config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.3}, scheduler={}, ft=ft)
+    with Uneven(config) as runner:
+        runner.train()
+        weights = {name: value.clone() for name, value in runner.model_state_dict().items()}
+        return weights, runner.losses_seen, runner.results
+
+
+@needs_torchft
+def test_groups_make_one_gradient(tmp_path: Path) -> None:
+    """Two groups train as one run of all their ranks: sums over the global weight, and never a mean of means."""
+    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, world_size=4)[0]
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_uneven, tmp_path / "two", 0, world_size=2, lighthouse=lighthouse) as first,
+        ReplicaGroup(train_uneven, tmp_path / "two", 1, world_size=2, lighthouse=lighthouse) as second,
+    ):
+        ended = [*first.values(), *second.values()]
+    for weights, seen, results in ended:
+        assert differences(weights, ended[0][0]) == []
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-12)
+        assert seen == pytest.approx(losses, rel=1e-9)
+        assert list(results) == list(figures) == [1, 2, 3, 4, 5, 6]
+        for index, result in figures.items():
+            assert results[index]["train"] == pytest.approx(result["train"], rel=1e-9)
+
+
+# The lighthouse
+
+
+def train_until_it_goes_dark(root: Path) -> int:
+    config = settings(
+        root, steps=10**6, scheduler={}, checkpoint={"interval": 10**6}, comm={"train_timeout_seconds": 3}
+    )
+    config["ft"]["process_group_timeout_ms"] = 3000
+    with TracingRunner(config) as runner:
+        board = root / f"step-{runner.rank}"
+        step = runner.step
+
+        def noted() -> Any:
+            outcome = step()
+            board.write_text(str(runner.state.train.global_step))
+            return outcome
+
+        runner.step = noted  # type: ignore[method-assign]
+        runner.train()
+    return 0
+
+
+@needs_torchft
+def test_losing_the_lighthouse_ends_in_a_checkpoint_and_an_error(tmp_path: Path) -> None:
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_until_it_goes_dark, tmp_path, world_size=2, lighthouse=lighthouse) as group,
+    ):
+        board = tmp_path / "step-0"
+        group.wait_until(lambda: board.exists() and int(board.read_text() or 0) >= 3)
+        lighthouse.job.kill()
+        group.join()
+    assert len(group.outcomes) == 2
+    for outcome in group.outcomes:
+        assert isinstance(outcome.error, QuorumError), outcome
+        assert "lighthouse" in str(outcome.error)
+        assert outcome.exit_code != 0
+    (latest,) = tmp_path.rglob("latest.pth")
+    saved = torch.load(latest, weights_only=True)["state"]["train"]["global_step"]
+    assert saved == int(board.read_text())
+
+
+# Coming late
+
+
+class Patient(TracingRunner):
+    """Waits before it trains."""
+
+    def __init__(self, config: dict[str, Any], wait_for: Path | None, tell: Path | None) -> None:
+        super().__init__(config, train_size=24)
+        self.wait_for, self.tell = wait_for, tell
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait, then train."""
+        if self.tell is not None:
+            self.tell.touch()
+        while self.wait_for is not None and not self.wait_for.exists():
+            time.sleep(0.02)
+        return super().train(*args, **kwargs)
+
+
+def train_patiently(root: Path, group: int, wait_for: Path | None, tell: Path | None, **changes: Any) -> dict[str, Any]:
+    config = settings(root, ft={"replica_id": group}, auto_resume=True, accum_steps=1, **changes)
+    with Patient(config, wait_for, tell) as runner:
+        runner.train()
+        state = whole_state(runner)
+        state["results"], state["trained"] = runner.results, len(runner.trace)
+        return state
+
+
+@needs_torchft
+def test_a_group_that_comes_when_the_others_have_ended_does_not_train_again(tmp_path: Path) -> None:
+    """It was made before they saved: it must look again when it finds nobody."""
+    ready, done = tmp_path / "ready", tmp_path / "done"
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_patiently, tmp_path, 1, done, ready, world_size=1, lighthouse=lighthouse) as late,
+    ):
+        late.wait_until(ready.exists)
+        with ReplicaGroup(train_patiently, tmp_path, 0, None, None, world_size=1, lighthouse=lighthouse) as first:
+            (ended,) = first.values()
+        done.touch()
+        (came,) = late.values()
+    assert ended["trained"] == 8
+    assert came["trained"] == 0
+    assert came["state"]["train"]["global_step"] == 8
+    assert differences(came["model"], ended["model"]) == []
+
+
+class Joining(Patient):
+    """Tells when it is in the middle of an epoch, and takes its time from then on."""
+
+    def step(self) -> Any:
+        """Step, slowly."""
+        outcome = super().step()
+        if self.config.ft.replica_id == 0 and self.state.train.global_step == 8:
+            self.board("middle").touch()
+            while not self.board("joining").exists():
+                time.sleep(0.02)
+        if self.config.ft.replica_id == 0 and self.state.train.global_step >= 8:
+            time.sleep(0.05)
+        return outcome
+
+    def board(self, name: str) -> Path:
+        """Return a file that the groups speak by."""
+        return Path(self.config.workspace_root) / name
+
+    def heal(self, state: Any) -> None:
+        """Note where."""
+        super().heal(state)
+        self.healed_at = (self.state.train.global_step, self.state.train.epoch)
+
+
+def train_epochs(root: Path, group: int) -> dict[str, Any]:
+    wait_for, tell = (root / "middle", root / "joining") if group else (None, None)
+    config = settings(root, ft={"replica_id": group}, accum_steps=1, steps=None, epochs=6)
+    with Joining(config, wait_for, None) as runner:
+        if tell is not None:
+            while wait_for is not None and not wait_for.exists():
+                time.sleep(0.02)
+            tell.touch()
+        runner.train()
+        state = whole_state(runner)
+        healed = getattr(runner, "healed_at", None)
+        return {"state": state, "results": runner.results, "healed": healed, "step": runner.state.train.global_step}
+
+
+@needs_torchft
+def test_a_group_joins_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """It takes the place in the epoch, the results and the scores, and both end alike."""
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_epochs, tmp_path, 0, world_size=1, lighthouse=lighthouse) as first,
+        ReplicaGroup(train_epochs, tmp_path, 1, world_size=1, lighthouse=lighthouse) as second,
+    ):
+        (steady,), (joined,) = first.values(), second.values()
+    # 24 samples in batches of two for two groups: six updates an epoch, whoever is there.
+    assert steady["step"] == joined["step"] == 36
+    step, epoch = joined["healed"]
+    assert 8 <= step < 36
+    assert epoch == step // 6
+    assert list(joined["results"]) == [1, 2, 3, 4, 5, 6]
+    for name in ("model", "optimizer", "scheduler", "dataloaders"):
+        assert differences(joined["state"][name], steady["state"][name]) == []
+    for index, result in steady["results"].items():
+        assert joined["results"][index]["val"] == pytest.approx(result["val"], rel=1e-6)
+
+
+# Who writes
+
+
+def hold(file: Path, marker: Path) -> None:
+    assert WriterLock(file).acquire()
+    marker.touch()
+    time.sleep(60)
+
+
+def test_a_dead_writer_gives_its_right_back(tmp_path: Path) -> None:
+    file, marker = tmp_path / "checkpoints" / "writer.lock", tmp_path / "held"
+    mine = WriterLock(file)
+    with ReplicaGroup(hold, file, marker, world_size=1, lighthouse=None) as other:
+        other.wait_until(marker.exists)
+        assert not mine.acquire()
+        other.kill()
+    assert mine.acquire()
+    assert mine.acquire()
+    assert mine.held
+    mine.release()
+    mine.release()
+    assert not mine.held
+    assert run_outcomes(hold, file, tmp_path / "again", world_size=1, timeout=3.0)[0].traceback == ""
+    assert (tmp_path / "again").exists()

@@ -1,0 +1,36 @@
+"""Runs that were really trained, for tests of what reads run directories; and the command that reads them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.toys import TracingRunner
+
+
+def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any) -> Path:
+    """Train the small runner with averaged weights and return its run directory below `root`."""
+    config: dict[str, Any] = {
+        "steps": steps,
+        "seed": 3,
+        "lineage": lineage,
+        "workspace_root": str(root),
+        "log_interval": 1,
+        "evaluate_interval": 4,
+        "score_name": "acc",
+        "ema": {"enabled": True},
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "adamw", "lr": lr},
+        "checkpoint": {"interval": 4, **settings.pop("checkpoint", {})},
+    }
+    with TracingRunner({**config, **settings}) as runner:
+        runner.train()
+        return Path(runner.workspace.dir)
+
+
+def danling(*arguments: str | Path, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """Run the command `danling` in a process of its own, to its end."""
+    command = [sys.executable, "-m", "danling", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)

@@ -1,0 +1,13 @@
+"""What a layout communicates is what theory says: the benchmark's own count, on real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.communication import count
+
+
+@pytest.mark.parametrize("layout", ["FSDP 2", "CP 2", "PP 2"])
+def test_an_update_makes_the_collectives_of_theory(layout: str) -> None:
+    found = count(layout)
+    assert found["calls"] == found["theory"]

@@ -1,0 +1,121 @@
+"""Pictures and reports of runs: the curves in them are those that were logged, and readers of others open them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from danling.workspace.plots import draw_curves, group, png, smoothed
+from danling.workspace.report import html_report
+from danling.workspace.runs import Run, labels
+
+
+def write_run(path: Path, scale: float) -> Run:
+    """Write what a run leaves behind: losses of 20 steps, and two evaluations."""
+    path.mkdir(parents=True)
+    lines = [
+        f'{{"step": {i}, "time": {100 + i}.5, "train/loss": {scale / i}, "train/learning_rate": 0.1}}'
+        for i in range(1, 21)
+    ]
+    lines += [
+        f'{{"step": {i}, "time": {100 + i}.7, "val/loss": {2 * scale / i}, "val/acc": {i / 20}}}' for i in (10, 20)
+    ]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "results.json").write_text('{"1": {"val": {"acc": 0.5, "loss": null}}, "2": {"val": {"acc": 1.0}}}')
+    (path / "best.json").write_text('{"index": 2, "score": 1.0, "result": {"val": {"acc": 1.0}}}')
+    (path / "metadata").mkdir()
+    (path / "metadata" / "config.canonical.yaml").write_text(f"optim:\n  lr: {scale}\n")
+    (path / "metadata" / "config.full.yaml").write_text("score_name: acc\nscore_split: val\n")
+    return Run(path, path.name)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    return [write_run(tmp_path / "first", 1.0), write_run(tmp_path / "<b>second", 3.0)]
+
+
+def test_each_quantity_has_a_panel_with_the_curves_of_all_runs(runs: list[Run]) -> None:
+    figure = draw_curves(runs)
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert list(panels) == ["loss", "acc", "learning_rate"]
+    drawn = {line.get_label(): list(map(float, line.get_ydata())) for line in panels["loss"].lines}
+    titles = zip(("optim.lr=1.0", "optim.lr=3.0"), runs)
+    wanted = {f"{title} {split}": run.curve(f"{split}/loss")[1] for title, run in titles for split in ("train", "val")}
+    assert drawn == wanted
+
+
+def test_runs_are_told_apart_by_a_setting_where_one_does(runs: list[Run]) -> None:
+    assert labels(runs) == ["optim.lr=1.0", "optim.lr=3.0"]
+    assert labels([runs[0], runs[0]]) == ["first", "first"]
+
+
+def test_smoothing_adds_a_mean_without_the_bias_of_its_start(runs: list[Run]) -> None:
+    assert smoothed([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
+    assert smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 2) / 0.75])
+    (axes,) = draw_curves(runs[:1], figures=["train/loss"], smooth=0.9).axes
+    raw, mean = (list(line.get_ydata()) for line in axes.lines)
+    assert raw == runs[0].curve("train/loss")[1] and mean == smoothed(raw, 0.9)
+    (rates,) = draw_curves(runs[:1], figures=["learning_rate"], smooth=0.9).axes
+    assert len(rates.lines) == 1
+
+
+def test_figures_are_chosen_by_name_and_unknown_ones_are_named(runs: list[Run], tmp_path: Path) -> None:
+    assert group(runs, ["acc", "train/loss"]) == {"loss": ["train/loss"], "acc": ["val/acc"]}
+    with pytest.raises(ValueError, match="train/loss.*Received: 'los'"):
+        group(runs, ["los"])
+    with pytest.raises(ValueError, match="metrics.jsonl"):
+        group([Run(tmp_path, "empty")])
+    with pytest.raises(ValueError, match="smooth=1"):
+        draw_curves(runs, smooth=1.0)
+
+
+def test_the_picture_is_a_png_and_the_same_each_time(runs: list[Run]) -> None:
+    first, second = (png(draw_curves(runs, log_scale=True, by="time")) for _ in range(2))
+    assert first == second
+    picture = Image.open(io.BytesIO(first))
+    picture.load()
+    assert picture.format == "PNG" and picture.width > 3 * picture.height / 2
+
+
+class Page(HTMLParser):
+    """Collects the text of cells, and whatever a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attributes if name in ("src", "href", "data", "action")]
+        if tag in ("td", "th"):
+            self.cells.append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self.in_cell:
+            self.cells[-1] += data
+
+
+def test_the_report_is_one_file_with_scores_differences_and_curves(runs: list[Run]) -> None:
+    text = html_report(runs, title="A & B")
+    page = Page(text)
+    assert {"first", "<b>second", "val/acc", "optim.lr", "1", "3"} <= set(page.cells)
+    assert not {"b", "script", "link", "iframe"} & set(page.tags)
+    (source,) = page.fetched
+    picture = re.fullmatch(r"data:image/png;base64,(.+)", source)
+    assert picture is not None
+    assert Image.open(io.BytesIO(base64.b64decode(picture.group(1)))).format == "PNG"
+    assert "<title>A &amp; B</title>" in text

@@ -1,0 +1,74 @@
+"""What run directories say about runs that were really trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.recorded import record_run
+
+from danling.workspace.runs import config_differences, find_runs, is_run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("recorded")
+    record_run(place, lr=0.01)
+    record_run(place, lr=0.03, log_interval=2)
+    return place
+
+
+def test_every_run_below_a_directory_is_found(root: Path) -> None:
+    runs = find_runs(root)
+    assert len(runs) == 2
+    assert all(run.name == str(run.path.relative_to(root)) and is_run(run.path) for run in runs)
+    assert [found.path for found in find_runs(runs[0].path)] == [runs[0].path]
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        find_runs(tmp_path / "nowhere")
+    assert find_runs(tmp_path) == []
+
+
+def test_curves_are_what_was_logged(root: Path) -> None:
+    for run in find_runs(root):
+        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+        logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+        assert list(zip(*run.curve("train/loss"))) == logged
+        assert run.curve("val/acc")[0] == [4, 8, 12]
+        seconds = run.curve("train/loss", by="time")[0]
+        assert seconds[0] == 0 and seconds == sorted(seconds)
+        assert run.curve("no/such") == ([], [])
+
+
+def test_the_summary_agrees_with_the_results(root: Path) -> None:
+    for run in find_runs(root):
+        row = run.summary()
+        scores = {index: result["val"]["acc"] for index, result in run.results.items()}
+        assert row["step"] == 12 and row["attempts"] == 1 and row["score_name"] == "val/acc"
+        assert row["best"] == max(scores.values()) == scores[row["best_index"]]
+        assert row["latest"] == scores[12]
+
+
+def test_differences_are_of_what_changes_the_result(root: Path) -> None:
+    runs = find_runs(root)
+    differing = config_differences(runs)
+    assert list(differing) == ["optim.lr"] and sorted(differing["optim.lr"]) == [0.01, 0.03]
+    assert set(config_differences(runs, everything=True)) == {"optim.lr", "log_interval"}
+
+
+def test_a_run_without_figures_is_empty_and_not_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run" / "metadata").mkdir(parents=True)
+    (tmp_path / "run" / "metadata" / "config.full.yaml").write_text("seed: 1\n")
+    (run,) = find_runs(tmp_path)
+    row = run.summary()
+    assert row["step"] is row["best"] is row["score_name"] is row["latest"] is None
+    assert run.figures == [] and run.config == {"seed": 1}
+
+
+def test_a_line_that_a_kill_left_unfinished_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "a": 2.0}\n{"step": 2, "time": 6.0, "a": nul')
+    (run,) = find_runs(tmp_path)
+    assert run.curve("a") == ([1.0], [2.0]) and run.step == 1
