@@ -66,8 +66,12 @@ class TorchComponents(BaseRunner):
         if self.optimizer is None and self.config.get("optim", None):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
+        self.bind_optimizer()
         if self.scheduler is None and self.optimizer is not None and self.config.get("scheduler", None):
             self.scheduler = self.build_scheduler()
+
+    def bind_optimizer(self) -> None:
+        """Bind model and optimizer to each other where a stack does, before the scheduler is built. Call on all ranks."""
 
     def _seed_forward(self) -> None:
         # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -189,7 +189,9 @@ class TorchEvaluation(TorchState):
         with ExitStack() as stack:
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
-                stack.enter_context(self.ema.applied())
+                stack.enter_context(self.averaged_weights())
+                # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
+                self.equalize_buffers()
             # The wrapper's forward is a collective that a rank with fewer batches would miss.
             self.model = self.unwrap(wrapped)
             self.model.eval()
@@ -200,6 +202,11 @@ class TorchEvaluation(TorchState):
                 self.mode = before
                 self.model = wrapped
                 self.model.train(training)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has its averaged weights; entered on all ranks."""
+        applied: AbstractContextManager[None] = self.ema.applied()
+        return applied
 
     def _pass_over(self, split: str) -> Iterator[Batch]:
         source = self._evaluation_source(split)

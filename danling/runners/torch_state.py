@@ -102,16 +102,25 @@ class TorchState(TorchComponents):
             "format_version": FORMAT_VERSION,
             "runner": self.config.plain(),
             "state": self._run_state(),
-            "model": self.model_state_dict(),
+            **self.component_states(),
             "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
         }
         if self.ema is not None:
             payload["ema"] = self.ema.state_dict()
-        if self.optimizer is not None:
-            payload["optimizer"] = self.optimizer_state_dict()
         if self.scheduler is not None:
             payload["scheduler"] = self.scheduler.state_dict()
         return payload
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return what the checkpoint manager is handed to save: the full state. Call on all ranks."""
+        return self.state_dict()
+
+    def component_states(self) -> dict[str, Any]:
+        """Return the states of `model` and `optimizer`, by these names. Call on all ranks."""
+        states = {"model": self.model_state_dict()}
+        if self.optimizer is not None:
+            states["optimizer"] = self.optimizer_state_dict()
+        return states
 
     def _run_state(self) -> dict[str, Any]:
         self.state.train.weight_reference = self.window.agreed_reference
@@ -153,7 +162,7 @@ class TorchState(TorchComponents):
         best = save_best and self.is_best and next(reversed(self.scores)) == self.index
         self.settle()
         self.checkpoint_manager.save_checkpoint(
-            self.state_dict(), epoch=train.epoch, global_step=train.global_step, history=history, best=best
+            self.checkpoint_state(), epoch=train.epoch, global_step=train.global_step, history=history, best=best
         )
         self._saved_at = (train.global_step, train.epoch)
 

@@ -190,7 +190,7 @@ class TorchUpdate(TorchReplicas):
             raise self._nonfinite_error(pending[0])
 
     def _nonfinite_error(self, step: int) -> NonFiniteError:
-        mine = (bool(self.window.nonfinite), nonfinite_parameters((n, p) for n, p in self.named_parameters()))
+        mine = (bool(self.window.nonfinite), self.nonfinite_gradients())
         found = self.optimizer_domain.gather_objects(mine)
         ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
         names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
@@ -200,6 +200,10 @@ class TorchUpdate(TorchReplicas):
             "skip_nonfinite_grad to leave such updates out."
         )
 
+    def nonfinite_gradients(self) -> list[str]:
+        """Return the names of the first parameters whose gradient is not finite. Call on all ranks."""
+        return nonfinite_parameters(self.named_parameters())
+
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights. Called on all ranks."""
         if self.precision.scaler is not None:
@@ -207,9 +211,13 @@ class TorchUpdate(TorchReplicas):
         else:
             self.optimizer.step()
 
+    def zero_gradients(self) -> None:
+        """Drop the gradient of the window, whether it was applied or not."""
+        self.optimizer.zero_grad()
+
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""
-        self.optimizer.zero_grad()
+        self.zero_gradients()
         train = self.state.train
         if self.precision.scaler is not None and outcome.reason != "weightless":
             self.precision.scaler.update()

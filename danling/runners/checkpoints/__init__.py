@@ -8,6 +8,7 @@ from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from .base import CheckpointManager
+    from .deepspeed import DeepSpeedCheckpointManager, export_deepspeed_checkpoint
     from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
     from .exchange import export_weights, import_weights
     from .exclusion import exclude
@@ -22,6 +23,7 @@ else:
         __name__,
         {
             "base": ("CheckpointManager",),
+            "deepspeed": ("DeepSpeedCheckpointManager", "export_deepspeed_checkpoint"),
             "errors": ("CheckpointDamaged", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"),
             "exchange": ("export_weights", "import_weights"),
             "exclusion": ("exclude",),
@@ -40,11 +42,13 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointSettings",
+    "DeepSpeedCheckpointManager",
     "FileCheckpointManager",
     "ReplicaLoaderCheckpoints",
     "TorchDistributedCheckpointManager",
     "WriterLock",
     "exclude",
+    "export_deepspeed_checkpoint",
     "export_weights",
     "import_weights",
     "read_config",

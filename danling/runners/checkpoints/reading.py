@@ -38,6 +38,10 @@ def read_payload(
     """
     wanted = None if sections is None else {*sections, "format_version"}
     if path.is_dir():
+        from .deepspeed_files import is_engine_target, read_engine_target
+
+        if is_engine_target(path):
+            return read_engine_target(path, sections=wanted)
         from .dcp_files import read_target
 
         return check_format(read_target(path, template=template, sections=wanted), path)

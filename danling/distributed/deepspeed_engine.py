@@ -1,0 +1,237 @@
+"""A DeepSpeed engine: how it is imported, built and taken down, and where it keeps gradients and optimizer state.
+
+The only module that knows the inside of DeepSpeed's optimizers.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+_WEIGHTS = 3
+"""The ZeRO stage that divides the weights."""
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed and return it.
+
+    Args:
+        device: Where the engine will run. DeepSpeed chooses its accelerator once, when it is imported.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    if find_spec("deepspeed") is None:
+        raise ImportError(
+            "Expected the package deepspeed for stack='deepspeed'. Received: it is not installed. Install it: "
+            "pip install 'danling[deepspeed]'."
+        )
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type != "cpu":
+        return import_module("deepspeed")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = import_module("deepspeed")
+    # Collectives over shared memory are compiled at first use, and gloo does what they do.
+    import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def join_single_process_group() -> None:
+    """Make a process group of this process alone: an engine needs one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def leave_process_group() -> None:
+    """Leave the process group, and let DeepSpeed forget what it keeps of it, so that another engine can follow."""
+    gc.collect()
+    comm = import_module("deepspeed.comm")
+    if dist.is_initialized() and comm.is_initialized():
+        comm.destroy_process_group()
+
+
+def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> Any:
+    """Return an engine around a model. Call on all ranks.
+
+    Args:
+        deepspeed: The package.
+        model: The bare model, on its device.
+        optimizer: An optimizer over its parameters, which is divided in place; `None` where `settings` describe one.
+        settings: As `danling.distributed.deepspeed_config.engine_config` returns.
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=trained if optimizer is None else None,
+        config=dict(settings),
+        dist_init_required=None,
+    )
+    return engine
+
+
+def divides_weights(engine: Any) -> bool:
+    """Whether the weights are divided over the ranks, so that every forward is a collective."""
+    return int(engine.zero_optimization_stage()) == _WEIGHTS
+
+
+def is_divided(engine: Any) -> bool:
+    """Whether the optimizer is divided over the ranks."""
+    return bool(engine.zero_optimization())
+
+
+def flat_parameters(engine: Any) -> list[Tensor]:
+    """Return the flat float32 parameters of this rank's share, one or more for each group of the optimizer."""
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise AttributeError(f"Expected one of DeepSpeed's ZeRO optimizers. Received: {type(optimizer).__name__}.")
+
+
+def gradient_shares(engine: Any) -> list[Tensor]:
+    """Return this rank's share of the averaged gradient after the last backward of a window; changed in place, it is what is applied."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bfloat16 weights under stage 1
+        return list(optimizer.fp32_groups_gradient_flat_partition)
+    if _offloads(optimizer):
+        return [flat.grad for flat in flat_parameters(engine) if flat.grad is not None]
+    shares = optimizer.averaged_gradients.values()
+    return [tensor for tensors in shares if tensors is not None for tensor in _as_list(tensors) if tensor is not None]
+
+
+def _as_list(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _offloads(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+def discard_gradients(engine: Any) -> None:
+    """Throw the gradient of the window away, as the engine does with one that is not finite."""
+    engine.zero_grad()
+    optimizer = engine.optimizer
+    if not is_divided(engine):
+        return
+    if hasattr(optimizer, "clear_hp_grads"):
+        optimizer.clear_hp_grads()
+        return
+    optimizer.zero_grad(set_to_none=True)
+    if divides_weights(engine):
+        optimizer._pre_step()
+        optimizer._overflow_clean_up(optimizer.loss_scale)
+        return
+    optimizer.micro_step_id = -1
+    optimizer._release_preflattened_grad_buffers()
+    if _offloads(optimizer):
+        optimizer._offload_accumulated_param_ids = set()
+        optimizer.reset_cpu_buffers()
+        return
+    for index in list(optimizer.averaged_gradients):
+        optimizer.averaged_gradients[index] = None
+    for index in list(optimizer.all_grad_tensors):
+        optimizer.all_grad_tensors[index] = None
+
+
+def gathered(engine: Any, *, modify: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which the weights are whole on every rank. Enter on all ranks.
+
+    Args:
+        engine: The engine.
+        modify: Keep what is written to the weights of rank 0 inside.
+    """
+    if not divides_weights(engine):
+        return nullcontext()
+    zero = import_module("deepspeed").zero
+    context: AbstractContextManager[Any] = zero.GatheredParameters(
+        list(engine.module.parameters()), modifier_rank=0 if modify else None
+    )
+    return context
+
+
+def full_parameter(parameter: nn.Parameter) -> Tensor | None:
+    """Return the whole float32 weight that the optimizer holds, `None` for a frozen parameter. Call on all ranks."""
+    found: Tensor | None = import_module("deepspeed.utils").safe_get_full_fp32_param(parameter)
+    return found
+
+
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the whole gradient of a parameter at the end of a window. Call on all ranks."""
+    found: Tensor | None = import_module("deepspeed.utils").safe_get_full_grad(parameter)
+    return found
+
+
+def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the optimizer's whole state of one parameter; empty before the first update. Call on all ranks."""
+    utils = import_module("deepspeed.utils")
+    state: dict[str, Any] = {}
+    for key, value in _state_like(engine).items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            state[key] = utils.safe_get_full_optimizer_state(parameter, key)
+        else:
+            state[key] = value.clone() if isinstance(value, Tensor) else value
+    return state
+
+
+def _state_like(engine: Any) -> Mapping[str, Any]:
+    inner = engine.basic_optimizer
+    return next((inner.state[flat] for flat in flat_parameters(engine) if inner.state.get(flat)), {})
+
+
+def load_full_states(engine: Any, states: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+    """Divide whole states of parameters over the ranks. Call on all ranks.
+
+    Args:
+        engine: The engine.
+        states: Parameters and their states, as `full_state` returns.
+    """
+    like = next((state for _, state in states if state), None)
+    if like is None:
+        return
+    inner = engine.basic_optimizer
+    for flat in flat_parameters(engine):
+        inner.state[flat] = {key: _flat_like(flat, value) for key, value in like.items()}
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    utils = import_module("deepspeed.utils")
+    for parameter, state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                utils.safe_set_full_optimizer_state(parameter, value.to(flat_parameters(engine)[0].device), key)
+
+
+def _flat_like(flat: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros_like(flat) if value.dim() > 0 else value.clone()
+
+
+@contextmanager
+def single_writer(engine: Any, writer: Any) -> Iterator[None]:
+    """Let another object write and read the files of the engine's checkpoints.
+
+    Args:
+        engine: The engine.
+        writer: A checkpoint engine of DeepSpeed's kind.
+    """
+    before = engine.checkpoint_engine
+    engine.checkpoint_engine = writer
+    # The recovery script is written by one rank while the others wait for it: what fails there would hang them.
+    engine._copy_recovery_script = lambda path: None
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = before
+        del engine._copy_recovery_script

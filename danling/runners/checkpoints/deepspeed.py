@@ -1,0 +1,171 @@
+"""Checkpoints of a DeepSpeed engine, written by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from . import storage
+from .base import CheckpointManager
+from .deepspeed_files import (
+    RUNNER_FILE,
+    EngineTag,
+    HashingFiles,
+    consolidated_weights,
+    is_engine_target,
+    read_runner_file,
+)
+from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .exchange import export_weights
+from .manifest import Manifest
+from .policy import Record
+from .reading import read_payload
+from .snapshot import count_bytes, to_host
+from .target_store import SUMS, TargetStore
+
+
+class Engine(Protocol):
+    """What a manager asks of a DeepSpeed engine; all of it is called on all ranks."""
+
+    stage: int
+    state_bytes: int
+
+    def save(self, directory: str, tag: str, client_state: Mapping[str, Any]) -> None:
+        """Write the files of a tag."""
+
+    def writing_to(self, files: HashingFiles) -> AbstractContextManager[None]:
+        """Let `files` write what the engine saves."""
+
+
+class DeepSpeedCheckpointManager(CheckpointManager):
+    """Tags of a DeepSpeed engine as targets that are written once, and pointer files with the names; see `TargetStore`.
+
+    Beside the engine's files lies `runner.pth` with everything but model and optimizer; the same goes to the engine as its client
+    state, so that `engine.load_checkpoint("checkpoints/targets", tag)` of a program without this library finds it too.
+
+    The engine writes from its live tensors, so a save is finished when it returns, whatever `checkpoint.async_mode` says.
+
+    Args:
+        engine: The engine that saves.
+    """
+
+    store_class: ClassVar[type[TargetStore]] = TargetStore
+    store: TargetStore
+
+    def __init__(self, *args: Any, engine: Engine, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._engine = engine
+
+    # Saving
+
+    def _save(self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int) -> None:
+        if self.settings.load_only:
+            return
+        exported = "model" in payload
+        needed = count_bytes(payload) + (0 if exported else self._engine.state_bytes)
+        record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
+        plain = self.on_all(lambda: to_host(payload))
+        files = HashingFiles()
+        if not exported:
+            self._save_engine(files, record, plain)
+        try:
+            self._finish(files, record, plain, names)
+        except Exception:
+            if self.domain.rank == 0:
+                self.store.give_up(record.name)
+            raise
+
+    def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
+        record = self._open_attempt(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
+        record = replace(record, name=self.store.new_target(record.sequence))
+        storage.make_directory(self.store.path(record.name))
+        return record
+
+    def _save_engine(self, files: HashingFiles, record: Record, plain: Mapping[str, Any]) -> None:
+        client = {name: value for name, value in plain.items() if name != "ema"}
+        with self._engine.writing_to(files):
+            self._engine.save(str(self.store.path(record.name).parent), record.name, {"danling": client})
+
+    def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""
+        self._agree(files.error)
+        written: dict[str, tuple[int, str]] = {}
+        for of_rank in self.domain.gather_objects(files.written):
+            written.update(of_rank)
+        self.on_main(lambda: self._publish(record, plain, written, names))
+
+    def _publish(
+        self, record: Record, plain: Mapping[str, Any], written: Mapping[str, tuple[int, str]], names: Sequence[str]
+    ) -> None:
+        target = self.store.path(record.name)
+        own = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
+        storage.sync_directory(target)
+        storage.sync_directory(target.parent)
+        storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: own}).text())
+        self.store.publish(record.name, names)
+        self._prune()
+
+    # Loading
+
+    def load_checkpoint(
+        self,
+        source: str | Path,
+        *,
+        template: Mapping[str, Any] | None = None,
+        sections: Any = None,
+    ) -> dict[str, Any]:
+        """Return the verified payload of a checkpoint; see `CheckpointManager.load_checkpoint`.
+
+        In a checkpoint of an engine `model` and `optimizer` are an `EngineTag`, which the engine reads, unless sections are named.
+        """
+        self.wait()
+        path = self.on_main(lambda: self._verified(source))
+        if sections is not None or not self.on_main(lambda: is_engine_target(path)):
+            return self.on_all(lambda: read_payload(path, template=template, sections=sections))
+        payload = self.on_all(lambda: read_runner_file(path))
+        if "model" in payload:
+            raise CheckpointMismatch(
+                f"Expected a full checkpoint. Received: {source}, an export of weights. Load it with `pretrained`."
+            )
+        engine = payload["engine"]
+        tag = EngineTag(path, int(engine["stage"]), int(engine["world_size"]))
+        return {**payload, "model": tag, "optimizer": tag}
+
+
+def export_deepspeed_checkpoint(source: str | Path, path: str | Path, **options: Any) -> list[Path]:
+    """Put the weights of a checkpoint of the DeepSpeed manager together and write them for other programs. Call on one process.
+
+    Args:
+        source: A checkpoint directory, one of its pointer files, or a target.
+        path: As in `export_weights`: a file for `torch.load`, a `.safetensors` file, or a directory.
+        options: As in `export_weights`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        CheckpointNotFound: If there is no such checkpoint.
+        CheckpointDamaged: If it is not what was written.
+        CheckpointError: If DeepSpeed is not installed.
+    """
+    store = TargetStore(Path("checkpoints"), run_id="")
+    found = store.locate(Path(source))
+    if found is None:
+        raise CheckpointNotFound(
+            f"Expected a checkpoint of the DeepSpeed manager. Received: {str(source)!r}, where there is none."
+        )
+    store.verify(found, "full")
+    target = store.target(found)
+    if not is_engine_target(target):
+        raise CheckpointError(
+            f"Expected a checkpoint of the DeepSpeed manager. Received: {target}, without {RUNNER_FILE}."
+        )
+    payload = read_runner_file(target)
+    weights = payload["model"] if "model" in payload else consolidated_weights(target)
+    averaged = payload.get("ema", {}).get("weights")
+    return export_weights(path, weights, ema=averaged, **options)

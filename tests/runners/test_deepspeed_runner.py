@@ -1,0 +1,182 @@
+"""The DeepSpeed stack: whose optimizer it is, what is skipped, what its checkpoints hold and who can read them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
+from support.processes import run_outcomes, run_processes
+from support.toys import differences
+
+import danling as dl
+from danling.runners.checkpoints import CheckpointDamaged, export_deepspeed_checkpoint, read_config
+from danling.training import NonFiniteError
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("danling.distributed.deepspeed_engine.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'danling\[deepspeed\]'"):
+        AnyStackRunner(settings(tmp_path))
+
+
+def imported_by(config: dict[str, Any]) -> list[str]:
+    with AnyStackRunner(config) as runner:
+        runner.train()
+    return [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
+
+
+def test_other_stacks_never_import_it(tmp_path: Path) -> None:
+    assert run_processes(imported_by, settings(tmp_path, "ddp"), world_size=1) == [[]]
+    backend = settings(tmp_path / "dcp", "ddp", **{"checkpoint.backend": "dcp"})
+    assert run_processes(imported_by, backend, world_size=1) == [[]]
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_whose_optimizer_it_is(tmp_path: Path) -> None:
+    """The user's, that of `optim`, or DeepSpeed's, with its schedule: the same updates when they are the same optimizer."""
+    none: dict[str, Any] = {"optim": None, "scheduler": None}
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}
+    plain = {key: value for key, value in settings(tmp_path / "0", "ddp").items() if key not in none}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({**plain, "workspace_root": str(tmp_path / "own-ddp")}, {"own": True}),
+        ({**plain, "stack": "deepspeed", "workspace_root": str(tmp_path / "own"), "deepspeed": zero(2)}, {"own": True}),
+        ({**plain, "workspace_root": str(tmp_path / "ddp"), "optim": {"type": "adamw", "lr": 1e-2}}, {}),
+        ({**plain, "stack": "ds", "workspace_root": str(tmp_path / "ds"), "deepspeed": {**adam, **zero(1)}}, {}),
+        (
+            {**plain, "stack": "ds", "workspace_root": str(tmp_path / "w"), "deepspeed": {**adam, **warmup, **zero(1)}},
+            {},
+        ),
+    ]
+    own_ddp, own, ddp, theirs, warmed = run_processes(train_each, cases, world_size=1, timeout=150)[0]
+    for reference, found in ((own_ddp, own), (ddp, theirs)):
+        for name, weight in reference["state"]["model"].items():
+            torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+    assert own["state"]["optimizer"]["param_groups"][0]["lr"] == own_ddp["state"]["optimizer"]["param_groups"][0]["lr"]
+    assert warmed["state"]["scheduler"]["last_batch_iteration"] >= len(warmed["trace"]) - 1
+    assert warmed["state"]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-2)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"skip_nonfinite_grad": True}
+    cases = [(settings(tmp_path / "ddp", "ddp", **changes), {"poisoned": 2})]
+    cases += [(settings(tmp_path / str(s), deepspeed=zero(s), **changes), {"poisoned": 2}) for s in range(4)]
+    for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
+        reference = ranks[0]["state"]
+        assert reference["state"]["train"]["skipped_updates"] == 1
+        for found in ranks[1:]:
+            assert found["state"]["state"]["train"] == reference["state"]["train"]
+            for name, weight in reference["model"].items():
+                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_an_update_that_is_not_finite_ends_all_ranks(tmp_path: Path) -> None:
+    for stage in (1, 3):
+        config = settings(tmp_path / str(stage), deepspeed=zero(stage))
+        outcomes = run_outcomes(train, config, poisoned=2, world_size=2, timeout=60)
+        for outcome in outcomes:
+            assert isinstance(outcome.error, NonFiniteError), outcome.traceback
+            assert "at step 3" in str(outcome.error)
+            assert "ranks [1]" in str(outcome.error)
+            assert "0.weight" in str(outcome.error)
+
+
+def finetuned(config: dict[str, Any], source: str) -> dict[str, torch.Tensor]:
+    with AnyStackRunner.from_pretrained(config, source) as runner:
+        return {name: weight.clone() for name, weight in runner.model_state_dict().items()}
+
+
+def finetune_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, torch.Tensor]]:
+    return [finetuned(config, source) for config, source in cases]
+
+
+@needs_deepspeed
+@pytest.mark.timeout(240)
+def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
+    cases = [
+        (settings(tmp_path / f"s{stage}", deepspeed=zero(stage), **{"checkpoint.keep_latest_k": 1}), {})
+        for stage in (0, 2, 3)
+    ]
+    trained = run_processes(train_each, cases, world_size=2, timeout=150)[0]
+    loads: list[tuple[dict[str, Any], str]] = []
+    for (config, _), found in zip(cases, trained):
+        (latest,) = Path(config["workspace_root"]).rglob("checkpoints/latest")
+        assert read_config(latest)["deepspeed"] == config["deepspeed"]
+        assert len(list(latest.parent.glob("ckpt-*"))) == 1
+        (file,) = export_deepspeed_checkpoint(latest.parent, tmp_path / "export" / f"{latest.parents[1].name}.pth")
+        exported = torch.load(file, weights_only=True)
+        assert differences(exported, found["state"]["model"]) == []
+        assert "state" in torch.load(
+            latest.parent / "targets" / latest.read_text().strip() / "runner.pth", weights_only=True
+        )
+        loads.append((settings(tmp_path / "ddp", "ddp"), str(file)))
+        loads.append((settings(tmp_path / "again", deepspeed=zero(3)), str(latest)))
+    for index, weights in enumerate(run_processes(finetune_each, loads, world_size=1, timeout=100)[0]):
+        assert differences(weights, trained[index // 2]["state"]["model"]) == []
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_a_run_of_another_stack_goes_on_here(tmp_path: Path) -> None:
+    """Full state out of a file that DDP wrote: weights, moments, schedule and position."""
+    whole = settings(tmp_path / "whole", "ddp")
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [(whole, {})]
+    for stage in (1, 3):
+        parts = {**whole, "workspace_root": str(tmp_path / str(stage))}
+        cases += [
+            (parts, {"stop_at": 3}),
+            ({**parts, "stack": "deepspeed", "deepspeed": zero(stage), "auto_resume": True}, {}),
+        ]
+    reference, *parts_of = run_processes(train_each, cases, world_size=2, timeout=150)[0]
+    for first, second in zip(parts_of[::2], parts_of[1::2]):
+        assert len(first["trace"] + second["trace"]) == len(reference["trace"])
+        for name, weight in reference["state"]["model"].items():
+            torch.testing.assert_close(second["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def resume_message(config: dict[str, Any]) -> str:
+    try:
+        AnyStackRunner(config).close()
+    except CheckpointDamaged as error:
+        return str(error)
+    return ""
+
+
+@needs_deepspeed
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    config = settings(tmp_path, deepspeed=zero(1))
+    run_processes(train, config, world_size=1)
+    (latest,) = tmp_path.rglob("checkpoints/latest")
+    file = next((latest.parent / "targets" / latest.read_text().strip()).glob("*optim_states.pt"))
+    os.truncate(file, file.stat().st_size // 2)
+    message = run_processes(resume_message, {**config, "resume": str(latest)}, world_size=1)[0]
+    assert file.name in message
+
+
+def contradict(config: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        AnyStackRunner(config)
+    return str(caught.value)
+
+
+@needs_deepspeed
+def test_a_contradiction_is_refused_at_construction(tmp_path: Path) -> None:
+    message = run_processes(contradict, settings(tmp_path, deepspeed={"gradient_accumulation_steps": 5}), world_size=1)[
+        0
+    ]
+    assert "deepspeed.gradient_accumulation_steps=5" in message
+    assert "accum_steps=2" in message
+
+
+def test_the_stack_is_named_in_two_ways() -> None:
+    assert dl.RunnerConfig({"stack": "ds"}).stack_name() == dl.RunnerConfig({"stack": "DeepSpeed"}).stack_name()
