@@ -112,7 +112,10 @@ class TorchUpdate(TorchReplicas):
         return outcome
 
     def complete_gradients(self) -> None:
-        """Finish the reduction of the gradients over the ranks; DistributedDataParallel has finished it in the backward."""
+        """Finish the reduction of the gradients over the ranks; DistributedDataParallel has finished it in the backward.
+
+        Called on all ranks.
+        """
 
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
@@ -127,7 +130,10 @@ class TorchUpdate(TorchReplicas):
         return gradients
 
     def gradient_factor(self, verdict: Verdict) -> float | Tensor:
-        """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks."""
+        """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks.
+
+        No communication: may be called on one rank.
+        """
         if self.fault_tolerance is None:
             return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
         # A plain sum already, since groups can be added in no other form.
@@ -212,7 +218,10 @@ class TorchUpdate(TorchReplicas):
             self.optimizer.step()
 
     def zero_gradients(self) -> None:
-        """Drop the gradient of the window, whether it was applied or not."""
+        """Drop the gradient of the window, whether it was applied or not.
+
+        Called on all ranks.
+        """
         self.optimizer.zero_grad()
 
     def _conclude(self, outcome: UpdateOutcome) -> None:
