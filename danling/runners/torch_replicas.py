@@ -87,6 +87,8 @@ class TorchReplicas(TorchEvaluation):
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config`.
 
+        Called on all ranks.
+
         Raises:
             ValueError: If `ft.enabled` with a stack other than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`,
                 or the place among the groups is wrong.
@@ -113,7 +115,10 @@ class TorchReplicas(TorchEvaluation):
             )
 
     def replica_settings(self) -> ReplicaSettings:
-        """Return where this group stands among the others."""
+        """Return where this group stands among the others.
+
+        No communication: may be called on one rank.
+        """
         ft = self.config.ft
         timeout = ft.process_group_timeout_ms / 1000
         return ReplicaSettings(
@@ -128,7 +133,10 @@ class TorchReplicas(TorchEvaluation):
         )
 
     def set_seed(self) -> None:
-        """Seed as usual; without `seed`, all replica groups derive the same one from the configuration."""
+        """Seed as usual; without `seed`, all replica groups derive the same one from the configuration.
+
+        Called on all ranks.
+        """
         if self.config.ft.enabled and self.config.seed is None:
             # They must read one order of samples, and cannot speak to each other yet.
             self.config.seed = derive_seed("replica groups", self.config_id) % 2**31
@@ -174,6 +182,8 @@ class TorchReplicas(TorchEvaluation):
 
     def data_place(self, split: str) -> tuple[int, int]:
         """Return which share of a split this rank reads, and how many there are.
+
+        No communication: may be called on one rank.
 
         Training data is divided over all groups; each group evaluates all of a split, so that no death makes a figure wrong.
         """
@@ -325,7 +335,10 @@ class TorchReplicas(TorchEvaluation):
     # Healing
 
     def healing_state(self) -> dict[str, Any]:
-        """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
+        """Return what another group heals from: the state of this rank, shards as plain tensors, without communication.
+
+        Called on each rank by itself.
+        """
         payload: dict[str, Any] = {
             "model": self.model_state_dict(),
             "state": {name: part for name, part in self._run_state().items() if name != "rng"},
@@ -344,6 +357,8 @@ class TorchReplicas(TorchEvaluation):
 
     def heal(self, state: Mapping[str, Any]) -> None:
         """Take the state of the same rank of another group.
+
+        Called on every rank of the group that heals.
 
         Args:
             state: What `healing_state` returned there.
@@ -395,7 +410,10 @@ class TorchReplicas(TorchEvaluation):
     # Checkpoints
 
     def restore(self) -> None:
-        """Load what the configuration names; with `auto_resume`, from a directory that another group may be writing."""
+        """Load what the configuration names; with `auto_resume`, from a directory that another group may be writing.
+
+        Called on all ranks.
+        """
         attempts = _ATTEMPTS_TO_READ if self.fault_tolerance is not None and self.config.auto_resume else 1
         for _ in range(attempts - 1):
             with suppress(CheckpointDamaged, CheckpointNotFound):

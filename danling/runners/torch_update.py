@@ -144,7 +144,10 @@ class TorchUpdate(TorchReplicas):
         return gradients
 
     def gradient_factor(self, verdict: Verdict) -> float | Tensor:
-        """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks."""
+        """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks.
+
+        No communication: may be called on one rank.
+        """
         if self.fault_tolerance is None:
             return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
         # A plain sum already, since groups can be added in no other form.
@@ -240,7 +243,10 @@ class TorchUpdate(TorchReplicas):
             self.optimizer.step()
 
     def zero_gradients(self) -> None:
-        """Drop the gradient of the window, whether it was applied or not."""
+        """Drop the gradient of the window, whether it was applied or not.
+
+        Called on all ranks.
+        """
         self.optimizer.zero_grad()
         for parameter in self._unowned:
             parameter.grad = None

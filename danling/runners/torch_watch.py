@@ -57,7 +57,10 @@ class TorchWatch(TorchUpdate):
         self._measured_flops: float | None = None
 
     def init_distributed(self) -> None:
-        """Read the launch environment and join the group; under torchrun a failure of this process is put on record."""
+        """Read the launch environment and join the group; under torchrun a failure of this process is put on record.
+
+        Called on all ranks.
+        """
         record_failures()
         super().init_distributed()
 
@@ -95,6 +98,8 @@ class TorchWatch(TorchUpdate):
 
     def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; in training, all ranks agree before each one whether to go on.
+
+        Called on all ranks.
 
         A rank whose batches have come to their end goes on voting until those of all ranks have. Nothing is agreed outside of
         training, where nothing is watched.
@@ -207,7 +212,10 @@ class TorchWatch(TorchUpdate):
     # Boundaries
 
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
-        """Save the full state; see `TorchState.save_checkpoint`. What it takes is left out of the speed of training."""
+        """Save the full state; see `TorchState.save_checkpoint`. What it takes is left out of the speed of training.
+
+        Called on all ranks.
+        """
         if self.telemetry is None or not self._in_session:
             super().save_checkpoint(history=history, save_best=save_best)
             return
@@ -242,7 +250,10 @@ class TorchWatch(TorchUpdate):
             self._save_asked = False
 
     def evaluation_due(self) -> bool:
-        """Whether step mode evaluates at this step."""
+        """Whether step mode evaluates at this step.
+
+        No communication: may be called on one rank.
+        """
         step, budget = self.state.train.global_step, self.steps
         interval = self.config.evaluate_interval or self.checkpoint_interval
         return step % interval == 0 or step == budget
@@ -267,6 +278,8 @@ class TorchWatch(TorchUpdate):
     def count_tokens(self, data: Any) -> float:
         """Return the tokens of a batch for the figures of speed, 0 for data that has none; override it for batches of your own.
 
+        No communication: may be called on one rank.
+
         The default counts the elements of an integer input of two dimensions `(batch, sequence)`. Called for every micro-batch on
         the host's side: look at shapes, not at values, which would wait for the device.
 
@@ -276,11 +289,16 @@ class TorchWatch(TorchUpdate):
         return count_tokens(data)
 
     def flops_per_token(self) -> float | None:
-        """Return the model's FLOPs for a token, forward and backward, such as `6 * parameters`; `None` leaves it to the others."""
+        """Return the model's FLOPs for a token, forward and backward, such as `6 * parameters`; `None` leaves it to the others.
+
+        No communication: may be called on one rank.
+        """
         return None
 
     def flops_per_sample(self) -> float | None:
         """Return the model's FLOPs for a sample, forward and backward.
+
+        No communication: may be called on one rank.
 
         The default is what torch counted in the first micro-batch of training, where the peak of the device is known and the
         model runs as plain operations: matrix products, convolutions and attention.
@@ -291,7 +309,10 @@ class TorchWatch(TorchUpdate):
         return self._measured_flops
 
     def peak_flops(self) -> float | None:
-        """Return what one device could do at most, in FLOP/s; `None` when it is not known, as on a CPU. Never a guess."""
+        """Return what one device could do at most, in FLOP/s; `None` when it is not known, as on a CPU. Never a guess.
+
+        No communication: may be called on one rank.
+        """
         return device_peak_flops(self.device, self.config.precision)
 
     def _micro_step(self, batch: Batch) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.job import Job
 from support.pages import ROOT, Block, alike, blocks_of, pages, prints
 from support.processes import free_port
 
@@ -70,19 +70,11 @@ class Page:
         environment = {**os.environ, "PATH": os.pathsep.join(search), "PET_MASTER_PORT": str(free_port())}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = ["bash", "-euo", "pipefail", "-c", block.code]
-        ended = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.output = ended.stdout
-        assert (ended.returncode != 0) == raises, (
-            f"{self.page}:{block.line} ended with {ended.returncode}\n{ended.stdout}"
-        )
-        self.error = RuntimeError(ended.stdout) if raises else None
+        # What it leaves in the background ends with it, and does not keep its output open.
+        with Job(command, environment=environment) as job:
+            code, self.output = job.wait(200.0)
+        assert (code != 0) == raises, f"{self.page}:{block.line} ended with {code}\n{self.output}"
+        self.error = RuntimeError(self.output) if raises else None
 
     def compare(self, block: Block) -> None:
         where = f"{self.page}:{block.line}"
@@ -149,6 +141,7 @@ def test_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_page_keeps_to_the_conventions(page: Path) -> None:
     blocks = blocks_of(page)
     commands = "\n".join(block.code for block in blocks if block.language in RUN and not block.title)
+    assert "pip install" not in commands, f"{page.name}: a page that is run installs nothing"
     for block in blocks:
         where = f"{page.name}:{block.line}"
         assert block.language in RUN | READ, f"{where}: {block.language!r} is neither run nor marked as for reading"

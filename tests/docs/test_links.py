@@ -37,3 +37,16 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:examples|benchmarks|tests|scripts|danling)/[\w./]+\.(?:py|sh|sbatch))`", page.read_text())
     named += re.findall(r"(?:python|bash|sbatch) ((?:examples|benchmarks)/[\w./]+)", page.read_text())
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guarantees.md"])
+def test_tests_that_a_guarantee_names_exist(page: str) -> None:
+    named = set(re.findall(r"`(test_\w+\.py)`", (ROOT / page).read_text()))
+    assert named
+    assert [name for name in named if not (ROOT / "tests" / "guarantees" / name).is_file()] == []
+
+
+def test_every_example_is_on_the_front_page() -> None:
+    front = (ROOT / "docs" / "index.md").read_text()
+    programs = [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("**/*.s[hb]*")]
+    assert [program.name for program in programs if program.name not in front] == []

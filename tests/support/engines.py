@@ -85,7 +85,7 @@ class AnyStackRunner(dl.Runner):
     def step(self) -> Any:
         """Note loss, weight and norm; ask for a stop one update ahead."""
         if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
-            self.stop()  # type: ignore[attr-defined]
+            self.stop()
         outcome = super().step()
         assert outcome.grad_norm is not None
         self.trace.append((float(outcome.loss), float(outcome.weight), float(outcome.grad_norm)))
@@ -119,7 +119,7 @@ def train(config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """Train and return the trace, the figures and the whole state, less what says on which attempt it was reached."""
     with AnyStackRunner(config, **options) as runner:
         runner.train()
-        state = whole_state(runner)  # type: ignore[arg-type]
+        state = whole_state(runner)
         return {"trace": runner.trace, "results": dict(runner.results), "state": _copied(state)}
 
 
