@@ -1,0 +1,483 @@
+"""What users do with a runner that is not in its first example, each against a loop by hand or an uninterrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+
+import danling as dl
+
+
+class Scaled(nn.Module):
+    """A criterion with a parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return a loss that moves the scale."""
+        self.seen += 1
+        return F.mse_loss(pred * self.scale, target)
+
+
+def points(count: int = 16) -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).tanh())
+
+
+def settings(root: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "workspace_root": str(root),
+        "seed": 3,
+        "steps": 6,
+        "log": False,
+        "evaluate_interval": 6,
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "sgd", "lr": 0.1},
+        "checkpoint": {"interval": 100},
+        **more,
+    }
+
+
+class Story(dl.TorchRunner):
+    """A linear model in float64 on points; options change one thing each."""
+
+    def __init__(self, config: Mapping[str, Any], *, stop_at: int | None = None, **options: Any) -> None:
+        super().__init__(config)
+        self.stop_at = stop_at
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.criterion = options.get("criterion", nn.MSELoss())
+        self.datasets = {"train": points(), "val": points(5)}
+
+    def step(self) -> Any:
+        """Ask for a stop with the update that is the last one."""
+        if self.stop_at is not None and self.state.train.global_step == self.stop_at - 1:
+            self.stop()
+        return super().step()
+
+
+def weights(runner: Any) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in runner.model_state_dict().items()}
+    return found | {f"criterion.{name}": value.clone() for name, value in runner.criterion_state_dict().items()}
+
+
+def train_scaled(config: Mapping[str, Any], stop_at: int | None = None) -> dict[str, Tensor]:
+    with Story(config, stop_at=stop_at, criterion=Scaled()) as runner:
+        runner.train()
+        return weights(runner)
+
+
+def equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor], tolerance: float = 0.0) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.allclose(value, second[name], rtol=0, atol=tolerance) for name, value in first.items()
+    )
+
+
+# A criterion with parameters
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_the_state_of_a_criterion_comes_back(backend: str, tmp_path: Path) -> None:
+    checkpoint = {"backend": backend, "interval": 100}
+    whole = train_scaled(settings(tmp_path / "whole", checkpoint=checkpoint))
+    config = settings(tmp_path / "parts", checkpoint=checkpoint, auto_resume=True)
+    train_scaled(config, stop_at=2)
+    assert equal(train_scaled(config), whole)
+    assert whole["criterion.scale"] != 1.0
+
+
+def test_the_parameters_of_a_criterion_are_reduced_like_the_models(tmp_path: Path) -> None:
+    (one,) = run_processes(train_scaled, settings(tmp_path / "one"), world_size=1)
+    two = settings(tmp_path / "two", dataloader={"batch_size": 2})
+    for rank in run_processes(train_scaled, two, world_size=2):
+        assert torch.allclose(rank["criterion.scale"], one["criterion.scale"], rtol=0, atol=1e-12)
+        assert torch.allclose(rank["0.weight"], one["0.weight"], rtol=0, atol=1e-12)
+
+
+# A seed that was drawn
+
+
+class Split(Story):
+    """Draws its split in `__init__`."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config, **options)
+        train, val = random_split(points(), [12, 4])
+        self.datasets = {"train": train, "val": val}
+
+
+def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = settings(tmp_path, seed=None, auto_resume=True)
+    with Split(config, stop_at=2) as runner:
+        runner.train()
+        first = (runner.seed, list(runner.datasets["val"].indices))
+    with Split(config) as runner:
+        assert runner.state.train.global_step == 2
+        assert (runner.seed, list(runner.datasets["val"].indices)) == first
+    with Split(settings(tmp_path, seed=None)) as runner:
+        assert runner.seed != first[0]
+
+
+# Windows, schedules, parameters
+
+
+class Ignoring(dl.TorchRunner):
+    """The second batch has no target that counts."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(3, 4)
+        self.criterion = nn.CrossEntropyLoss()
+        targets = torch.tensor([1, 2, -100, -100, 3, 0, 1, 1])
+        self.datasets = {"train": TensorDataset(torch.randn(8, 3), targets)}
+        self.reasons: list[str | None] = []
+
+    def step(self) -> Any:
+        """Note what became of the update."""
+        outcome = super().step()
+        self.reasons.append(outcome.reason)
+        return outcome
+
+
+def test_a_window_without_targets_is_left_out_under_fp16_too(tmp_path: Path) -> None:
+    loader = {"batch_size": 2, "shuffle": False}
+    with Ignoring(settings(tmp_path, steps=3, precision="fp16", dataloader=loader)) as runner:
+        runner.train()
+        assert runner.reasons == [None, "weightless", None, None]
+        assert runner.precision.scaler is not None and runner.precision.scaler.get_scale() == 2.0**16
+
+
+def test_a_schedule_by_epoch_advances_in_step_mode(tmp_path: Path) -> None:
+    scheduler = {"type": "steplr", "step_size": 1, "gamma": 0.5, "interval": "epoch"}
+    with Story(settings(tmp_path, steps=9, scheduler=scheduler)) as runner:
+        runner.train()
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)
+
+
+def test_a_metric_schedule_needs_figures(tmp_path: Path) -> None:
+    scheduler = {"type": "reducelronplateau", "interval": "step"}
+    with pytest.raises(ValueError, match="'epoch' or 'validation' for ReduceLROnPlateau"):
+        Story(settings(tmp_path, scheduler=scheduler))
+
+
+class Unfreezing(Story):
+    """Trains its head alone in the first pass, and everything from the second on."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config, **options)
+        self.model[0].requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train_epoch(self, split: str = "train") -> dict[str, float]:
+        """Unfreeze at the second epoch."""
+        if self.state.train.epoch == 1:
+            self.unwrapped_model[0].requires_grad_(True)
+        return super().train_epoch(split)
+
+
+def train_unfreezing(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    with Unfreezing(config) as runner:
+        runner.train()
+        return weights(runner)
+
+
+def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> None:
+    more = {"steps": None, "epochs": 3, "evaluate_interval": None}
+    (one,) = run_processes(train_unfreezing, settings(tmp_path / "one", **more), world_size=1)
+    two = settings(tmp_path / "two", **{**more, "dataloader": {"batch_size": 2}})
+    for rank in run_processes(train_unfreezing, two, world_size=2):
+        assert equal(rank, one, 1e-12)
+
+
+class HeadOnly(Story):
+    """Optimizes a part of what gets a gradient."""
+
+    def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config, **options)
+        self.optimizer = torch.optim.SGD(self.model[2].parameters(), lr=0.1)
+        self.norms: list[float] = []
+
+    def clip_gradients(self, grad_norm: Tensor) -> None:
+        """Note the norm, and that nothing has piled up."""
+        assert self.model[0].weight.grad is not None
+        self.norms.append(float(grad_norm))
+        super().clip_gradients(grad_norm)
+
+
+def test_a_gradient_that_nobody_applies_neither_counts_nor_piles_up(tmp_path: Path) -> None:
+    with HeadOnly(settings(tmp_path, max_grad_norm=0.1)) as runner:
+        head = [parameter.detach().clone() for parameter in runner.model[2].parameters()]
+        runner.train()
+        assert all(norm < 5 for norm in runner.norms)
+        assert all(parameter.grad is None for parameter in runner.model[0].parameters())
+        assert not torch.equal(head[0], runner.model[2].weight)
+
+
+# Figures
+
+
+class Counting(Story):
+    """Feeds a meter on rank 0 only, and one in evaluation."""
+
+    def train_step(self, data: Any) -> Any:
+        """Note a figure of this rank."""
+        if self.rank == 0:
+            self.meters.update({"of_rank_0": 2.0})
+        return super().train_step(data)
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Note a figure of the evaluation."""
+        self.meters.update({"evaluated": 1.0})
+        return super().evaluate_step(data)
+
+
+def train_counting(config: Mapping[str, Any], stop_at: int | None = None) -> Any:
+    with Counting(config, stop_at=stop_at) as runner:
+        return runner.train()
+
+
+def test_a_meter_that_one_rank_feeds_is_figured_for_all(tmp_path: Path) -> None:
+    config = settings(tmp_path, dataloader={"batch_size": 2}, auto_resume=True)
+    run_processes(train_counting, config, 4, world_size=2)
+    for results in run_processes(train_counting, config, world_size=2):
+        assert results[6]["train"]["of_rank_0"] == 2.0
+        assert results[6]["val"]["evaluated"] == 1.0
+        assert "evaluated" not in results[6]["train"]
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return prediction and loss."""
+        pred = self.layer(x)
+        return {"logits": pred, "loss": F.mse_loss(pred, y)}
+
+
+class OwnLossRunner(dl.TorchRunner):
+    """Has no criterion."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = OwnLoss()
+        rows = [{"input": {"x": x, "y": y}} for x, y in points()]
+        self.datasets = {"train": rows, "val": rows[:4]}
+
+
+def test_a_model_that_returns_its_loss_is_evaluated_by_it(tmp_path: Path) -> None:
+    with OwnLossRunner(settings(tmp_path)) as runner:
+        result = runner.train()[6]
+        with torch.no_grad():
+            inputs, targets = points().tensors
+            expected = F.mse_loss(runner.model.layer(inputs[:4]), targets[:4])
+        assert result["val"]["loss"] == pytest.approx(float(expected))
+
+
+# Criteria that are functions
+
+
+def accumulated(root: Path, criterion: Any, batch_size: int, accum_steps: int) -> Tensor:
+    class Tokens(dl.TorchRunner):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            torch.manual_seed(0)
+            self.model = nn.Linear(3, 4).double()
+            self.criterion = criterion
+            targets = torch.tensor([1, 2, -100, -100, 3, 0, -100, 1])
+            inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            self.datasets = {"train": TensorDataset(inputs, targets)}
+
+    loader = {"batch_size": batch_size, "shuffle": False}
+    with Tokens(settings(root, steps=1, accum_steps=accum_steps, dataloader=loader)) as runner:
+        runner.train()
+        return runner.model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        F.cross_entropy,
+        partial(F.cross_entropy, reduction="sum"),
+        partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)),
+        partial(F.cross_entropy, ignore_index=-100, label_smoothing=0.1),
+    ],
+    ids=["plain", "sum", "weights", "smoothing"],
+)
+def test_a_function_weighs_as_its_module_does(criterion: Any, tmp_path: Path) -> None:
+    whole = accumulated(tmp_path / "whole", criterion, 8, 1)
+    parts = accumulated(tmp_path / "parts", criterion, 2, 4)
+    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-12)
+
+
+def test_sparse_gradients_are_clipped_and_applied(tmp_path: Path) -> None:
+    class Lookup(dl.TorchRunner):
+        def __init__(self, config: Mapping[str, Any], sparse: bool) -> None:
+            super().__init__(config)
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 3))
+            self.criterion = nn.CrossEntropyLoss()
+            tokens = torch.randint(6, (16, 2), generator=torch.Generator().manual_seed(1))
+            self.datasets = {"train": TensorDataset(tokens, tokens.sum(1) % 3)}
+
+    found = []
+    for sparse in (False, True):
+        with Lookup(settings(tmp_path / str(sparse), accum_steps=2, max_grad_norm=0.1), sparse) as runner:
+            runner.train()
+            found.append(runner.model[0].weight.detach().clone())
+    torch.testing.assert_close(*found)
+
+
+# Loaders, hooks, several runners
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from the streams of the process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        value = torch.randn(3, dtype=torch.float64) + index
+        return value, value.sum().reshape(1)
+
+
+class NoisyRunner(dl.Runner):
+    """A user's own loader over drawn samples, which both ends of a pipeline read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(3, 1), nn.Flatten()).double()
+        self.criterion = nn.MSELoss()
+        self.dataloaders = {"train": DataLoader(Noisy(), batch_size=4)}
+        self.read: list[Tensor] = []
+
+    def to_device(self, data: Any) -> Any:
+        """Note what was read."""
+        self.read.append(data[0].clone())
+        return super().to_device(data)
+
+
+def read_noisy(config: Mapping[str, Any]) -> list[Tensor]:
+    with NoisyRunner(config) as runner:
+        runner.train()
+        return runner.read
+
+
+def test_ranks_of_one_replica_read_the_same_from_a_users_loader(tmp_path: Path) -> None:
+    parallel = {"stack": "parallel", "parallel": {"axes": {"pipeline": 2}}}
+    config = settings(tmp_path, steps=4, **parallel)
+    first, last = run_processes(read_noisy, config, world_size=2)
+    assert len(first) == 4
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, last))
+    assert not torch.equal(first[0], first[2])
+
+
+def build_with_sampler(config: Mapping[str, Any]) -> None:
+    class Sampled(NoisyRunner):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            sampler = torch.utils.data.DistributedSampler(Noisy(), num_replicas=2, rank=self.rank)
+            self.dataloaders = {"train": DataLoader(Noisy(), batch_size=2, sampler=sampler)}
+
+    with Sampled(config) as runner:
+        runner.train()
+
+
+def test_a_sampler_over_other_ranks_than_those_that_read_is_refused(tmp_path: Path) -> None:
+    run_processes(build_with_sampler, settings(tmp_path / "ddp", steps=2), world_size=2)
+    parallel = {"stack": "parallel", "parallel": {"axes": {"pipeline": 2}}}
+    with pytest.raises(ValueError, match="to take share 0 of 1"):
+        run_processes(build_with_sampler, settings(tmp_path / "mesh", **parallel), world_size=2)
+
+
+def test_a_users_loader_is_not_evaluated_in_the_middle_of_training_on_it(tmp_path: Path) -> None:
+    class Both(Story):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            self.datasets = {}
+            self.dataloaders = {"train": DataLoader(points(), batch_size=4)}
+
+    with (
+        Both(settings(tmp_path, evaluate_splits=["train"], evaluate_interval=2)) as runner,
+        pytest.raises(ValueError, match="its loader would lose its place"),
+    ):
+        runner.train()
+
+
+def test_builders_that_are_overridden_need_no_section(tmp_path: Path) -> None:
+    class Built(Story):
+        def build_optimizer(self) -> Any:
+            return torch.optim.Adagrad(self.model.parameters(), lr=0.01)
+
+        def build_scheduler(self) -> Any:
+            return torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+
+    config = settings(tmp_path)
+    del config["optim"]
+    with Built(config) as runner:
+        runner.train()
+        assert isinstance(runner.optimizer, torch.optim.Adagrad)
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**6)
+
+
+def test_a_backward_past_the_runner_is_an_error(tmp_path: Path) -> None:
+    class Past(Story):
+        def train_step(self, data: Any) -> Any:
+            loss = F.mse_loss(self.model(data[0]), data[1])
+            loss.backward()
+            return None, loss
+
+    with Past(settings(tmp_path)) as runner, pytest.raises(ValueError, match=r"call `self\.backward\(loss\)`"):
+        runner.train()
+
+
+def two_runners(root: Path) -> int:
+    first, second = Story(settings(root / "a")), Story(settings(root / "b"))
+    first.close()
+    second.train()
+    second.close()
+    assert not torch.distributed.is_initialized()
+    return second.state.train.global_step
+
+
+def test_the_last_runner_of_a_process_leaves_the_group(tmp_path: Path) -> None:
+    assert run_processes(two_runners, tmp_path, world_size=2) == [6, 6]
+
+
+def test_a_stream_of_predictions_leaves_the_runner_as_it_was(tmp_path: Path) -> None:
+    with Story(settings(tmp_path, ema={"enabled": True, "decay": 0.5})) as runner:
+        stream = runner.infer("val", stream=True)
+        next(stream)
+        assert runner.model.training and runner.mode == "train"
+        runner.train()
+        trained = weights(runner)
+        stream.close()
+        assert equal(weights(runner), trained)
+
+
+def test_settings_that_others_leave_without_effect_are_named(tmp_path: Path, caplog: Any) -> None:
+    class Unscored(Story):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            del self.datasets["val"]
+
+    with Unscored(settings(tmp_path, patience=2, ema={"decay": 0.9}, max_skipped_updates=3)):
+        pass
+    said = "\n".join(caplog.messages)
+    assert all(f"{name} has no effect" in said for name in ("patience", "ema", "max_skipped_updates"))
