@@ -133,12 +133,17 @@ def losses(output: str) -> list[float]:
 
 
 @pytest.mark.timeout(300)
-def test_one_script_on_two_stacks(tmp_path: Path) -> None:
+def test_one_script_on_every_stack(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat; a dog lay in the sun. " * 200)
     small = ["--model.width", "16", "--model.depth", "1", "--model.context", "16", "--data.path", str(text)]
     found = {}
-    for name, stack in {"ddp": ["ddp"], "deepspeed": ["deepspeed", "--deepspeed.zero_optimization.stage", "2"]}.items():
+    stacks = {
+        "ddp": ["ddp"],
+        "parallel": ["parallel", "--parallel.axes.shard", "2"],
+        "deepspeed": ["deepspeed", "--deepspeed.zero_optimization.stage", "2"],
+    }
+    for name, stack in stacks.items():
         root = tmp_path / name
         options = ["--steps", "20", "--log_interval", "1", "--workspace_root", str(root), *small]
         exit_code, output = run_torchrun(EXAMPLES / "gpt.py", "--stack", *stack, *options, timeout=140)
@@ -146,6 +151,7 @@ def test_one_script_on_two_stacks(tmp_path: Path) -> None:
         (metrics,) = root.rglob("metrics.jsonl")
         found[name] = losses(metrics.read_text())
     assert len(found["ddp"]) == 20
+    assert found["parallel"] == pytest.approx(found["ddp"], rel=1e-4)
     assert found["deepspeed"] == pytest.approx(found["ddp"], rel=1e-4)
     assert found["ddp"][-1] < found["ddp"][0]
 
