@@ -314,9 +314,9 @@ class TorchRunner(TorchWatch):
         )
 
     def _checkpoint_when_due(self, index: int, *, final: bool) -> None:
-        due = index % self.checkpoint_interval == 0
+        due = index % self._checkpoint_every == 0
         if due or final:
             self.save_checkpoint(history=due)
-        elif self._save_asked or (self.is_best and next(reversed(self.scores)) == self.index):
+        elif self._save_asked or (index in self.results and self.is_best and next(reversed(self.scores)) == index):
             self.save_checkpoint()
         self._save_asked = False

@@ -50,6 +50,7 @@ class TorchWatch(TorchUpdate):
         self._save_asked = False
         self._deadline = math.inf
         self._in_session = False
+        self._checkpoint_every = self._evaluate_every = 1
         self._first_update_done = False
         self._logged_samples = self._session_samples = 0
         self._profiler: Profiler | None = None
@@ -151,6 +152,8 @@ class TorchWatch(TorchUpdate):
         self.window.sum_reduced = self.sums_loss
         limit = self.config.max_time_seconds()
         self._deadline = time.monotonic() + limit if limit is not None else math.inf
+        self._checkpoint_every = self.checkpoint_interval
+        self._evaluate_every = self.config.evaluate_interval or self._checkpoint_every
         self.model.train()
         self.open_trackers()
         self.init_signal_handlers()
@@ -254,9 +257,8 @@ class TorchWatch(TorchUpdate):
 
         No communication: may be called on one rank.
         """
-        step, budget = self.state.train.global_step, self.steps
-        interval = self.config.evaluate_interval or self.checkpoint_interval
-        return step % interval == 0 or step == budget
+        step = self.state.train.global_step
+        return step % self._evaluate_every == 0 or step == self.steps
 
     def _tighten_timeout(self) -> None:
         # Compilation and the first data make the first update slow; the limit that catches a hang begins after it, everywhere.
