@@ -41,9 +41,14 @@ def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]
         step_mode: Whether the budget counts updates.
     """
     scheduler = config.get("scheduler", None) or {}
+    usual = type(config)()
+
+    def changed(name: str) -> bool:
+        return bool(config.get(name) != usual.get(name))
+
     checks = [
         (
-            config.patience != float("inf") and not evaluates,
+            changed("patience") and not evaluates,
             "patience",
             "there is no evaluation split, so nothing is scored",
         ),
@@ -52,14 +57,14 @@ def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]
             "evaluate_interval",
             "epoch mode evaluates each epoch",
         ),
-        (len(config.ema) > 1 and not config.ema.enabled, "ema", "ema.enabled is not set"),
+        (changed("ema") and not config.ema.enabled, "ema", "ema.enabled is not set"),
         (
             config.checkpoint.export_dtype is not None and not config.checkpoint.last_save_model_only,
             "checkpoint.export_dtype",
             "checkpoint.last_save_model_only is not set",
         ),
         (
-            config.max_skipped_updates is not None and not config.skip_nonfinite_grad and config.precision != "fp16",
+            changed("max_skipped_updates") and not config.skip_nonfinite_grad and config.precision != "fp16",
             "max_skipped_updates",
             "no update may be skipped: skip_nonfinite_grad is not set",
         ),
