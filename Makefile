@@ -1,6 +1,6 @@
 # Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
 #   make train   set up .venv and train a small GPT for about two minutes
-#   make test    set up .venv and run the tests
+#   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make chaos   kill runs N times at random instants and compare their ends; make bench measures what the library costs
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,21 +12,26 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: train test chaos bench lint format docs clean
+.PHONY: train test test-all chaos bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # Threads that spin while they wait are quick on an idle machine and starve each other on a busy one: let them spin briefly.
 train: $(VENV)/.core
 	GOMP_SPINCOUNT=20000 $(BIN)/python examples/gpt.py $(TRAIN_ARGS)
 
+# Two at a time, and without those marked slow: further variants of what the others show. `make test-all` runs everything.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TEST_ARGS)
+
+test-all: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
 
 N ?= 50
 chaos: $(VENV)/.dev
 	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py tests/guarantees/test_replica_groups.py
 
 bench: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cost.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/keyed_randomness.py
 
