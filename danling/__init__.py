@@ -13,7 +13,16 @@ from danling.utils.lazy import lazily
 if TYPE_CHECKING:
     from . import metrics, optim
     from .optim import OPTIMIZERS, SCHEDULERS
-    from .runners import BaseRunner, MetaRunner, ParallelRunner, Runner, RunnerConfig, RunnerState, TorchRunner
+    from .runners import (
+        BaseRunner,
+        DeepSpeedRunner,
+        MetaRunner,
+        ParallelRunner,
+        Runner,
+        RunnerConfig,
+        RunnerState,
+        TorchRunner,
+    )
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -21,6 +30,7 @@ else:
             "optim": ("OPTIMIZERS", "SCHEDULERS"),
             "runners": (
                 "BaseRunner",
+                "DeepSpeedRunner",
                 "MetaRunner",
                 "ParallelRunner",
                 "Runner",
@@ -37,6 +47,7 @@ __all__ = [
     "OPTIMIZERS",
     "SCHEDULERS",
     "BaseRunner",
+    "DeepSpeedRunner",
     "MetaRunner",
     "ParallelRunner",
     "Runner",

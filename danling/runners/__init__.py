@@ -9,6 +9,7 @@ from danling.utils.lazy import lazily
 if TYPE_CHECKING:
     from .base_runner import BaseRunner
     from .config import RunnerConfig
+    from .deepspeed_runner import DeepSpeedRunner
     from .meta import MetaRunner
     from .parallel_runner import ParallelRunner
     from .runner import Runner
@@ -20,6 +21,7 @@ else:
         {
             "base_runner": ("BaseRunner",),
             "config": ("RunnerConfig",),
+            "deepspeed_runner": ("DeepSpeedRunner",),
             "meta": ("MetaRunner",),
             "parallel_runner": ("ParallelRunner",),
             "runner": ("Runner",),
@@ -28,4 +30,13 @@ else:
         },
     )
 
-__all__ = ["BaseRunner", "MetaRunner", "ParallelRunner", "Runner", "RunnerConfig", "RunnerState", "TorchRunner"]
+__all__ = [
+    "BaseRunner",
+    "DeepSpeedRunner",
+    "MetaRunner",
+    "ParallelRunner",
+    "Runner",
+    "RunnerConfig",
+    "RunnerState",
+    "TorchRunner",
+]

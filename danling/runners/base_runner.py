@@ -202,7 +202,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self.id = run_id(self.code_id, self.config_id)
 
     def locate_workspace(self) -> Workspace:
-        """Return the paths of the run; no file is touched."""
+        """Return the paths of the run; no file is touched. May be called on any rank."""
         config = self.config
         return Workspace(
             workspace_root=config.workspace_root,

@@ -75,7 +75,7 @@ class DeepSpeedRunner(TorchRunner):
     # Construction
 
     def init_distributed(self) -> None:
-        """Join the process group, as every stack; alone, make one of this process, since an engine needs it."""
+        """Join the process group, as every stack; alone, make one of this process, since an engine needs it. Called on all ranks."""
         self.deepspeed = self.import_deepspeed()
         given = dist.is_initialized()
         super().init_distributed()
@@ -94,15 +94,17 @@ class DeepSpeedRunner(TorchRunner):
 
         Raises:
             ImportError: If it is not installed.
+
+        Called on all ranks.
         """
         return engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is: the engine takes it together with the optimizer, in `bind_optimizer`."""
+        """Return the model as it is: the engine takes it together with the optimizer, in `bind_optimizer`. Called on all ranks."""
         return model
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of the engine."""
+        """Return the user's module out of the engine. Called on all ranks."""
         return model.module if self.engine is not None and model is self.engine else model
 
     def bind_optimizer(self) -> None:
@@ -150,6 +152,8 @@ class DeepSpeedRunner(TorchRunner):
 
         Raises:
             ValueError: If `config.deepspeed` contradicts another key.
+
+        Called on all ranks.
         """
         configured = bool(self.config.get("optim", None))
         facts = EngineFacts(
@@ -179,7 +183,7 @@ class DeepSpeedRunner(TorchRunner):
         super()._micro_step(batch)
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the loss of the open micro-batch with its weight through the engine."""
+        """Back-propagate the loss of the open micro-batch with its weight through the engine. Called on all ranks."""
         self.engine.set_gradient_accumulation_boundary(self.reduces_gradients)
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
@@ -197,6 +201,8 @@ class DeepSpeedRunner(TorchRunner):
 
         Returns:
             This rank's share of it.
+
+        Called on all ranks.
         """
         if not engines.is_divided(self.engine):
             return super().unscale_gradients(verdict)
@@ -227,7 +233,7 @@ class DeepSpeedRunner(TorchRunner):
         return squared.sqrt().to(torch.float32)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`."""
+        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
         shares = (
             self._shares if engines.is_divided(self.engine) else [p.grad for p in self.parameters if p.grad is not None]
         )
@@ -238,7 +244,7 @@ class DeepSpeedRunner(TorchRunner):
             torch._foreach_clamp_max_(shares, self.config.max_grad_value)
 
     def optimizer_step(self) -> None:
-        """Apply a committed update to the weights of all ranks."""
+        """Apply a committed update to the weights of all ranks. Called on all ranks."""
         self.engine.step()
         if not self.engine.was_step_applied():
             raise NonFiniteError(
@@ -247,7 +253,7 @@ class DeepSpeedRunner(TorchRunner):
             )
 
     def zero_gradients(self) -> None:
-        """Drop the gradient of the window, whether it was applied or not."""
+        """Drop the gradient of the window, whether it was applied or not. Called on all ranks."""
         self._shares = []
         engines.discard_gradients(self.engine)
 
@@ -326,7 +332,7 @@ class DeepSpeedRunner(TorchRunner):
     # Saving
 
     def manager_class(self) -> Any:
-        """Return what builds the checkpoint manager: tags of the engine under the library's names."""
+        """Return what builds the checkpoint manager: tags of the engine under the library's names. Called on all ranks."""
         return partial(DeepSpeedCheckpointManager, engine=_EngineFiles(self.engine, self.engine_stage))
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -407,7 +413,7 @@ class DeepSpeedRunner(TorchRunner):
             self.engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
-        """Restore the optimizer's state by parameter name; that of an engine's own checkpoint came with its model."""
+        """Restore the optimizer's state by parameter name; that of an engine's own checkpoint came with its model. Called on all ranks."""
         if isinstance(state, EngineTag) and self._fits(state):
             return
         if isinstance(state, EngineTag):

@@ -154,7 +154,7 @@ class TorchState(TorchComponents):
         return isinstance(self.criterion, nn.Module) and bool(self.criterion.state_dict())
 
     def criterion_state_dict(self) -> dict[str, Any]:
-        """Return the parameters and persistent buffers of the criterion."""
+        """Return the parameters and persistent buffers of the criterion. May be called on any rank."""
         return dict(self.criterion.state_dict()) if isinstance(self.criterion, nn.Module) else {}
 
     def model_state_dict(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class TorchUpdate(TorchReplicas):
         return outcome
 
     def complete_gradients(self) -> None:
-        """Finish the reduction of the gradients over the ranks. Called on all of them.
+        """Finish the reduction of the gradients over the ranks. Called on all ranks.
 
         DistributedDataParallel has finished that of the model in the backward; the criterion is not wrapped.
         """
@@ -215,7 +215,7 @@ class TorchUpdate(TorchReplicas):
             raise self._nonfinite_error(pending[0])
 
     def read_samples(self) -> None:
-        """Bring the counter of samples up to date with what is counted on the device."""
+        """Bring the counter of samples up to date with what is counted on the device. May be called on one rank."""
         counted, self._samples_on_device = self._samples_on_device, None
         if counted is not None:
             self.state.train.samples += int(counted)

@@ -26,6 +26,7 @@ RUNNERS = [
     ("danling.runners.base_runner", "BaseRunner"),
     ("danling.runners.torch_runner", "TorchRunner"),
     ("danling.runners.parallel_runner", "ParallelRunner"),
+    ("danling.runners.deepspeed_runner", "DeepSpeedRunner"),
 ]
 RANKS = re.compile(
     r"\b(on all ranks|on every rank|on each rank|on one rank|on any rank|on the main process|on that rank)\b"
