@@ -344,6 +344,8 @@ class TorchReplicas(TorchEvaluation):
             "state": {name: part for name, part in self._run_state().items() if name != "rng"},
             "dataloaders": {split: self.sources[split].state_dict() for split in self.train_splits},
         }
+        if self.criterion_has_state:
+            payload["criterion"] = self.criterion_state_dict()
         if self.ema is not None:
             payload["ema"] = self.ema.state_dict()
         if self.optimizer is not None:
@@ -365,6 +367,8 @@ class TorchReplicas(TorchEvaluation):
         """
         elastic, reference = replace(self.state.elastic), self.window.agreed_reference
         self.load_model(_like(state["model"], self.model_state_dict()))
+        if self.criterion_has_state:
+            self.load_criterion(state["criterion"])
         if self.ema is not None:
             self.load_ema({**state["ema"], "weights": _like(state["ema"]["weights"], self.ema.weights)})
         if self.optimizer is not None:

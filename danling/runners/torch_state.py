@@ -110,6 +110,8 @@ class TorchState(TorchComponents):
             **self.component_states(),
             "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
         }
+        totals = self.meters.totals(self.figures_domain)
+        payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
         if self.criterion_has_state:
             payload["criterion"] = self.criterion_state_dict()
         if self.ema is not None:
@@ -134,7 +136,7 @@ class TorchState(TorchComponents):
         state = self.state.state_dict()
         state["results"] = {str(index): result for index, result in self.results.items()}
         state["open_result"] = dict(self.open_result)
-        state["meters"] = {name: list(totals) for name, totals in self.meter_totals().items()}
+        state["meters"] = self.meters.state_dict()
         state["losses"] = self.losses.state_dict()
         state["scores"] = self.scoreboard.state_dict() if self.scoreboard is not None else {}
         state["scaler"] = self.precision.scaler.state_dict() if self.precision.scaler is not None else {}
