@@ -176,6 +176,10 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, Any]:
     """Return the optimizer's whole state of one parameter; empty before the first update. Call on all ranks."""
     utils = import_module("deepspeed.utils")
+    # The engine ties parameters to their state in the first update of a process, which a run that has just been resumed has not made.
+    link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None and _state_like(engine):
+        link()
     state: dict[str, Any] = {}
     for key, value in _state_like(engine).items():
         if isinstance(value, Tensor) and value.dim() > 0:

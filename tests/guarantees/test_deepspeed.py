@@ -118,7 +118,7 @@ def test_killed_and_resumed(stage: int, tmp_path: Path) -> None:
     whole = run_processes(train_slowly, config, world_size=2, timeout=100)
     parts = {**config, "workspace_root": str(tmp_path / "parts")}
     kills = 0
-    for seconds in (9.0, 10.5):
+    for seconds in (7.0, 8.0):
         outcomes = run_outcomes(train_slowly, parts, world_size=2, timeout=seconds)
         kills += any(isinstance(outcome.error, ProcessFailure) for outcome in outcomes)
     ended = run_processes(train_slowly, parts, world_size=2, timeout=100)
