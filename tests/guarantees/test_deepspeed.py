@@ -111,7 +111,7 @@ def train_slowly(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_killed_and_resumed(stage: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"epochs": 16, "checkpoint.keep_latest_k": 2, "auto_resume": True}
     config = settings(tmp_path / "whole", deepspeed=zero(stage), **changes)
@@ -156,6 +156,7 @@ def test_one_script_on_every_stack(tmp_path: Path) -> None:
     assert found["ddp"][-1] < found["ddp"][0]
 
 
+@pytest.mark.slow
 def test_a_single_run_is_the_same_without_the_others(tmp_path: Path) -> None:
     """What the tests above share a process for does not reach from one run to the next."""
     config = settings(tmp_path / "a", deepspeed=zero(3))
