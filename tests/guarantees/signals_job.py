@@ -53,7 +53,11 @@ class Job(dl.Runner):
         return super().evaluate_step(data)
 
     def _linger(self, what: str) -> None:
-        Path(f"{what}-{RANK}.pid").write_text(str(os.getpid()))
+        if not (file := Path(f"{what}-{RANK}.pid")).exists():
+            # Whole at once: who waits for the file reads it as soon as it is there.
+            partial = file.with_suffix(".partial")
+            partial.write_text(str(os.getpid()))
+            partial.replace(file)
         if what == SLOW and self.state.train.global_step >= 5:
             time.sleep(0.2)
         if SLOW in ("stuck", "native") and self.state.train.global_step == 2:
