@@ -7,6 +7,8 @@ python examples/gpt.py --auto_resume true --steps 4800            # after the en
 python examples/gpt.py --resume experiments/.../latest.pth        # a checkpoint by its path
 torchrun --nproc-per-node 2 examples/gpt.py                       # two processes, 8 sequences an update on each
 torchrun --nproc-per-node 4 examples/gpt.py --stack parallel --parallel.axes.shard 2 --parallel.axes.tensor 2   # on a mesh
+torchrun --nproc-per-node 2 examples/gpt.py --stack parallel --parallel.axes.pipeline 2 --model.tied false       # a pipeline
+torchrun --nproc-per-node 2 examples/gpt.py --stack parallel --parallel.axes.expert 2 --model.experts 4 # a mixture of experts
 python examples/gpt.py --model.width 384 --model.depth 6 --precision bf16     # any key; all of them: --help
 
 The first one ends at about 1.57 bits per character in validation; 4.69 is the entropy of single characters. The text is that
@@ -39,7 +41,7 @@ class GPTConfig(dl.RunnerConfig):
         self.max_grad_norm = 1.0
         self.data.path = None
         self.data.held_out = 0.05
-        self.model = {"context": 128, "width": 128, "depth": 2, "heads": 4, "dropout": 0.0}
+        self.model = {"context": 128, "width": 128, "depth": 2, "heads": 4, "dropout": 0.0, "tied": True, "experts": 0}
         self.dataloader.batch_size = 8
         self.optim = {"type": "adamw", "lr": 4e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
         self.scheduler = {"type": "cosine", "warmup_steps": 0.1, "final_lr_ratio": 0.05}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .config_identity import flatten
@@ -13,6 +13,15 @@ _OTHER_STACKS: dict[str, tuple[str, ...]] = {
     "ddp": ("parallel", "fsdp", "deepspeed", *_GRAPH_PATHS),
     "parallel": ("deepspeed", "compile.optimize_ddp"),
     "deepspeed": ("parallel", "fsdp", "compile.optimize_ddp", "checkpoint.backend", *_SHARDED_CHECKPOINTS),
+}
+
+_SWITCHES = {
+    "compile": "enable",
+    "ema": "enabled",
+    "ft": "enabled",
+    "heartbeat": "enabled",
+    "profiling": "enabled",
+    "wandb": "enabled",
 }
 
 
@@ -41,30 +50,21 @@ def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]
         step_mode: Whether the budget counts updates.
     """
     scheduler = config.get("scheduler", None) or {}
-    usual = type(config)()
-
-    def changed(name: str) -> bool:
-        return bool(config.get(name) != usual.get(name))
-
+    changed = _changed(config)
     checks = [
-        (
-            changed("patience") and not evaluates,
-            "patience",
-            "there is no evaluation split, so nothing is scored",
-        ),
+        ("patience" in changed and not evaluates, "patience", "there is no evaluation split, so nothing is scored"),
         (
             config.evaluate_interval is not None and not step_mode,
             "evaluate_interval",
             "epoch mode evaluates each epoch",
         ),
-        (changed("ema") and not config.ema.enabled, "ema", "ema.enabled is not set"),
         (
             config.checkpoint.export_dtype is not None and not config.checkpoint.last_save_model_only,
             "checkpoint.export_dtype",
             "checkpoint.last_save_model_only is not set",
         ),
         (
-            changed("max_skipped_updates") and not config.skip_nonfinite_grad and config.precision != "fp16",
+            "max_skipped_updates" in changed and not config.skip_nonfinite_grad and config.precision != "fp16",
             "max_skipped_updates",
             "no update may be skipped: skip_nonfinite_grad is not set",
         ),
@@ -74,5 +74,37 @@ def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]
             "the scheduler does not go by a figure",
         ),
         (config.gc.generation != 1 and config.gc.interval is None, "gc.generation", "gc.interval is not set"),
+        *(_switched_off(config, changed, name, switch) for name, switch in _SWITCHES.items()),
     ]
+    return _sentences(checks)
+
+
+def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
+    """Return a sentence for every setting of the parallel stack that the degrees leave without effect.
+
+    Args:
+        config: A whole configuration.
+        degrees: The degree of each axis, `-1` filled in.
+    """
+    changed = _changed(config)
+    needs = {"fsdp": "shard", "parallel.pipeline_": "pipeline"}
+    return _sentences(
+        (key.startswith(prefix) and degrees[axis] == 1, key, f"parallel.axes.{axis} is 1")
+        for prefix, axis in needs.items()
+        for key in changed
+    )
+
+
+def _changed(config: Any) -> list[str]:
+    """Return the keys that differ from the defaults of this class of configuration."""
+    usual = flatten(type(config)().plain())
+    return [key for key, value in flatten(config.plain()).items() if value != usual.get(key)]
+
+
+def _switched_off(config: Any, changed: list[str], name: str, switch: str) -> tuple[bool, str, str]:
+    others = [key for key in changed if key.startswith(f"{name}.") and key != f"{name}.{switch}"]
+    return bool(others) and not config[name][switch], ", ".join(others), f"{name}.{switch} is not set"
+
+
+def _sentences(checks: Iterable[tuple[bool, str, str]]) -> list[str]:
     return [f"{name} has no effect: {reason}." for idle, name, reason in checks if idle]

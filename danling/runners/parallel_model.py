@@ -23,6 +23,7 @@ from danling.distributed.replicas import Replicas, equalize, mesh_axes
 from danling.utils.names import canonical_name
 from danling.utils.tensors import is_sharded
 
+from .config_effects import idle_mesh_settings
 from .torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
@@ -72,6 +73,13 @@ class ParallelModel(TorchRunner):
         self.num_stages = len(listed) if listed else each * size
         place = axes.index("pipeline", rank=LaunchEnvironment.read().rank)
         self.stages = stages_of_rank(self._schedule_class, rank=place, size=size, num_stages=self.num_stages)
+
+    def idle_settings(self) -> list[str]:
+        """Return a sentence for every setting that has no effect in this run, on this mesh.
+
+        No communication: may be called on one rank.
+        """
+        return super().idle_settings() + idle_mesh_settings(self.config, self.topology.axes.degrees)
 
     def build_topology(self) -> Topology:
         """Return the place of this rank on the seven axes; override it for a mesh of your own. Called on all ranks."""

@@ -76,9 +76,16 @@ class TorchComponents(BaseRunner):
                     f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
                     "set scheduler.monitor to a figure of training, such as 'train.loss'."
                 )
-        for message in idle_settings(self.config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode):
-            if self.is_main_process:
+        if self.is_main_process:
+            for message in self.idle_settings():
                 logger.warning("%s", message)
+
+    def idle_settings(self) -> list[str]:
+        """Return a sentence for every setting that has no effect in this run.
+
+        No communication: may be called on one rank.
+        """
+        return idle_settings(self.config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode)
 
     def _check_components(self) -> None:
         if not isinstance(self.model, nn.Module):

@@ -61,9 +61,19 @@ def test_runs_on_two_processes(text: list[str]) -> None:
     assert output.count("in validation") == 1
 
 
-def test_runs_unchanged_on_a_mesh(text: list[str]) -> None:
-    axes = ("--stack", "parallel", "--parallel.axes.shard", "2", "--parallel.axes.tensor", "2")
-    exit_code, output = run_torchrun(EXAMPLES / "gpt.py", "--steps", "40", *text, *axes, nproc_per_node=4)
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (("shard", "tensor"), ()),
+        (("pipeline",), ("--model.tied", "false", "--model.depth", "2")),
+        (("expert",), ("--model.experts", "4")),
+    ],
+    ids=["mesh", "pipeline", "experts"],
+)
+def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...], text: list[str]) -> None:
+    degrees = [argument for axis in axes for argument in (f"--parallel.axes.{axis}", "2")]
+    arguments = ("--steps", "40", *text, "--stack", "parallel", *degrees, *options)
+    exit_code, output = run_torchrun(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2 ** len(axes))
     assert exit_code == 0, output
     validation, entropy = bits_in(output)
     assert validation < entropy

@@ -477,7 +477,22 @@ def test_settings_that_others_leave_without_effect_are_named(tmp_path: Path, cap
             super().__init__(config)
             del self.datasets["val"]
 
-    with Unscored(settings(tmp_path, patience=2, ema={"decay": 0.9}, max_skipped_updates=3)):
+    idle = {"ema": {"decay": 0.9}, "profiling": {"wait": 5, "active": 2}, "max_skipped_updates": 3}
+    with Unscored(settings(tmp_path, patience=2, **idle)):
         pass
     said = "\n".join(caplog.messages)
-    assert all(f"{name} has no effect" in said for name in ("patience", "ema", "max_skipped_updates"))
+    for name in ("patience", "ema.decay", "profiling.wait, profiling.active", "max_skipped_updates"):
+        assert f"{name} has no effect" in said
+    assert said.count("has no effect") == 4
+
+
+def test_settings_of_axes_that_are_not_there_are_named(tmp_path: Path, caplog: Any) -> None:
+    class OnMesh(Story, dl.ParallelRunner):
+        pass
+
+    idle = {"parallel": {"pipeline_n_microbatches": 4}, "fsdp": {"mp_policy": {"param_dtype": "bfloat16"}}}
+    with OnMesh(settings(tmp_path, stack="parallel", **idle)):
+        pass
+    said = "\n".join(caplog.messages)
+    assert "parallel.pipeline_n_microbatches has no effect: parallel.axes.pipeline is 1." in said
+    assert "fsdp.mp_policy.param_dtype has no effect: parallel.axes.shard is 1." in said
