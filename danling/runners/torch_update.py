@@ -21,6 +21,7 @@ from danling.training import (
     gradients_of,
     nonfinite_parameters,
     scale_gradients,
+    total_norm,
     unpack_batch,
 )
 
@@ -38,7 +39,7 @@ class TorchUpdate(TorchReplicas):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._asked: set[str] = set()
-        self._pending_check: tuple[int, Tensor] | None = None
+        self._pending_check: tuple[int, Tensor, float | Tensor] | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._samples_on_device: Tensor | None = None
         self._group_sizes: list[int] = []
@@ -171,7 +172,7 @@ class TorchUpdate(TorchReplicas):
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain."""
-        return nn.utils.get_total_norm(gradients)
+        return total_norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
         """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
@@ -190,7 +191,7 @@ class TorchUpdate(TorchReplicas):
             return "overflow"
         if self.config.skip_nonfinite_grad:
             return "nonfinite"
-        raise self._nonfinite_error(self.state.train.global_step + 1)
+        raise self._nonfinite_error(self.state.train.global_step + 1, self.window.nonfinite, self.nonfinite_gradients())
 
     def _is_finite(self, verdict: Verdict, grad_norm: Tensor) -> bool:
         if self.device.type == "cpu":
@@ -201,7 +202,7 @@ class TorchUpdate(TorchReplicas):
         # A run that may not skip has nothing to decide before the optimizer steps: it looks one update later, when the answer has
         # long arrived, and in any case before anything is saved.
         self.settle()
-        self._pending_check = (self.state.train.global_step + 1, healthy)
+        self._pending_check = (self.state.train.global_step + 1, healthy, self.window.nonfinite)
         return True
 
     def settle(self) -> None:
@@ -212,7 +213,8 @@ class TorchUpdate(TorchReplicas):
         self.read_samples()
         pending, self._pending_check = self._pending_check, None
         if pending is not None and not bool(pending[1]):
-            raise self._nonfinite_error(pending[0])
+            # The gradients of that update are gone.
+            raise self._nonfinite_error(pending[0], pending[2], None)
 
     def read_samples(self) -> None:
         """Bring the counter of samples up to date with what is counted on the device. May be called on one rank."""
@@ -220,15 +222,25 @@ class TorchUpdate(TorchReplicas):
         if counted is not None:
             self.state.train.samples += int(counted)
 
-    def _nonfinite_error(self, step: int) -> NonFiniteError:
-        mine = (bool(self.window.nonfinite), self.nonfinite_gradients())
-        found = self.optimizer_domain.gather_objects(mine)
+    def _nonfinite_error(self, step: int, loss: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
+        """Say where an update is not finite.
+
+        Called on all ranks.
+
+        Args:
+            step: The update.
+            loss: Whether a loss of this rank was not.
+            gradients: Names of parameters whose gradient on this rank is not; `None` where they cannot be known any more.
+        """
+        found = self.optimizer_domain.gather_objects((bool(loss), gradients or []))
         ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
         names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
+        where = f"gradients that are not finite for {names or 'no parameter'}"
+        if gradients is None:
+            where = "gradients that have been dropped since"
         return NonFiniteError(
             f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
-            f"gradients that are not finite for {names or 'no parameter'}. Lower the learning rate, set max_grad_norm, or set "
-            "skip_nonfinite_grad to leave such updates out."
+            f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         )
 
     def nonfinite_gradients(self) -> list[str]:
@@ -247,7 +259,12 @@ class TorchUpdate(TorchReplicas):
 
         Called on all ranks.
         """
-        self.optimizer.zero_grad()
+        if getattr(self.optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+            # What it does, without its entry in a profile, which costs as much as a small layer.
+            for parameter in self.parameters:
+                parameter.grad = None
+        else:
+            self.optimizer.zero_grad()
         for parameter in self._unowned:
             parameter.grad = None
 

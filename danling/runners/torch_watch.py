@@ -192,6 +192,9 @@ class TorchWatch(TorchUpdate):
 
     def _finish_session(self) -> None:
         self.settle()
+        # What was asked for in the last update, which an accelerator hands out with the next one.
+        late = self.ballot.settle()
+        self._stop_for = self._stop_for or next((name for name in _PRECEDENCE if name in late), None)
         train = self.state.train
         if self._saved_at != (train.global_step, train.epoch):
             self.save_checkpoint()

@@ -19,6 +19,7 @@ from .gradients import (
     gradients_of,
     nonfinite_parameters,
     scale_gradients,
+    total_norm,
 )
 from .outcome import NonFiniteError, UpdateOutcome
 from .precision import Precision
@@ -42,5 +43,6 @@ __all__ = [
     "nonfinite_parameters",
     "peek_target",
     "scale_gradients",
+    "total_norm",
     "unpack_batch",
 ]

@@ -57,9 +57,34 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None
     torch._foreach_mul_(list(gradients), factor)
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-    scale_gradients(gradients_of(parameters), clip_coefficient(max_norm, total_norm))
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients together, 0-dim: bit for bit that of `torch.nn.utils.get_total_norm`.
+
+    Args:
+        gradients: Plain tensors of any shape. Those of one dtype and device are not grouped by these first, which for a small
+            model takes longer than the norm.
+    """
+    kinds = {(gradient.dtype, gradient.device) for gradient in gradients}
+    if len(kinds) != 1:
+        return nn.utils.get_total_norm(gradients)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0)), 2.0)
+    return norm
+
+
+def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does: bit for bit
+    where they are of one dtype; to others the factor is applied without rounding it to theirs.
+
+    Args:
+        parameters: Those whose gradients are scaled.
+        max_norm: The largest norm.
+        norm: Norm of all gradients, 0-dim.
+    """
+    if norm.device.type != "cpu":
+        scale_gradients(gradients_of(parameters), clip_coefficient(max_norm, norm))
+    elif norm.item() > 0.999 * max_norm:  # below, the coefficient is 1 however it is rounded
+        scale_gradients(gradients_of(parameters), clip_coefficient(max_norm, norm).item())
 
 
 def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Norm and clipping are torch's: bit for bit where all gradients are of one dtype."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from danling.training import clip_by_norm, gradients_of, total_norm
+
+KINDS = {
+    "one": (torch.float32,) * 4,
+    "float64": (torch.float64,) * 3,
+    "mixed": (torch.float32, torch.float64, torch.float32, torch.bfloat16),
+}
+
+
+def parameters(kinds: tuple[torch.dtype, ...]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(7)
+    made = [nn.Parameter(torch.zeros(5 * place + 1, 3, dtype=kind)) for place, kind in enumerate(kinds)]
+    for parameter in made:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return [*made, nn.Parameter(torch.zeros(2))]  # the last one has no gradient
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("share", [0.1, 0.9999, 1.0, 1.0001, 10.0])
+def test_clipped_as_torch_clips(kinds: tuple[torch.dtype, ...], share: float) -> None:
+    own = parameters(kinds)
+    theirs = copy.deepcopy(own)
+    for mine, other in zip(own, theirs):
+        other.grad = None if mine.grad is None else mine.grad.clone()
+    norm = total_norm(gradients_of(own))
+    assert torch.equal(norm, nn.utils.get_total_norm(gradients_of(theirs)))
+    max_norm = share * norm.item()
+    clip_by_norm(own, max_norm, norm)
+    nn.utils.clip_grad_norm_(theirs, max_norm)
+    for mine, other in zip(gradients_of(own), gradients_of(theirs)):
+        # To a gradient of lower precision torch rounds the factor first.
+        assert torch.equal(mine, other) if len(set(kinds)) == 1 else torch.allclose(mine, other, rtol=1e-2)
+
+
+def test_no_gradient_has_no_norm() -> None:
+    assert total_norm([]).item() == 0.0
