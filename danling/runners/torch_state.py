@@ -13,6 +13,7 @@ from torch import nn
 from danling.data import capture_random_state, derive_seed, restore_random_state, seed_streams
 from danling.metrics import Meters
 from danling.optim.named_state import load_named_state_dict, named_state_dict
+from danling.optim.options import adopt_options, options_of
 from danling.utils.names import canonical_name
 
 from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude, read_model
@@ -52,6 +53,7 @@ class TorchState(TorchComponents):
             run_id=self.id,
             settings=settings,
             step_mode=self.is_step_mode,
+            compare=self.config.differences,
         )
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
@@ -66,6 +68,9 @@ class TorchState(TorchComponents):
     def restore(self) -> None:
         """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Call on all ranks."""
         config = self.config
+        if not config.checkpoint.load_only:
+            # Now, and not at the first save.
+            self.checkpoint_manager.check_directory()
         if config.resume:
             self.load_checkpoint(config.resume)
             return
@@ -231,13 +236,20 @@ class TorchState(TorchComponents):
             self.config.seed = self.seed = int(stored["seed"])
         elastic = payload.get("state", {}).get("elastic", {})
         before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_replicas)))
-        differences = self.config.differences(stored, stored_replicas=before, replicas=self.data_replicas)
+        found = self.config.differences(stored, stored_replicas=before, replicas=self.data_replicas)
+        differences = [line for line in found if not self._is_changed_on_purpose(line.partition(":")[0])]
         if differences:
             listing = "\n  ".join(differences)
             raise CheckpointMismatch(
                 f"Expected the configuration that the checkpoint was made with. Received other values for:\n  {listing}\n"
-                "Restore them, or start a new run from the weights with `pretrained`."
+                "Restore them, add 'runner.' and the key to checkpoint.exclude_from_loading where you mean to change it, or start a "
+                "new run from the weights with `pretrained`."
             )
+
+    def _is_changed_on_purpose(self, key: str) -> bool:
+        """Whether the configuration names a key as one that may differ from that of the checkpoint."""
+        excluded = _listed(self.config.checkpoint.exclude_from_loading)
+        return any(f"runner.{key}.".startswith(f"{entry}.") for entry in excluded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a payload: model, EMA, optimizer, scheduler, loaders, counters, and the random streams last. Called on all ranks.
@@ -245,7 +257,8 @@ class TorchState(TorchComponents):
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
         """
-        payload, excluded = exclude(state, self.config.checkpoint.exclude_from_loading)
+        entries = [entry for entry in _listed(self.config.checkpoint.exclude_from_loading) if not _is_setting(entry)]
+        payload, excluded = exclude(state, entries)
         self._check_complete(payload, excluded)
         if "model" in payload:
             self.load_model(payload["model"], partial="model" in {name.partition(".")[0] for name in excluded})
@@ -253,10 +266,15 @@ class TorchState(TorchComponents):
             self.load_criterion(payload["criterion"])
         if self.ema is not None and "ema" in payload:
             self.load_ema(payload["ema"])
+        options = options_of(self.optimizer) if self.optimizer is not None else []
         if self.optimizer is not None and "optimizer" in payload:
             self.load_optimizer(payload["optimizer"])
         if self.scheduler is not None and "scheduler" in payload:
             self.load_scheduler(payload["scheduler"])
+        if self.optimizer is not None and "optimizer" in payload:
+            regrouped = self._is_changed_on_purpose("optim.param_groups")
+            wanted = lambda name: regrouped or self._is_changed_on_purpose(f"optim.{name}")  # noqa: E731
+            adopt_options(self.optimizer, self.scheduler, options, wanted)
         if "dataloaders" in payload:
             self.load_dataloaders(payload["dataloaders"])
         if "state" in payload:
@@ -399,10 +417,18 @@ class TorchState(TorchComponents):
         logger.info("Loaded the weights of %s.", checkpoint)
 
 
+def _listed(entries: Any) -> list[str]:
+    return [entries] if isinstance(entries, str) else list(entries or [])
+
+
+def _is_setting(entry: str) -> bool:
+    """Whether an entry means the configuration, of which nothing is loaded: it is compared."""
+    return entry.partition(".")[0] == "runner"
+
+
 def _model_entries(entries: Any) -> list[str]:
     # Only weights are read for finetuning, so other exclusions would match nothing there.
-    listed = [entries] if isinstance(entries, str) else list(entries or [])
-    return [entry for entry in listed if entry.startswith("model.")]
+    return [entry for entry in _listed(entries) if entry.startswith("model.")]
 
 
 def export_dtype(name: str | None) -> torch.dtype | None:

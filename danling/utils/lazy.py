@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -26,9 +28,9 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
 
     def __getattr__(name: str) -> Any:
         if name in home:
-            value = getattr(import_module(f"{package}.{home[name]}"), name)
+            value = getattr(_import(f"{package}.{home[name]}"), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
-            value = import_module(f"{package}.{name}")
+            value = _import(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         # Found without this function the next time.
@@ -40,3 +42,20 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
         return sorted({*vars(module), *home, *getattr(module, "__all__", ())})
 
     return __getattr__, __dir__
+
+
+def _import(module: str) -> Any:
+    with _collection_paused():
+        return import_module(module)
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Leave garbage collection out: in the middle of an import it would search all that torch has loaded, and find nothing."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()

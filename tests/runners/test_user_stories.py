@@ -496,3 +496,42 @@ def test_settings_of_axes_that_are_not_there_are_named(tmp_path: Path, caplog: A
     said = "\n".join(caplog.messages)
     assert "parallel.pipeline_n_microbatches has no effect: parallel.axes.pipeline is 1." in said
     assert "fsdp.mp_policy.param_dtype has no effect: parallel.axes.shard is 1." in said
+
+
+# Going on with other settings
+
+
+def test_the_directory_of_another_run_is_refused_at_once_and_says_why(tmp_path: Path) -> None:
+    own = str(tmp_path / "own")
+    with Story(settings(tmp_path, dir=own)) as runner:
+        runner.train()
+    figures = (tmp_path / "own" / "results.json").read_bytes()
+    changed = settings(tmp_path, dir=own, optim={"type": "sgd", "lr": 0.2})
+    for more in ({}, {"auto_resume": True}):
+        with pytest.raises(ValueError, match=r"(?s)of run .*optim.lr: stored 0.1, now 0.2.*a directory of its own"):
+            Story(changed | more)
+    assert (tmp_path / "own" / "results.json").read_bytes() == figures
+
+
+@pytest.mark.parametrize("schedule", [{}, {"type": "cosine"}, {"type": "steplr", "step_size": 2, "gamma": 0.5}])
+def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dict[str, Any], tmp_path: Path) -> None:
+    first = settings(tmp_path, dir=str(tmp_path / "first"), scheduler=schedule)
+    with Story(first, stop_at=3) as runner:
+        runner.train()
+        before = runner.optimizer.param_groups[0]["lr"]
+    changed = {
+        "optim": {"type": "sgd", "lr": 0.2, "weight_decay": 0.5},
+        "resume": f"{first['dir']}/checkpoints/latest.pth",
+    }
+    with pytest.raises(ValueError, match=r"optim.lr: stored 0.1, now 0.2\n  optim.weight_decay"):
+        Story(first | changed | {"dir": str(tmp_path / "refused")})
+    named = {"checkpoint": {"interval": 100, "exclude_from_loading": ["runner.optim.lr", "runner.optim.weight_decay"]}}
+    with Story(first | changed | named | {"dir": str(tmp_path / "second")}) as runner:
+        (group,) = runner.optimizer.param_groups
+        assert group["lr"] == pytest.approx(2 * before)
+        assert group["weight_decay"] == 0.5
+        runner.train()
+        whole = runner.optimizer.param_groups[0]["lr"]
+    with Story(first | {"dir": str(tmp_path / "third"), "optim": changed["optim"]}) as runner:
+        runner.train()
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(whole), "the schedule goes on from the new rate"

@@ -12,14 +12,14 @@ from typing import Any, ClassVar, TypeVar
 from danling.utils.protocols import ReductionDomain
 
 from . import storage
-from .errors import CheckpointError, CheckpointNotFound
+from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .executor import SaveExecutor
 from .file_store import FileStore
 from .policy import Line, Record, history_name, newest, next_line, on_line
 from .reading import read_payload
 from .settings import CheckpointSettings
 from .snapshot import SnapshotBuffers, to_host
-from .store import CheckpointStore, refuse_foreign
+from .store import CheckpointStore
 from .target_store import TargetStore
 
 logger = logging.getLogger("danling")
@@ -36,6 +36,7 @@ class CheckpointManager(ABC):
         run_id: Identity of the run; checkpoints of another one in the same directory are refused.
         settings: Policy.
         step_mode: Whether history is named by steps.
+        compare: Returns how a stored configuration differs from that of this run, one line a key; it makes a refusal clearer.
     """
 
     store_class: ClassVar[type[CheckpointStore]]
@@ -48,12 +49,14 @@ class CheckpointManager(ABC):
         run_id: str,
         settings: CheckpointSettings,
         step_mode: bool,
+        compare: Callable[[Mapping[str, Any]], list[str]] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.domain = domain
         self.run_id = run_id
         self.settings = settings
         self.step_mode = step_mode
+        self._compare = compare
         self.store = self.store_class(self.directory, run_id=run_id)
         # A run may go on with another kind of manager: what the other kind has written counts and can be loaded.
         others = [
@@ -159,7 +162,7 @@ class CheckpointManager(ABC):
     def _verified(self, source: str | Path) -> Path:
         store, path = self._resolve(source)
         store.verify(path, self.settings.verify)
-        store.describe(path)
+        self._record_of(store, path)
         return store.target(path)
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
@@ -178,8 +181,8 @@ class CheckpointManager(ABC):
         return self.on_main(self._find_latest)
 
     def _find_latest(self) -> str | None:
-        found = [(record, store) for store in self.stores for record in store.records(complete=False)]
-        refuse_foreign([record for record, _ in found], self.directory, self.run_id)
+        found = self._records()
+        self._refuse_foreign(found)
         last = newest(record for record, _ in found)
         if last is None:
             return None
@@ -192,6 +195,39 @@ class CheckpointManager(ABC):
             else:
                 return record.name if store is self.store else str(store.path(record.name))
         return None
+
+    def check_directory(self) -> None:
+        """Refuse a directory in which another run saves.
+
+        Raises:
+            CheckpointMismatch: If there is a checkpoint of another run.
+        """
+        self.on_main(lambda: self._refuse_foreign(self._records()))
+
+    def _records(self) -> list[tuple[Record, CheckpointStore]]:
+        return [(record, store) for store in self.stores for record in store.records(complete=False)]
+
+    def _refuse_foreign(self, found: Iterable[tuple[Record, CheckpointStore]]) -> None:
+        foreign = [(record, store) for record, store in found if record.run != self.run_id]
+        if not foreign:
+            return
+        record, store = max(foreign, key=lambda pair: pair[0].sequence)
+        differences = self._differences(record, store)
+        others = "".join(f"\n  {line}" for line in differences)
+        raise CheckpointMismatch(
+            f"Expected {self.directory} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
+            + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
+            + " this run a directory of its own."
+        )
+
+    def _differences(self, record: Record, store: CheckpointStore) -> list[str]:
+        if self._compare is None:
+            return []
+        try:
+            path = store.target(store.path(record.name))
+            return self._compare(read_payload(path, sections=["runner"], mmap=True).get("runner", {}))
+        except (CheckpointError, OSError):
+            return []
 
     def step_of(self, source: str | Path) -> int:
         """Return the committed updates of a checkpoint, without reading it; see `load_checkpoint` for `source`."""
@@ -212,15 +248,21 @@ class CheckpointManager(ABC):
         self._line = None
 
     def _describe(self, source: str | Path) -> Record | None:
-        store, path = self._resolve(source)
-        return store.describe(path)
+        return self._record_of(*self._resolve(source))
+
+    def _record_of(self, store: CheckpointStore, path: Path) -> Record | None:
+        record = store.describe(path)
+        if record is not None:
+            self._refuse_foreign([(record, store)])
+        return record
 
     def _open_line(self) -> Line:
         """Make the directory ready for saves, and return where they belong."""
         storage.make_directory(self.directory)
         self.store.recover()
-        records = [record for store in self.stores for record in store.records(complete=False)]
-        refuse_foreign(records, self.directory, self.run_id)
+        found = self._records()
+        self._refuse_foreign(found)
+        records = [record for record, _ in found]
         line = next_line(records, self._resumed)
         abandoned = {r.sequence for r in records if not on_line(r, line.branch, line.ancestors)}
         if abandoned:

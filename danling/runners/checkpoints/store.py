@@ -6,24 +6,10 @@ import logging
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from .errors import CheckpointDamaged, CheckpointMismatch
+from .errors import CheckpointDamaged
 from .policy import Line, Record, on_line, to_delete
 
 logger = logging.getLogger("danling")
-
-
-def refuse_foreign(records: list[Record], directory: Path, run_id: str) -> None:
-    """Refuse a directory in which another run saves.
-
-    Raises:
-        CheckpointMismatch: If one of the records is of another run.
-    """
-    foreign = next((record for record in records if record.run != run_id), None)
-    if foreign is not None:
-        raise CheckpointMismatch(
-            f"Expected {directory} to hold checkpoints of this run ({run_id}). Received: {foreign.name} of run {foreign.run}. Give "
-            "this run a directory of its own."
-        )
 
 
 class CheckpointStore(ABC):
@@ -114,13 +100,9 @@ class CheckpointStore(ABC):
         """Return the record of a checkpoint of this directory; `None` for one that lies elsewhere.
 
         Raises:
-            CheckpointMismatch: If it belongs to another run.
+            CheckpointDamaged: If its manifest cannot be read.
         """
-        if not self.owns(path):
-            return None
-        record = self.record(path)
-        refuse_foreign([record], self.directory, self.run_id)
-        return record
+        return self.record(path) if self.owns(path) else None
 
     def pass_over(self, path: Path, error: CheckpointDamaged) -> None:
         """Say, once, that a checkpoint does not count."""
