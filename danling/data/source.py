@@ -8,6 +8,7 @@ from typing import Any
 from .cursors import Batch, Cursor, PositionCursor
 from .live_cursors import CountedCursor, StatefulCursor
 from .loader import DataLoader
+from .user_loader import first_sample
 
 
 class BatchSource:
@@ -53,6 +54,11 @@ class BatchSource:
         self.split = split
         self._cursor = _choose_cursor(loader)(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._cursor.shared = shared
+
+    def sample_of(self, batch: Batch) -> Any:
+        """Return something that tells whether other ranks read the same data: a sample, else the batch."""
+        sample = first_sample(self.loader)
+        return batch.data if sample is None else sample
 
     reads: bool = True
     """Whether batches are read on this rank."""

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from .randomness import preserved_random_state
+
 
 def call_set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` on the loader, its samplers and its dataset, wherever it exists."""
@@ -54,6 +56,20 @@ def order_is_of_rank(loader: Any) -> bool:
     Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
     """
     return type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
+
+
+def first_sample(loader: Any) -> Any:
+    """Return the first sample of the dataset, where the loader reads all of it in an order of its own; else `None`.
+
+    Random streams are left as they are.
+    """
+    if not isinstance(loader, TorchDataLoader) or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        return None
+    try:
+        with preserved_random_state(seed=0):
+            return loader.dataset[0]
+    except (LookupError, TypeError, NotImplementedError):
+        return None
 
 
 def shares_evenly(loader: Any) -> bool:

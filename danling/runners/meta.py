@@ -16,9 +16,25 @@ class MetaRunner(type):
         target = cls.select_class(*args, **kwargs)  # type: ignore[attr-defined]
         runner = target.__new__(target, *args, **kwargs)
         try:
-            runner.__init__(*args, **kwargs)
+            _initialize(runner, *args, **kwargs)
             runner.__post_init__()
         except BaseException:
             runner.abandon()
             raise
         return runner
+
+
+def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Run the user's `__init__`; without that of the library nothing of it is there."""
+    forgotten = None
+    try:
+        runner.__init__(*args, **kwargs)
+    except AttributeError as error:
+        if "_closers" in vars(runner):
+            raise
+        forgotten = error
+    if "_closers" not in vars(runner):
+        name = type(runner).__name__
+        raise TypeError(
+            f"Expected {name}.__init__ to call super().__init__(config) first. Received: an __init__ that did not. Add it."
+        ) from forgotten

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from danling.data import BatchSource, build_dataloader, derive_seed, seed_streams
+from danling.data import BatchSource, DataLoader, build_dataloader, derive_seed, seed_streams
 from danling.distributed import Ballot
 from danling.metrics import MetricSet, ScoreBoard
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
@@ -21,7 +21,9 @@ from danling.utils.names import canonical_name
 from danling.workspace import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 
 from .base_runner import BaseRunner
+from .component_checks import check_criterion, check_mapping, check_model, check_optimizer, misnamed
 from .config_effects import idle_settings
+from .config_foreign import foreign_settings
 
 logger = logging.getLogger("danling")
 
@@ -85,23 +87,57 @@ class TorchComponents(BaseRunner):
 
         No communication: may be called on one rank.
         """
-        return idle_settings(self.config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode)
+        config = self.config
+        return [
+            *idle_settings(config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode),
+            *foreign_settings(
+                config,
+                type(config)(),
+                builds_loaders=any(isinstance(loader, DataLoader) for loader in self.dataloaders.values()),
+                builds_optimizer=bool(config.get("optim", None)),
+            ),
+            *misnamed(type(self), vars(self), self._unset()),
+        ]
+
+    def _unset(self) -> list[str]:
+        """Return the components that neither the user nor the configuration has given."""
+        given = {
+            "criterion": self.criterion is not None or self._overrides("compute_loss") or self._overrides("train_step"),
+            "optimizer": self.optimizer is not None,
+            "scheduler": self.scheduler is not None,
+            "datasets": bool(self.datasets or self.dataloaders),
+            "dataloaders": bool(self.datasets or self.dataloaders),
+        }
+        return [name for name, is_there in given.items() if not is_there]
 
     def _check_components(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise ValueError(
-                f"Expected `self.model` to be a torch.nn.Module when __init__ ends. Received: model={self.model!r} "
-                f"({type(self.model).__name__}). Assign it after super().__init__(config)."
-            )
+        check_model(self.model, vars(self))
+        check_criterion(self.criterion)
+        check_mapping("datasets", self.datasets)
+        check_mapping("dataloaders", self.dataloaders)
+        check_optimizer(self.optimizer, self.named_parameters())
 
     def _build_if_absent(self) -> None:
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
+        self._agree_lengths()
         self.bind_optimizer()
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
+        for optimizer in (self.optimizer, *getattr(self.optimizer, "optimizers", ())):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_pre_hook(self._refuse_early_step)
+
+    _in_train_step = False
+
+    def _refuse_early_step(self, optimizer: Any, *_: Any) -> None:
+        if self._in_train_step:
+            raise RuntimeError(
+                f"Expected `train_step` to leave the update to the runner. Received: a step of {type(optimizer).__name__} inside of it, "
+                "which would apply the gradient twice. Remove optimizer.step(); override `optimizer_step` for an update of your own."
+            )
 
     def _overrides(self, hook: str) -> bool:
         """Whether a hook is the user's own."""
@@ -332,15 +368,32 @@ class TorchComponents(BaseRunner):
 
     @property
     def steps(self) -> int | None:
-        """Updates of the whole run; in epoch mode epochs times updates an epoch, `None` when the loaders have no length."""
+        """Updates of the whole run; in epoch mode epochs times updates an epoch, `None` when the loaders have no length.
+
+        The same on all ranks once the runner is constructed: a pass ends with the shortest loader.
+        """
         if self.is_step_mode:
             return self.config.steps
-        counts = [self.dataloaders[split] for split in self.train_splits if split in self.dataloaders]
-        try:
-            an_epoch = sum(-(-len(loader) // self.accum_steps) for loader in counts)
-        except TypeError:
+        lengths = self._lengths if self._lengths is not None else self._own_lengths()
+        if None in lengths.values():
             return None
-        return an_epoch * (self.epochs or 0) or None
+        return sum(-(-(length or 0) // self.accum_steps) for length in lengths.values()) * (self.epochs or 0) or None
+
+    _lengths: dict[str, int | None] | None = None
+    """Batches of a pass over each split to train on, as all ranks agreed."""
+
+    def _own_lengths(self) -> dict[str, int | None]:
+        return {split: _length(self.dataloaders[split]) for split in self.train_splits if split in self.dataloaders}
+
+    def _agree_lengths(self) -> None:
+        # What follows from the length of a run, such as its schedule and when a line is logged, must be the same everywhere.
+        mine = self._own_lengths()
+        ranks = self.optimizer_domain.gather_objects(mine)
+        lengths = {split: [rank.get(split) for rank in ranks] for split in mine}
+        self._lengths = {
+            split: None if None in found else min(length for length in found if length is not None)
+            for split, found in lengths.items()
+        }
 
     def _open_sources(self) -> None:
         self.sources = {split: self._source(split, loader) for split, loader in self.dataloaders.items()}
@@ -488,6 +541,13 @@ class TorchComponents(BaseRunner):
 
     reduces_gradients: bool = True
     """Whether the open micro-batch is the last one of its window."""
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _trains_here(params: list[Any]) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from danling.data import Batch, BatchSource
 from danling.distributed import agree
 from danling.optim import needs_metric
-from danling.training import UpdateOutcome
+from danling.training import UpdateOutcome, fingerprint
 from danling.workspace import format_scores
 
 from .base_runner import Results
+from .config import RunnerConfig
 from .torch_replicas import UNCOMMITTED
 from .torch_watch import TorchWatch
 
@@ -42,6 +43,10 @@ class TorchRunner(TorchWatch):
         ...         self.datasets = {"train": train_set, "val": val_set}
         >>> MyRunner({"epochs": 3, "optim": {"type": "adamw"}}).train()  # doctest: +SKIP
     """
+
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._compared: set[str] = set()
 
     _moved: bool = False
     """Whether another replica group's state was taken over that stands in another pass than the loops."""
@@ -200,6 +205,8 @@ class TorchRunner(TorchWatch):
             if not self._all_have(source, batch):
                 break
             found = True
+            if split not in self._compared:
+                self._compare(source, batch)
             if self.open_update():
                 self._logged_samples = self.state.train.samples
                 if self._is_trained(split):
@@ -225,6 +232,19 @@ class TorchRunner(TorchWatch):
             raise ValueError(
                 f"Expected at least one batch on every rank in split {split!r}. Received: an empty loader on some rank. Check the "
                 "dataset, and `drop_last` against the batch size."
+            )
+
+    def _compare(self, source: BatchSource, batch: Batch | None) -> None:
+        """Say once where ranks that should read different data read the same."""
+        self._compared.add(source.split)
+        if self._ends_together(source) or batch is None or self.data_domain.size == 1:
+            return
+        seen = self.data_domain.gather_objects(fingerprint(source.sample_of(batch)))
+        if seen[0] is not None and seen.count(seen[0]) == len(seen) and self.is_main_process:
+            logger.warning(
+                "All ranks read the same data in split %r. A loader of your own, or over a stream, is not divided for you: divide "
+                "it by self.data_domain.rank and self.data_domain.size, or put a map-style dataset into `self.datasets`.",
+                source.split,
             )
 
     def _all_have(self, source: BatchSource, batch: Batch | None) -> bool:

@@ -8,6 +8,7 @@ from .batches import (
     count_tokens,
     criterion_setting,
     criterion_weight,
+    fingerprint,
     peek_target,
     unpack_batch,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "count_tokens",
     "criterion_setting",
     "criterion_weight",
+    "fingerprint",
     "gradients_of",
     "nonfinite_parameters",
     "peek_target",

@@ -90,7 +90,16 @@ class Window:
 
         Args:
             loss: 0-dim loss of the micro-batch, as its criterion reduced it.
+
+        Raises:
+            ValueError: If it is no tensor of one value.
         """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"loss={loss!r}"
+            raise ValueError(
+                f"Expected a loss of one value. Received: {received}. Let the criterion reduce it (reduction='mean'), or return a "
+                "0-dim tensor from `compute_loss`."
+            )
         self._scaled = True
         self._record(loss)
         if self.sum_reduced:

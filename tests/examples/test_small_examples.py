@@ -125,9 +125,9 @@ def test_gan_learns_on_two_processes() -> None:
 
 
 def test_uneven_shards_end_together_and_are_evaluated_whole() -> None:
-    exit_code, output = run_torchrun(EXAMPLES / "uneven.py", "--epochs", "2")
+    exit_code, output = run_torchrun(EXAMPLES / "uneven.py")
     assert exit_code == 0, output
     assert "this pass ends early on rank 0" in output
     # 300 samples are 19 batches of at most 16, the last one of 12 beside a full one on the other rank.
-    assert "1208 samples in 38 updates" in output
-    assert number_in(output, r"validation accuracy (\S+)") > 0.5
+    assert "3020 samples in 95 updates" in output
+    assert number_in(output, r"validation accuracy (\S+)") > 0.85

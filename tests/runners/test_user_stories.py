@@ -12,7 +12,7 @@ import torch
 from support.processes import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 import danling as dl
 
@@ -535,3 +535,128 @@ def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dic
     with Story(first | {"dir": str(tmp_path / "third"), "optim": changed["optim"]}) as runner:
         runner.train()
         assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(whole), "the schedule goes on from the new rate"
+
+
+# Slips of newcomers
+
+
+class Slip(dl.TorchRunner):
+    """Complete but for what `change` does to it."""
+
+    def __init__(self, config: Mapping[str, Any], change: Any = None) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(3, 1).double()
+        self.criterion: Any = nn.MSELoss()
+        self.datasets: Any = {"train": points()}
+        if change is not None:
+            change(self)
+
+
+class Unfinished(dl.TorchRunner):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.model = nn.Linear(3, 1)
+
+
+class Updating(Slip):
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Do what a loop by hand does."""
+        pred, loss = super().train_step(data)
+        self.optimizer.step()
+        return pred, loss
+
+
+SLIPS = {
+    "unreduced": (lambda r: setattr(r, "criterion", nn.MSELoss(reduction="none")), r"shape \(4, 1\).*reduction='mean'"),
+    "class": (lambda r: setattr(r, "criterion", nn.MSELoss), r"the class MSELoss. Write MSELoss\(\)"),
+    "dataset": (lambda r: setattr(r, "datasets", points()), r"self.datasets = \{'train'"),
+    "optimizers": (lambda r: setattr(r, "optimizer", [torch.optim.SGD(r.model.parameters())]), "JointOptimizer"),
+    "another model": (
+        lambda r: setattr(r, "optimizer", torch.optim.SGD(nn.Linear(3, 1).parameters())),
+        r"over 2 others, which would train nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "answer"), SLIPS.values(), ids=SLIPS)
+def test_a_slip_in_a_component_is_answered_with_its_mend(change: Any, answer: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=answer), Slip(settings(tmp_path), change) as runner:
+        runner.train()
+
+
+def test_a_forgotten_call_and_an_early_step_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Unfinished.__init__ to call super\(\).__init__"):
+        Unfinished(settings(tmp_path))
+    with Updating(settings(tmp_path)) as runner, pytest.raises(RuntimeError, match=r"a step of SGD inside of it"):
+        runner.train()
+    joint = lambda r: setattr(r, "optimizer", dl.optim.JointOptimizer(torch.optim.Adam(r.model.parameters())))  # noqa: E731
+    with Updating(settings(tmp_path), joint) as runner, pytest.raises(RuntimeError, match="inside of it"):
+        runner.train()
+
+
+def test_names_of_other_trainers_are_pointed_out(tmp_path: Path, caplog: Any) -> None:
+    class Moved(Slip):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            self.dataset, self.datasets = self.datasets, {}
+            self.dataloaders = {}
+
+        def training_step(self, batch: Any) -> None:
+            """Be called elsewhere."""
+
+        def evalute_step(self, data: Any) -> None:
+            """Be misspelled."""
+
+    with Moved(settings(tmp_path, batch_size=16, gradient_accumulation_steps=4, lr=3.0)):
+        pass
+    said = "\n".join(caplog.messages)
+    assert "The method 'training_step' is called by nobody: did you mean `train_step`?" in said
+    assert "The method 'evalute_step' is called by nobody: did you mean `evaluate_step`?" in said
+    assert "You have set `self.dataset`: did you mean `self.datasets`?" in said
+    assert (
+        "gradient_accumulation_steps is a key of your own, which the library does not read: its key is accum_steps."
+        in said
+    )
+    # The library builds no loader here, and has a learning rate.
+    assert "batch_size is" not in said and "lr is" not in said
+
+
+# Loaders of one's own on several ranks
+
+
+class Shards(Slip):
+    """A rank has three times as much data as the other, or both have the same."""
+
+    def __init__(self, config: Mapping[str, Any], *, same: bool) -> None:
+        super().__init__(config)
+        mine: Any = points(48)
+        if not same:
+            mine = Subset(mine, range(12) if self.rank == 0 else range(12, 48))
+        self.dataloaders = {"train": DataLoader(mine, batch_size=4 if not same else 16, shuffle=True)}
+        self.datasets = {}
+
+
+def on_shards(root: Path, same: bool) -> tuple[list[Any], list[str]]:
+    import logging
+
+    said: list[str] = []
+    keeper = logging.Handler()
+    keeper.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(keeper)
+    schedule = {"type": "cosine", "warmup_steps": 0.2}
+    with Shards(settings(root, steps=None, epochs=70, evaluate_interval=None, scheduler=schedule), same=same) as runner:
+        runner.train()
+        figures = [
+            runner.steps,
+            runner.log_interval,
+            runner.optimizer.param_groups[0]["lr"],
+            runner.train_state.global_step,
+        ]
+        return [*figures, *(p.tolist() for p in runner.model.parameters())], said
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["uneven", "same"])
+def test_loaders_of_ones_own_on_two_ranks(same: bool, tmp_path: Path) -> None:
+    (first, said), (second, _) = run_processes(on_shards, tmp_path, same, world_size=2, timeout=60)
+    assert first == second
+    assert first[:4] == [210, 2, pytest.approx(0.0), 210]
+    assert any("All ranks read the same data" in line for line in said) is same

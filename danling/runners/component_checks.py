@@ -1,0 +1,162 @@
+"""What the user put on a runner, looked at before anything is made of it: slips get an answer that says how to mend them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .config_slips import slip_of
+
+_ELSEWHERE = {
+    "training_step": "train_step",
+    "validation_step": "evaluate_step",
+    "test_step": "evaluate_step",
+    "eval_step": "evaluate_step",
+    "prediction_step": "infer_step",
+    "predict_step": "infer_step",
+    "configure_optimizers": "build_optimizer",
+    "create_optimizer": "build_optimizer",
+    "create_scheduler": "build_scheduler",
+    "training_epoch_end": "train_epoch",
+    "on_train_epoch_end": "train_epoch",
+    "on_train_epoch_start": "train_epoch",
+    "on_validation_epoch_end": "evaluate_epoch",
+    "on_train_start": "train",
+    "on_train_end": "train",
+    "optimizer_zero_grad": "zero_gradients",
+    "configure_gradient_clipping": "clip_gradients",
+}
+"""Methods that other trainers call, and what is overridden here for the same."""
+
+_ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
+_NAMED_ELSEWHERE = {
+    "net": "model",
+    "network": "model",
+    "loss": "criterion",
+    "loss_fn": "criterion",
+    "loss_function": "criterion",
+    "optim": "optimizer",
+    "optimizers": "optimizer",
+    "lr_scheduler": "scheduler",
+    "train_dataset": "datasets",
+    "train_dataloader": "dataloaders",
+    "train_loader": "dataloaders",
+    "data_loader": "dataloaders",
+}
+
+
+def check_model(model: Any, present: Iterable[str]) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ValueError: If `model` is none; a likely slip among the attributes that are `present` is named.
+    """
+    if isinstance(model, nn.Module):
+        return
+    made = " Make an instance of it." if isinstance(model, type) else ""
+    raise ValueError(
+        f"Expected `self.model` to be a torch.nn.Module when __init__ ends. Received: model={model!r} ({type(model).__name__})."
+        f"{made or ' Assign it after super().__init__(config).'}{_did_you_mean('model', present)}"
+    )
+
+
+def check_criterion(criterion: Any) -> None:
+    """Refuse a class in the place of a loss.
+
+    Raises:
+        ValueError: If it is one, or cannot be called.
+    """
+    if isinstance(criterion, type):
+        name = criterion.__name__
+        raise ValueError(f"Expected `self.criterion` to be a loss. Received: the class {name}. Write {name}().")
+    if criterion is not None and not callable(criterion):
+        raise ValueError(
+            f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}. Assign a loss "
+            "module or a function."
+        )
+
+
+def check_optimizer(optimizer: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse what is no optimizer, or none of this model.
+
+    Args:
+        optimizer: What the user assigned; `None` is left to the configuration.
+        named_parameters: Those of model and criterion.
+
+    Raises:
+        ValueError: If nothing of a model that can be trained would be.
+    """
+    if optimizer is None:
+        return
+    if isinstance(optimizer, (list, tuple, Mapping)):
+        raise ValueError(
+            f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
+            "together: danling.optim.JointOptimizer(first, second)."
+        )
+    if isinstance(optimizer, (str, type)) or not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
+            "self.model.parameters(), or name it in `optim.type` and let the runner build it."
+        )
+    trainable = {id(parameter) for _, parameter in named_parameters if parameter.requires_grad}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trainable and not trainable & held:
+        raise ValueError(
+            f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(held)} others, which "
+            "would train nothing of it. Make it over self.model.parameters(), after the model is complete."
+        )
+
+
+def check_mapping(name: str, value: Any) -> None:
+    """Refuse a single dataset or loader where one for each split is expected.
+
+    Raises:
+        ValueError: If `value` is no mapping.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"Expected `self.{name}` to be a mapping by split. Received: {name} of type {type(value).__name__}. Write "
+            f"self.{name} = {{'train': ..., 'val': ...}}."
+        )
+
+
+def misnamed(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
+    """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not.
+
+    Args:
+        runner_class: Class of the runner.
+        assigned: Attributes of the runner.
+        unset: Components that are not set.
+    """
+    own, known = _methods(runner_class, of_library=False), _methods(runner_class, of_library=True)
+    sentences = []
+    for name in sorted(own - known):
+        meant = _ELSEWHERE.get(name) or slip_of(name, sorted(known))
+        made_anyway = meant in ("build_optimizer", "build_scheduler") and meant.removeprefix("build_") not in unset
+        if meant is not None and meant not in own and not made_anyway:
+            sentences.append(f"The method {name!r} is called by nobody: did you mean `{meant}`?")
+    for component in unset:
+        hint = _did_you_mean(component, assigned)
+        sentences += [f"`self.{component}` is not set.{hint}"] if hint else []
+    return sentences
+
+
+def _methods(runner_class: type, *, of_library: bool) -> set[str]:
+    classes = [kind for kind in runner_class.__mro__ if kind.__module__.startswith("danling.") == of_library]
+    return {
+        name
+        for kind in classes
+        for name, value in vars(kind).items()
+        if callable(value) and not name.startswith("_") and not isinstance(value, type)
+    }
+
+
+def _did_you_mean(component: str, present: Iterable[str]) -> str:
+    for name in present:
+        if name in _ASSIGNED or name == "mode" or name.startswith("_"):
+            continue
+        if _NAMED_ELSEWHERE.get(name) == component or slip_of(name, [component]) == component:
+            return f" You have set `self.{name}`: did you mean `self.{component}`?"
+    return ""
