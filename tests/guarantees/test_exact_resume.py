@@ -33,31 +33,38 @@ def train(config: dict[str, Any], stop_at: int | None) -> dict[str, Any]:
         return {"ids": runner.ids, "trace": runner.trace, "step": step, "state": whole_state(runner)}
 
 
-def train_stopping_at_each(config: dict[str, Any], root: str, last: int) -> list[dict[str, Any]]:
-    """Train to every step of a run, each time from scratch in a directory of its own."""
-    return [train({**config, "workspace_root": f"{root}/{k}"}, k) for k in range(1, last)]
+def train_stopping_at_each(config: dict[str, Any], root: str, stops: list[int]) -> list[dict[str, Any]]:
+    """Train to each of some steps of a run, each time from scratch in a directory of its own."""
+    return [train({**config, "workspace_root": f"{root}/{k}"}, k) for k in stops]
 
 
-def resume_from_each(config: dict[str, Any], root: str, last: int) -> list[dict[str, Any]]:
+def resume_from_each(config: dict[str, Any], root: str, stops: list[int]) -> list[dict[str, Any]]:
     """Finish what `train_stopping_at_each` left."""
-    return [train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in range(1, last)]
+    return [train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in stops]
 
 
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [
+        pytest.param(0, 1, id="no workers"),
+        pytest.param(2, 4, id="workers"),
+        pytest.param(2, 1, id="workers, every step", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("mode", ["epoch", "step"])
-def test_resumed_at_every_step(mode: str, workers: int, world_size: int, tmp_path: Path) -> None:
+def test_resumed_at_every_step(mode: str, workers: int, every: int, world_size: int, tmp_path: Path) -> None:
     config = settings(mode, tmp_path / "whole")
     config["dataloader"]["num_workers"] = workers
     whole = run_processes(train, config, None, world_size=world_size)
     last = whole[0]["step"]
     assert last >= 9 // world_size
-    stopped = run_processes(train_stopping_at_each, config, str(tmp_path), last, world_size=world_size, timeout=350)
-    resumed = run_processes(resume_from_each, config, str(tmp_path), last, world_size=world_size, timeout=350)
+    stops = list(range(1, last, every))
+    stopped = run_processes(train_stopping_at_each, config, str(tmp_path), stops, world_size=world_size, timeout=350)
+    resumed = run_processes(resume_from_each, config, str(tmp_path), stops, world_size=world_size, timeout=350)
     for rank in range(world_size):
-        for k in range(1, last):
-            first, second = stopped[rank][k - 1], resumed[rank][k - 1]
+        for k, first, second in zip(stops, stopped[rank], resumed[rank]):
             assert first["step"] == k
             assert first["ids"] + second["ids"] == whole[rank]["ids"], f"samples, stopped at {k}"
             assert first["trace"] + second["trace"] == whole[rank]["trace"], f"losses and rates, stopped at {k}"
@@ -70,10 +77,11 @@ def test_resumed_at_every_step_from_a_distributed_checkpoint(world_size: int, mo
     config = settings("epoch", tmp_path / "whole", **{"checkpoint.backend": "dcp", "checkpoint.async_mode": mode})
     whole = run_processes(train, config, None, world_size=world_size)
     last = whole[0]["step"]
-    run_processes(train_stopping_at_each, config, str(tmp_path), last, world_size=world_size, timeout=150)
-    resumed = run_processes(resume_from_each, config, str(tmp_path), last, world_size=world_size, timeout=150)
+    stops = list(range(1, last))
+    run_processes(train_stopping_at_each, config, str(tmp_path), stops, world_size=world_size, timeout=150)
+    resumed = run_processes(resume_from_each, config, str(tmp_path), stops, world_size=world_size, timeout=150)
     for rank in range(world_size):
-        for k, second in enumerate(resumed[rank], start=1):
+        for k, second in zip(stops, resumed[rank]):
             assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
 
 

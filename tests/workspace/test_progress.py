@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 import pytest
@@ -30,8 +30,18 @@ def terminal(rows: int = 24, columns: int = 100) -> Iterator[tuple[TextIO, list[
     with os.fdopen(writer, "w") as stream:
         yield stream, drawn
         stream.flush()
-        drawn.append(os.read(reader, 1 << 20).decode())
+        drawn.append(_all_of(reader))
     os.close(reader)
+
+
+def _all_of(reader: int) -> str:
+    """Read what has been written; one call may return a part of it."""
+    os.set_blocking(reader, False)
+    pieces = []
+    with suppress(BlockingIOError):
+        while True:
+            pieces.append(os.read(reader, 1 << 16))
+    return b"".join(pieces).decode()
 
 
 def test_a_bar_on_a_terminal() -> None:
