@@ -64,12 +64,38 @@ class TorchEvaluation(TorchState):
             )
         return found
 
+    def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
+        """Return the loss of an evaluated batch: that of training, `None` where there is none.
+
+        A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
+        have one, there is nothing to compare its prediction with.
+        """
+        own = self.criterion is not None or self._overrides("compute_loss")
+        if own and (target is not None or self._trains_bare()):
+            return self.compute_loss(pred, target)
+        return model_loss(pred) if self.criterion is None else None
+
+    _bare: bool | None = None
+    """Whether the batches to train on come without a target; `None` before it is known."""
+
+    def _trains_bare(self) -> bool:
+        if self._bare is None:
+            dataset: Any = next((self.datasets[split] for split in self.train_splits if split in self.datasets), None)
+            # A stream cannot be looked into without taking a sample from it.
+            known = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) > 0
+            with preserved_random_state(self.device):
+                self._bare = known and peek_target(dataset[0]) is None
+        return self._bare
+
     def _weigh(self, batch: Batch, data: Any) -> tuple[float | Tensor, float]:
         """Return weight and number of samples of a batch; padding has neither."""
         if batch.samples == 0:
             return 0.0, 0.0
         samples = count_samples(data) if batch.samples is None else batch.samples
-        return self.batch_weight(data, peek_target(data)), samples
+        target = peek_target(data)
+        if self.mode == "train":
+            self._bare = target is None
+        return self.batch_weight(data, target), samples
 
     @property
     def sums_loss(self) -> bool:
@@ -163,9 +189,7 @@ class TorchEvaluation(TorchState):
         inputs, target = unpack_batch(data)
         with self.forward_context():
             pred = call_model(self.model, inputs)
-            if self.criterion is None:
-                return pred, model_loss(pred)
-            return pred, self.compute_loss(pred, target) if target is not None else None
+            return pred, self.evaluated_loss(pred, target)
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.

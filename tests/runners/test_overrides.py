@@ -1,0 +1,107 @@
+"""What a runner does when a user overrides a part of it, or leaves one out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+
+def points(count: int = 16) -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(count, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).tanh())
+
+
+def settings(root: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "dir": str(root / "run"),
+        "seed": 3,
+        "epochs": 2,
+        "log": False,
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "sgd", "lr": 0.1},
+        **more,
+    }
+
+
+class Line(dl.Runner):
+    """A linear model on points."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(3, 1)
+        self.criterion = nn.MSELoss()
+        self.datasets = {"train": points(), "val": points(6)}
+
+
+# A loss of one's own
+
+
+class OwnLoss(Line):
+    """Has no criterion, and says in `compute_loss` what the loss is."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.criterion = None
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Return twice the squared error, or the size of the prediction where there is no target."""
+        return 2 * F.mse_loss(pred, target if target is not None else torch.zeros_like(pred))
+
+
+def mean_loss(runner: Any, split: str = "val") -> float:
+    inputs, targets = runner.datasets[split].tensors
+    with torch.no_grad():
+        return float(2 * F.mse_loss(runner.unwrapped_model(inputs), targets))
+
+
+def test_a_loss_that_is_overridden_is_that_of_evaluation_too(tmp_path: Path) -> None:
+    with OwnLoss(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.latest_score == pytest.approx(mean_loss(runner), rel=1e-5)
+
+
+class Bare(Line):
+    """Trains on inputs alone, with a criterion that looks at nothing else."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {split: data.tensors[0] for split, data in self.datasets.items()}
+        self.criterion = lambda pred, _: 2 * pred.square().mean()
+
+
+class BareOwnLoss(OwnLoss):
+    """Trains on inputs alone, with a loss of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {split: data.tensors[0] for split, data in self.datasets.items()}
+
+
+@pytest.mark.parametrize("kind", [Bare, BareOwnLoss])
+@pytest.mark.parametrize("trained", [False, True])
+def test_bare_inputs_have_the_loss_in_evaluation_that_they_have_in_training(
+    kind: Any, trained: bool, tmp_path: Path
+) -> None:
+    with kind(settings(tmp_path)) as runner:
+        if trained:
+            runner.train()
+        with torch.no_grad():
+            expected = float(2 * runner.unwrapped_model(runner.datasets["val"]).square().mean())
+        assert runner.evaluate("val")["val"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_split_without_targets_has_no_loss_where_training_has_targets(tmp_path: Path) -> None:
+    with OwnLoss(settings(tmp_path)) as runner:
+        runner.datasets["test"] = points(5).tensors[0]
+        assert runner.evaluate("test") == {"test": {}}
+        runner.train(evaluate_splits=["val", "test"])
+        assert runner.results[2]["test"] == {}
