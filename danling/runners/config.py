@@ -404,6 +404,10 @@ class RunnerConfig(ClosedSection):
 
     # Identity
 
+    def changed(self) -> Any:
+        """Return what differs from the library's defaults, as nested plain values; what a subclass sets is among it."""
+        return config_identity.changed(self.plain(), RunnerConfig().plain())
+
     def canonical(self) -> Any:
         """Return what changes the result of the run, as plain values sorted by key.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -105,3 +106,42 @@ def test_a_split_without_targets_has_no_loss_where_training_has_targets(tmp_path
         assert runner.evaluate("test") == {"test": {}}
         runner.train(evaluate_splits=["val", "test"])
         assert runner.results[2]["test"] == {}
+
+
+# What lies in the run's directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_only_loads_changes_nothing_in_the_directory_of_another(tmp_path: Path) -> None:
+    with Line(settings(tmp_path)) as runner:
+        runner.train()
+    before = contents(tmp_path)
+    other = settings(tmp_path, optim={"type": "sgd", "lr": 0.2}, checkpoint={"load_only": True})
+    with Line(other) as runner:
+        assert runner.evaluate("val")["val"]["loss"] > 0
+        with pytest.raises(ValueError, match=r"a directory of its own"):
+            runner.train()
+    assert contents(tmp_path) == before
+
+
+class Project(dl.RunnerConfig):
+    """Takes an argument of its own, and sets a default."""
+
+    def __init__(self, width: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.width = width
+        self.ema.enabled = True
+
+
+def test_the_difference_from_the_defaults_names_single_settings(tmp_path: Path) -> None:
+    with Line(Project(8, settings(tmp_path, checkpoint={"interval": 3}))):
+        pass
+    metadata = tmp_path / "run" / "metadata"
+    assert yaml.safe_load((metadata / "config.diff.yaml").read_text()) == {
+        **settings(tmp_path, checkpoint={"interval": 3}),
+        "model": {"width": 8},
+        "ema": {"enabled": True},
+    }
