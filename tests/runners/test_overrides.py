@@ -145,3 +145,10 @@ def test_the_difference_from_the_defaults_names_single_settings(tmp_path: Path) 
         "model": {"width": 8},
         "ema": {"enabled": True},
     }
+
+
+@pytest.mark.parametrize("name", ["bfloat", "int8", "Tensor"])
+def test_a_dtype_of_the_export_is_checked_before_training(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"checkpoint.export_dtype='{name}'"):
+        Line(settings(tmp_path, checkpoint={"last_save_model_only": True, "export_dtype": name}))
+    assert not (tmp_path / "run").exists()
