@@ -214,6 +214,7 @@ class TorchEvaluation(TorchState):
         with ExitStack() as stack:
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
+                self._say_averaged()
                 stack.enter_context(self.averaged_weights())
                 # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
                 self.equalize_buffers()
@@ -227,6 +228,20 @@ class TorchEvaluation(TorchState):
                 self.mode = before
                 self.model = wrapped
                 self.model.train(training)
+
+    _said_averaged: bool = False
+    """Whether the log says which weights are evaluated; once is enough."""
+
+    def _say_averaged(self) -> None:
+        if self.is_main_process and not self._said_averaged:
+            decay = getattr(self.ema, "decay", None)
+            logger.info("Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else "")
+        self._said_averaged = True
+
+    @property
+    def evaluated_weights(self) -> str:
+        """Which weights evaluation and inference use: `"averaged"` or `"trained"`."""
+        return "trained" if self.ema is None else "averaged"
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return the context in which the model has its averaged weights; entered on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,16 @@ def test_a_dtype_of_the_export_is_checked_before_training(name: str, tmp_path: P
     with pytest.raises(ValueError, match=f"checkpoint.export_dtype='{name}'"):
         Line(settings(tmp_path, checkpoint={"last_save_model_only": True, "export_dtype": name}))
     assert not (tmp_path / "run").exists()
+
+
+# Which figures
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_evaluation_says_which_weights_it_used(enabled: bool, tmp_path: Path, caplog: Any) -> None:
+    with Line(settings(tmp_path, ema={"enabled": enabled, "decay": 0.5 if enabled else 0.999})) as runner:
+        runner.train()
+    assert caplog.messages.count("Evaluating the averaged weights (decay 0.5).") == enabled
+    for name in ("latest", "best"):
+        written = json.loads((tmp_path / "run" / f"{name}.json").read_text())
+        assert written["weights"] == ("averaged" if enabled else "trained")
