@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,55 @@ def test_evaluation_says_which_weights_it_used(enabled: bool, tmp_path: Path, ca
     for name in ("latest", "best"):
         written = json.loads((tmp_path / "run" / f"{name}.json").read_text())
         assert written["weights"] == ("averaged" if enabled else "trained")
+
+
+# Where the configuration is found
+
+
+class Made(dl.Runner):
+    """Makes its configuration itself."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(dl.RunnerConfig(settings(root, stack="parallel")))
+        self.model = nn.Linear(3, 1)
+        self.criterion = nn.MSELoss()
+        self.datasets = {"train": points(), "val": points(6)}
+
+
+class WithModel(Line):
+    """Is told of its model before its configuration."""
+
+    def __init__(self, model: Mapping[str, Any], config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(**model)
+
+
+def file_of(config: Mapping[str, Any], root: Path) -> str:
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(dict(config)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda config, root: Made(root),
+        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, config),
+        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, dl.RunnerConfig(config)),
+        lambda config, root: Line(file_of(config, root)),
+        lambda config, root: Line(Namespace(**config)),
+        lambda config, root: Line(config=config),
+    ],
+    ids=["made", "mapping", "RunnerConfig", "file", "namespace", "keyword"],
+)
+def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tmp_path: Path) -> None:
+    with build(settings(tmp_path, stack="parallel"), tmp_path) as runner:
+        assert isinstance(runner, dl.ParallelRunner)
+        assert runner.topology.axes.world_size == 1
+        runner.train()
+        assert runner.state.train.epoch == 2
+
+
+def test_an_unknown_stack_is_an_error_wherever_it_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected stack to be one of"):
+        Line(settings(tmp_path, stack="mesh"))
