@@ -116,9 +116,14 @@ class ScoreBoard:
         figures = result.get(self.split, {})
         if self.name not in figures:
             present = [f"{split}.{name}" for split, values in result.items() for name in values]
+            source = (
+                " The loss is what `evaluate_step` returns, by default from `compute_loss`."
+                if self.name == "loss"
+                else ""
+            )
             raise ValueError(
                 f"Expected the score {self.split}.{self.name} among the figures of an evaluation. Received: {present}. Set "
-                "score_split and score_name to one of them."
+                f"score_split and score_name to one of them.{source}"
             )
         if not self.scores:
             logger.info(

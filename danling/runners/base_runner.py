@@ -73,7 +73,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         results: Figures by completed epoch or global step, then by split.
 
     Args:
-        config: A `RunnerConfig`, a mapping, or `None` for the defaults.
+        config: A `RunnerConfig`, a mapping, the path of a file, or `None` for the defaults.
 
     Raises:
         ValueError: If a setting is unknown or contradicts another one.

@@ -264,11 +264,18 @@ class RunnerConfig(ClosedSection):
                 f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
                 f"{self.ft.min_replica_size}, ft.group_size={self.ft.group_size}."
             )
+        self._validate_export()
         interval = self.scheduler.get("interval")
         if interval not in (None, "step", "epoch", "validation"):
             raise ValueError(
                 f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
             )
+
+    def _validate_export(self) -> None:
+        if self.checkpoint.export_dtype is not None:
+            from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
+
+            floating_dtype(self.checkpoint.export_dtype, key="checkpoint.export_dtype")
 
     def stack_name(self) -> str:
         """Return the stack without aliases: `ddp`, `parallel` or `deepspeed`; case, `-` and `_` do not matter.
@@ -403,6 +410,10 @@ class RunnerConfig(ClosedSection):
         return json.dumps(strict_json(self.plain()), *args, allow_nan=False, **kwargs)
 
     # Identity
+
+    def changed(self) -> Any:
+        """Return what differs from the library's defaults, as nested plain values; what a subclass sets is among it."""
+        return config_identity.changed(self.plain(), RunnerConfig().plain())
 
     def canonical(self) -> Any:
         """Return what changes the result of the run, as plain values sorted by key.

@@ -50,7 +50,7 @@ def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]
         step_mode: Whether the budget counts updates.
     """
     scheduler = config.get("scheduler", None) or {}
-    changed = _changed(config)
+    changed = list(flatten(config.changed()))
     checks = [
         ("patience" in changed and not evaluates, "patience", "there is no evaluation split, so nothing is scored"),
         (
@@ -86,19 +86,13 @@ def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
         config: A whole configuration.
         degrees: The degree of each axis, `-1` filled in.
     """
-    changed = _changed(config)
+    changed = list(flatten(config.changed()))
     needs = {"fsdp": "shard", "parallel.pipeline_": "pipeline"}
     return _sentences(
         (key.startswith(prefix) and degrees[axis] == 1, key, f"parallel.axes.{axis} is 1")
         for prefix, axis in needs.items()
         for key in changed
     )
-
-
-def _changed(config: Any) -> list[str]:
-    """Return the keys that differ from the defaults of this class of configuration."""
-    usual = flatten(type(config)().plain())
-    return [key for key, value in flatten(config.plain()).items() if value != usual.get(key)]
 
 
 def _switched_off(config: Any, changed: list[str], name: str, switch: str) -> tuple[bool, str, str]:

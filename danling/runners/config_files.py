@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from chanfig.io import YamlLoader
 
-_FORMATS = (".yaml", ".yml", ".json", ".toml")
+FORMATS = (".yaml", ".yml", ".json", ".toml")
 
 
 class SettingsLoader(YamlLoader):
@@ -44,8 +44,8 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(file)
     suffix = path.suffix.lower()
-    if suffix not in _FORMATS:
-        raise ValueError(f"Expected a file that ends in {', '.join(_FORMATS)}. Received: {str(path)!r}.")
+    if suffix not in FORMATS:
+        raise ValueError(f"Expected a file that ends in {', '.join(FORMATS)}. Received: {str(path)!r}.")
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file with settings. Received: {str(path)!r}, which does not exist.")
     try:

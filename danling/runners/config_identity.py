@@ -132,6 +132,25 @@ def _normal_numbers(value: Any) -> Any:
     return [_normal_numbers(item) for item in value] if isinstance(value, list) else value
 
 
+def changed(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, nested as they are, that differ from the usual ones or are not among them.
+
+    Args:
+        settings: A whole configuration as plain values.
+        usual: The same with defaults only.
+    """
+    result: dict[str, Any] = {}
+    for name, value in settings.items():
+        before = usual.get(name)
+        if isinstance(value, Mapping):
+            inner = changed(value, before if isinstance(before, Mapping) else {})
+            if inner:
+                result[name] = inner
+        elif name not in usual or value != before:
+            result[name] = value
+    return result
+
+
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings with dotted keys."""
     flat: dict[str, Any] = {}

@@ -243,11 +243,10 @@ class ParallelRunner(ParallelState):
                 pred, loss = super().evaluate_step(data)
             return _whole(pred), loss
         pred = self._forward(data)
-        target = peek_target(data) if self.holds_last_stage else None
-        if not self.holds_last_stage or self.criterion is None or target is None:
+        if not self.holds_last_stage:
             return pred, None
         with self._loss_context(), self.forward_context():
-            loss = self.compute_loss(pred, target)
+            loss = self.evaluated_loss(pred, peek_target(data))
         return _whole(pred), loss
 
     def infer_step(self, data: Any) -> Any:

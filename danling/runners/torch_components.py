@@ -454,6 +454,9 @@ class TorchComponents(BaseRunner):
         """
         if self.trackers is not None:
             return
+        if self.checkpoint_manager is not None:
+            # Here too, since a run that only loads may look into the directory of another one.
+            self.checkpoint_manager.check_directory()
         self.trackers = []
         if self.is_main_process:
             self._track(JsonlTracker(self.workspace.jsonl_file, resume_step=self.state.train.global_step))
@@ -518,11 +521,11 @@ class TorchComponents(BaseRunner):
             self._closers.callback(self.gc_pacer.close)
 
     def _write_metadata(self) -> None:
+        config, manager = self.config, self.checkpoint_manager
+        if config.checkpoint.load_only and manager is not None and manager.is_foreign():
+            return
         if self.is_main_process:
-            config = self.config
-            defaults = type(config)().plain()
-            changed = {key: value for key, value in config.plain().items() if defaults.get(key) != value}
-            self.workspace.write_metadata(config.plain(), config.canonical(), changed, self._identity)
+            self.workspace.write_metadata(config.plain(), config.canonical(), config.changed(), self._identity)
 
     # Contexts
 

@@ -64,12 +64,38 @@ class TorchEvaluation(TorchState):
             )
         return found
 
+    def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
+        """Return the loss of an evaluated batch: that of training, `None` where there is none.
+
+        A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
+        have one, there is nothing to compare its prediction with.
+        """
+        own = self.criterion is not None or self._overrides("compute_loss")
+        if own and (target is not None or self._trains_bare()):
+            return self.compute_loss(pred, target)
+        return model_loss(pred) if self.criterion is None else None
+
+    _bare: bool | None = None
+    """Whether the batches to train on come without a target; `None` before it is known."""
+
+    def _trains_bare(self) -> bool:
+        if self._bare is None:
+            dataset: Any = next((self.datasets[split] for split in self.train_splits if split in self.datasets), None)
+            # A stream cannot be looked into without taking a sample from it.
+            known = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) > 0
+            with preserved_random_state(self.device):
+                self._bare = known and peek_target(dataset[0]) is None
+        return self._bare
+
     def _weigh(self, batch: Batch, data: Any) -> tuple[float | Tensor, float]:
         """Return weight and number of samples of a batch; padding has neither."""
         if batch.samples == 0:
             return 0.0, 0.0
         samples = count_samples(data) if batch.samples is None else batch.samples
-        return self.batch_weight(data, peek_target(data)), samples
+        target = peek_target(data)
+        if self.mode == "train":
+            self._bare = target is None
+        return self.batch_weight(data, target), samples
 
     @property
     def sums_loss(self) -> bool:
@@ -163,9 +189,7 @@ class TorchEvaluation(TorchState):
         inputs, target = unpack_batch(data)
         with self.forward_context():
             pred = call_model(self.model, inputs)
-            if self.criterion is None:
-                return pred, model_loss(pred)
-            return pred, self.compute_loss(pred, target) if target is not None else None
+            return pred, self.evaluated_loss(pred, target)
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.
@@ -190,6 +214,7 @@ class TorchEvaluation(TorchState):
         with ExitStack() as stack:
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
+                self._say_averaged()
                 stack.enter_context(self.averaged_weights())
                 # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
                 self.equalize_buffers()
@@ -203,6 +228,20 @@ class TorchEvaluation(TorchState):
                 self.mode = before
                 self.model = wrapped
                 self.model.train(training)
+
+    _said_averaged: bool = False
+    """Whether the log says which weights are evaluated; once is enough."""
+
+    def _say_averaged(self) -> None:
+        if self.is_main_process and not self._said_averaged:
+            decay = getattr(self.ema, "decay", None)
+            logger.info("Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else "")
+        self._said_averaged = True
+
+    @property
+    def evaluated_weights(self) -> str:
+        """Which weights evaluation and inference use: `"averaged"` or `"trained"`."""
+        return "trained" if self.ema is None else "averaged"
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return the context in which the model has its averaged weights; entered on all ranks."""

@@ -15,6 +15,7 @@ from danling.metrics import Meters
 from danling.optim.named_state import load_named_state_dict, named_state_dict
 from danling.optim.options import adopt_options, options_of
 from danling.utils.names import canonical_name
+from danling.utils.tensors import floating_dtype
 
 from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude, read_model
 from .config import RunnerConfig
@@ -435,9 +436,7 @@ def export_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype that `checkpoint.export_dtype` names, `None` to keep what there is."""
     if name is None:
         return None
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    dtype: torch.dtype = getattr(torch, short.get(name.lower(), name.lower()))
-    return dtype
+    return floating_dtype(name, key="checkpoint.export_dtype")
 
 
 def cast_floating(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -445,8 +445,9 @@ class TorchWatch(TorchUpdate):
     def write_results(self) -> None:
         """Write the figures of the run, its last ones and its best ones, on the main process."""
         if self.is_main_process:
-            latest = {"index": self.index, "result": self.latest_result}
-            best = {"index": self.best_index, "score": self.best_score, "result": self.best_result}
+            weights = self.evaluated_weights
+            latest = {"index": self.index, "weights": weights, "result": self.latest_result}
+            best = {"index": self.best_index, "weights": weights, "score": self.best_score, "result": self.best_result}
             self.workspace.write_results(self.results, latest, best)
 
 

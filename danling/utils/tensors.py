@@ -1,11 +1,14 @@
-"""What this rank holds of a tensor that may be sharded."""
+"""What this rank holds of a tensor that may be sharded, and the dtypes that have names."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -52,3 +55,21 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
     return with_local_part(like, local.to(local_part(like).device).contiguous())
+
+
+def floating_dtype(name: str, *, key: str) -> torch.dtype:
+    """Return the floating dtype of a name, short or long.
+
+    Args:
+        name: Such as `"bf16"` or `"bfloat16"`.
+        key: The setting it stands under, for the error.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    dtype = getattr(torch, _SHORT.get(name.lower(), name.lower()), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"Expected {key} to be the name of a floating dtype, such as 'bf16', 'fp16' or 'float32'. Received: {key}={name!r}."
+        )
+    return dtype

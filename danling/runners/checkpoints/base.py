@@ -197,12 +197,16 @@ class CheckpointManager(ABC):
         return None
 
     def check_directory(self) -> None:
-        """Refuse a directory in which another run saves.
+        """Refuse a directory in which another run saves; nothing is written.
 
         Raises:
             CheckpointMismatch: If there is a checkpoint of another run.
         """
         self.on_main(lambda: self._refuse_foreign(self._records()))
+
+    def is_foreign(self) -> bool:
+        """Whether another run saves in the directory."""
+        return self.on_main(lambda: any(record.run != self.run_id for record, _ in self._records()))
 
     def _records(self) -> list[tuple[Record, CheckpointStore]]:
         return [(record, store) for store in self.stores for record in store.records(complete=False)]

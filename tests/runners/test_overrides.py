@@ -1,0 +1,222 @@
+"""What a runner does when a user overrides a part of it, or leaves one out."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+
+def points(count: int = 16) -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(count, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).tanh())
+
+
+def settings(root: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "dir": str(root / "run"),
+        "seed": 3,
+        "epochs": 2,
+        "log": False,
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "sgd", "lr": 0.1},
+        **more,
+    }
+
+
+class Line(dl.Runner):
+    """A linear model on points."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(3, 1)
+        self.criterion = nn.MSELoss()
+        self.datasets = {"train": points(), "val": points(6)}
+
+
+# A loss of one's own
+
+
+class OwnLoss(Line):
+    """Has no criterion, and says in `compute_loss` what the loss is."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.criterion = None
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Return twice the squared error, or the size of the prediction where there is no target."""
+        return 2 * F.mse_loss(pred, target if target is not None else torch.zeros_like(pred))
+
+
+def mean_loss(runner: Any, split: str = "val") -> float:
+    inputs, targets = runner.datasets[split].tensors
+    with torch.no_grad():
+        return float(2 * F.mse_loss(runner.unwrapped_model(inputs), targets))
+
+
+def test_a_loss_that_is_overridden_is_that_of_evaluation_too(tmp_path: Path) -> None:
+    with OwnLoss(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.latest_score == pytest.approx(mean_loss(runner), rel=1e-5)
+
+
+class Bare(Line):
+    """Trains on inputs alone, with a criterion that looks at nothing else."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {split: data.tensors[0] for split, data in self.datasets.items()}
+        self.criterion = lambda pred, _: 2 * pred.square().mean()
+
+
+class BareOwnLoss(OwnLoss):
+    """Trains on inputs alone, with a loss of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {split: data.tensors[0] for split, data in self.datasets.items()}
+
+
+@pytest.mark.parametrize("kind", [Bare, BareOwnLoss])
+@pytest.mark.parametrize("trained", [False, True])
+def test_bare_inputs_have_the_loss_in_evaluation_that_they_have_in_training(
+    kind: Any, trained: bool, tmp_path: Path
+) -> None:
+    with kind(settings(tmp_path)) as runner:
+        if trained:
+            runner.train()
+        with torch.no_grad():
+            expected = float(2 * runner.unwrapped_model(runner.datasets["val"]).square().mean())
+        assert runner.evaluate("val")["val"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_split_without_targets_has_no_loss_where_training_has_targets(tmp_path: Path) -> None:
+    with OwnLoss(settings(tmp_path)) as runner:
+        runner.datasets["test"] = points(5).tensors[0]
+        assert runner.evaluate("test") == {"test": {}}
+        runner.train(evaluate_splits=["val", "test"])
+        assert runner.results[2]["test"] == {}
+
+
+# What lies in the run's directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_only_loads_changes_nothing_in_the_directory_of_another(tmp_path: Path) -> None:
+    with Line(settings(tmp_path)) as runner:
+        runner.train()
+    before = contents(tmp_path)
+    other = settings(tmp_path, optim={"type": "sgd", "lr": 0.2}, checkpoint={"load_only": True})
+    with Line(other) as runner:
+        assert runner.evaluate("val")["val"]["loss"] > 0
+        with pytest.raises(ValueError, match=r"a directory of its own"):
+            runner.train()
+    assert contents(tmp_path) == before
+
+
+class Project(dl.RunnerConfig):
+    """Takes an argument of its own, and sets a default."""
+
+    def __init__(self, width: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.width = width
+        self.ema.enabled = True
+
+
+def test_the_difference_from_the_defaults_names_single_settings(tmp_path: Path) -> None:
+    with Line(Project(8, settings(tmp_path, checkpoint={"interval": 3}))):
+        pass
+    metadata = tmp_path / "run" / "metadata"
+    assert yaml.safe_load((metadata / "config.diff.yaml").read_text()) == {
+        **settings(tmp_path, checkpoint={"interval": 3}),
+        "model": {"width": 8},
+        "ema": {"enabled": True},
+    }
+
+
+@pytest.mark.parametrize("name", ["bfloat", "int8", "Tensor"])
+def test_a_dtype_of_the_export_is_checked_before_training(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"checkpoint.export_dtype='{name}'"):
+        Line(settings(tmp_path, checkpoint={"last_save_model_only": True, "export_dtype": name}))
+    assert not (tmp_path / "run").exists()
+
+
+# Which figures
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_evaluation_says_which_weights_it_used(enabled: bool, tmp_path: Path, caplog: Any) -> None:
+    with Line(settings(tmp_path, ema={"enabled": enabled, "decay": 0.5 if enabled else 0.999})) as runner:
+        runner.train()
+    assert caplog.messages.count("Evaluating the averaged weights (decay 0.5).") == enabled
+    for name in ("latest", "best"):
+        written = json.loads((tmp_path / "run" / f"{name}.json").read_text())
+        assert written["weights"] == ("averaged" if enabled else "trained")
+
+
+# Where the configuration is found
+
+
+class Made(dl.Runner):
+    """Makes its configuration itself."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(dl.RunnerConfig(settings(root, stack="parallel")))
+        self.model = nn.Linear(3, 1)
+        self.criterion = nn.MSELoss()
+        self.datasets = {"train": points(), "val": points(6)}
+
+
+class WithModel(Line):
+    """Is told of its model before its configuration."""
+
+    def __init__(self, model: Mapping[str, Any], config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(**model)
+
+
+def file_of(config: Mapping[str, Any], root: Path) -> str:
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(dict(config)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda config, root: Made(root),
+        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, config),
+        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, dl.RunnerConfig(config)),
+        lambda config, root: Line(file_of(config, root)),
+        lambda config, root: Line(Namespace(**config)),
+        lambda config, root: Line(config=config),
+    ],
+    ids=["made", "mapping", "RunnerConfig", "file", "namespace", "keyword"],
+)
+def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tmp_path: Path) -> None:
+    with build(settings(tmp_path, stack="parallel"), tmp_path) as runner:
+        assert isinstance(runner, dl.ParallelRunner)
+        assert runner.topology.axes.world_size == 1
+        runner.train()
+        assert runner.state.train.epoch == 2
+
+
+def test_an_unknown_stack_is_an_error_wherever_it_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected stack to be one of"):
+        Line(settings(tmp_path, stack="mesh"))
