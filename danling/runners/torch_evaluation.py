@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ class TorchEvaluation(TorchState):
         return result
 
     @contextmanager
-    def _evaluating(self, split: str, mode: str) -> Iterator[None]:
+    def _evaluating(self, split: str, mode: Literal["evaluate", "infer"]) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
         seed = derive_seed(self.seed, mode, split, self.stream_place[0])
         wrapped, training, before = self.model, self.model.training, self.mode
@@ -237,7 +237,11 @@ class TorchEvaluation(TorchState):
 
     # Inference
 
-    def infer(self, split: str | None = None, *, stream: bool = False) -> Any:
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
+    def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
         """Predict every sample of a split. Call on all ranks.
 
         Args:

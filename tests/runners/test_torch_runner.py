@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -475,3 +476,14 @@ def test_importing_loads_nothing_optional() -> None:
         "matplotlib",
     ):
         assert f"'{name}'" not in loaded
+
+
+def test_notebooks_show_what_a_runner_is_made_of_and_what_the_package_offers() -> None:
+    class Wide(Classifier):
+        def __init__(self, config: Any, *, width: int = 3) -> None: ...
+
+    assert list(inspect.signature(Wide).parameters) == ["config", "width"]
+    assert list(inspect.signature(dl.Runner).parameters) == ["config"]
+    offered = {name for name in dir(dl) if not name.startswith("_")}
+    assert offered >= set(dl.__all__)
+    assert not offered & {"TYPE_CHECKING", "annotations", "lazily"}
