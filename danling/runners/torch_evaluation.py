@@ -251,6 +251,13 @@ class TorchEvaluation(TorchState):
         Returns:
             The predictions in the order of the dataset, the same on all ranks: a list of tensors on the CPU, or of plain values
             where a prediction is a single number. With `stream`, a generator.
+
+            What `infer_step` returns is taken apart by sample: a tensor along its first dimension; a list by its items; a tuple of
+            such, several outputs of a model, into a tuple for each sample; a mapping into one for each sample, of the entries that
+            have as many items as the batch has samples (a `loss` has not). Anything else is one item for the whole batch.
+
+        Raises:
+            ValueError: If the split is unknown, or there is none.
         """
         named = [name for name in (*self.datasets, *self.dataloaders) if name.startswith(("infer", "predict"))]
         chosen = self._named_splits(split, named[:1] or self.evaluate_splits[:1], "infer")[0]
@@ -293,8 +300,24 @@ def model_loss(pred: Any) -> Tensor | None:
 
 
 def _as_list(pred: Any, samples: int) -> list[Any]:
+    """Return the prediction of a batch sample by sample; see `TorchEvaluation.infer` for what can be taken apart."""
+    if not samples:
+        return []
     if isinstance(pred, Tensor):
         rows = pred.detach().cpu()[:samples]
         single = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)
         return rows.flatten().tolist() if single else list(rows.unbind(0))
+    if isinstance(pred, Mapping):
+        columns = {name: _as_list(value, samples) for name, value in pred.items() if _has_samples(value, samples)}
+        return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [pred]
+    if isinstance(pred, tuple) and pred and all(_has_samples(part, samples) for part in pred):
+        return list(zip(*(_as_list(part, samples) for part in pred)))
     return list(pred)[:samples] if isinstance(pred, (list, tuple)) else [pred]
+
+
+def _has_samples(value: Any, samples: int) -> bool:
+    return (
+        isinstance(value, (Tensor, list))
+        and (not isinstance(value, Tensor) or value.ndim > 0)
+        and len(value) == samples
+    )

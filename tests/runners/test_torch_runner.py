@@ -148,6 +148,34 @@ def test_train_twice_goes_on() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kind", ["mapping", "tuple"])
+def test_infer_takes_several_outputs_apart_by_sample(kind: str) -> None:
+    class Several(Classifier):
+        def infer_step(self, data: Any) -> Any:
+            scores = super().infer_step(data)
+            top = scores.argmax(-1)
+            if kind == "tuple":
+                return scores, top
+            return {
+                "scores": scores,
+                "top": top,
+                "words": [str(int(t)) for t in top],
+                "loss": scores.mean(),
+                "state": (scores,),
+            }
+
+    with Several({"epochs": 1, "seed": 1, "dataloader.batch_size": 7}) as runner:
+        items = runner.infer("val")
+        stream = list(runner.infer("val", stream=True))
+        best = runner.model(points()[0][72:]).argmax(-1).tolist()
+    assert len(items) == len(stream) == len(best)
+    if kind == "mapping":
+        assert all(sorted(item) == ["scores", "top", "words"] for item in items)
+        assert [item["words"] for item in items] == [str(top) for top in best]
+        items = [(item["scores"], item["top"]) for item in items]
+    assert [top for _, top in items] == [int(scores.argmax()) for scores, _ in items] == best
+
+
 def test_infer_gives_every_prediction_in_order() -> None:
     x, _ = points()
     with Classifier(settings()) as runner:
