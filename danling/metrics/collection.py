@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,16 +98,22 @@ class MetricSet:
             samples: Its number of real samples, which a mean over the batch is weighted by; a batch of none is left out.
 
         Raises:
-            ValueError: If a callable returns something else than `MetricSet` says.
+            ValueError: If a callable returns something else than `MetricSet` says, or a metric cannot do without the target that
+                the batch lacks.
         """
         if not samples:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            total, weight = _as_totals(name, function(pred, target), samples)
+            with _explained(name, target):
+                value = function(pred, target)
+                if target is None and _is_truth(value):
+                    raise TypeError(f"the metric compared with None and returned {value!r}")
+            total, weight = _as_totals(name, value, samples)
             self._meters.add_totals(name, total, weight)
-        for metric in self._objects.values():
-            metric.update(pred, target)
+        for name, metric in self._objects.items():
+            with _explained(name or "metrics", target):
+                metric.update(pred, target)
 
     def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
         """Return the figures over the domain, by name, the same on all its members. Call on all of them.
@@ -132,6 +139,26 @@ def _check_kind(name: str, metric: Any) -> None:
             f"Expected metric {name!r} to be a callable (pred, target) or an object with update, compute and reset. Received: "
             f"{metric!r} ({type(metric).__name__})."
         )
+
+
+@contextmanager
+def _explained(name: str, target: Any) -> Iterator[None]:
+    """Say of what a metric raises where there is no target that this is why."""
+    try:
+        yield
+    except Exception as error:
+        if target is not None:
+            raise
+        raise ValueError(
+            f"Expected a target for metric {name!r}: the second part of a batch (input, target), or the key 'target' of a batch that "
+            f"is a mapping. Received: a batch without one, so that the metric was called with None ({type(error).__name__}: {error}). "
+            "Return the target from the dataset or the collate function, beside the input."
+        ) from error
+
+
+def _is_truth(value: Any) -> bool:
+    # `prediction == None` is False, and an array of it in NumPy.
+    return isinstance(value, bool) or (not isinstance(value, Tensor) and str(getattr(value, "dtype", "")) == "bool")
 
 
 def _name_of(metric: Any) -> str:

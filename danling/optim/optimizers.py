@@ -23,7 +23,7 @@ _GROUP_KEYS = ("params", "param_names", "name", "initial_lr")
 class OptimizerRegistry(Registry):
     """Every optimizer of `torch.optim` by its lower-case name, and what users register."""
 
-    def build(self, params: Any, type: str | None = None, **options: Any) -> Any:
+    def build(self, params: Any, type: str | None = None, **options: Any) -> Optimizer:
         """Build an optimizer.
 
         Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
@@ -49,7 +49,8 @@ class OptimizerRegistry(Registry):
         options = _with_tuples(builder, options)
         if _can_fuse(builder, entries, options):
             options["fused"] = True
-        return builder(entries, **options)
+        optimizer: Optimizer = builder(entries, **options)
+        return optimizer
 
     def _checked_group(self, name: str | None, group: dict[str, Any]) -> dict[str, Any]:
         # torch keeps an unknown key of a group and does nothing with it.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -86,10 +86,11 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self._closed = False
         self.model: Any = None
         self.config: RunnerConfig = self.adopt_config(config)
-        self.mode = "train"
+        self.mode: Literal["train", "evaluate", "infer"] = "train"
         self.state = RunnerState()
         self.ema: Any = None
-        self.criterion: Callable[..., Any] | None = None
+        # Not `Callable | None`: a step may call it without asking a type checker.
+        self.criterion: Any = None
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.datasets: dict[str, Any] = {}

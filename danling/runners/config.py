@@ -9,7 +9,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from chanfig.utils import Null
 
@@ -40,6 +40,7 @@ from .config_schema import (
     WandbConfig,
 )
 from .config_slips import slip_of
+from .config_typing import Nested
 
 STACKS = {
     "auto": "ddp",
@@ -160,23 +161,27 @@ class RunnerConfig(ClosedSection):
     tensorboard: bool = False
     """Write scalars for TensorBoard."""
 
-    wandb: WandbConfig
-    optim: OptimConfig
-    scheduler: SchedulerConfig
-    ema: EmaConfig
-    dataloader: DataLoaderConfig
-    checkpoint: CheckpointConfig
-    parallel: ParallelConfig
-    fsdp: FsdpConfig
-    compile: CompileConfig
-    comm: CommConfig
-    gc: GcConfig
-    profiling: ProfilingConfig
-    heartbeat: HeartbeatConfig
-    ft: FtConfig
-    deepspeed: DeepSpeedConfig
+    wandb: Nested[WandbConfig]
+    optim: Nested[OptimConfig]
+    scheduler: Nested[SchedulerConfig]
+    ema: Nested[EmaConfig]
+    dataloader: Nested[DataLoaderConfig]
+    checkpoint: Nested[CheckpointConfig]
+    parallel: Nested[ParallelConfig]
+    fsdp: Nested[FsdpConfig]
+    compile: Nested[CompileConfig]
+    comm: Nested[CommConfig]
+    gc: Nested[GcConfig]
+    profiling: Nested[ProfilingConfig]
+    heartbeat: Nested[HeartbeatConfig]
+    ft: Nested[FtConfig]
+    deepspeed: Nested[DeepSpeedConfig]
 
     _given: ClassVar[Any] = None
+
+    if TYPE_CHECKING:
+        # Any key may be the user's own.
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, settings: Any = None, /, **kwargs: Any) -> None:
         given = _as_mapping(settings)

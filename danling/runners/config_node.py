@@ -11,10 +11,11 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from chanfig import Config, FlatDict
 from chanfig.utils import Null
+from typing_extensions import Never
 
 from danling.utils.suggest import did_you_mean
 
@@ -282,6 +283,10 @@ class Section(Config):
 
 class ClosedSection(Section):
     """A section whose keys are all declared by its class: an unknown key is an error that names the nearest one."""
+
+    if TYPE_CHECKING:
+        # So that type checkers, too, refuse to set a key that is not declared.
+        def __setattr__(self, name: str, value: Never) -> None: ...
 
     def _assign(self, name: Any, value: Any) -> None:
         field = fields_of(type(self)).get(name) if isinstance(name, str) else None

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from .config_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .config_node import ClosedSection, Section
+from .config_typing import Nested
 
 
 class WandbConfig(ClosedSection):
@@ -115,7 +116,7 @@ class ParallelConfig(ClosedSection):
 
     _path: ClassVar[str] = "parallel"
 
-    axes: AxesConfig
+    axes: Nested[AxesConfig]
     """Degrees of parallelism; one may be -1 and is filled from the world size."""
     pipeline_schedule: str = "1F1B"
     """Any schedule class of torch.distributed.pipelining, by name."""

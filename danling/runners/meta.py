@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
@@ -11,6 +12,12 @@ class MetaRunner(type):
     A subclass puts model, data and optimizer on itself after `super().__init__(config)`; only when all of its `__init__` has run
     can they be moved, wrapped and restored, so no class in the chain could do it from its own `__init__`.
     """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What the class is constructed with, as help and notebooks show it: the arguments of its `__init__`."""
+        own = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(parameters=list(own.parameters.values())[1:], return_annotation=inspect.Signature.empty)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         target = cls.select_class(*args, **kwargs)  # type: ignore[attr-defined]

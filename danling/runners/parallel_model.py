@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.optim import Optimizer
 
 from danling.data import derive_seed, preserved_random_state
 from danling.distributed import AXES, Axes, Domain, LaunchEnvironment, ParallelContext, Topology
@@ -418,7 +419,7 @@ class ParallelModel(TorchRunner):
         mine = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
         return {name: value for part in self.pipeline_domain.gather_objects(mine) for name, value in part.items()}
 
-    def build_optimizer(self) -> Any:
+    def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over what this rank holds, each parameter once. Called on all ranks."""
         optimizer = super().build_optimizer()
         keep_kinds_apart(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -194,7 +194,7 @@ class ParallelRunner(ParallelState):
     # Evaluation and inference
 
     @contextmanager
-    def _evaluating(self, split: str, mode: str) -> Iterator[None]:
+    def _evaluating(self, split: str, mode: Literal["evaluate", "infer"]) -> Iterator[None]:
         # What is gathered still would hide that averaged weights come in and go out.
         reshard(self.model)
         try:
@@ -259,15 +259,22 @@ class ParallelRunner(ParallelState):
         with self.forward_context():
             return self.pipeline.evaluate()
 
-    def infer(self, split: str | None = None, *, stream: bool = False) -> Any:
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
+    def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
         """Predict every sample of a split; see `TorchRunner.infer`. With `stream` in a pipeline, on the ranks with the last stage.
 
         Called on all ranks.
         """
-        predictions = super().infer(split, stream=stream)
-        if stream or self.pipeline is None:
+        if stream:
+            return super().infer(split, stream=True)
+        predictions = super().infer(split)
+        if self.pipeline is None:
             return predictions
-        return self.pipeline_domain.broadcast_object(predictions, source=self.pipeline.last_rank)
+        gathered: list[Any] = self.pipeline_domain.broadcast_object(predictions, source=self.pipeline.last_rank)
+        return gathered
 
     def _predict_batch(self, batch: Batch) -> tuple[Any, int]:
         pred, samples = super()._predict_batch(batch)

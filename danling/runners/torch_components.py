@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from danling.data import BatchSource, DataLoader, build_dataloader, derive_seed, seed_streams
 from danling.distributed import Ballot
@@ -233,7 +234,7 @@ class TorchComponents(BaseRunner):
 
     # Optimizer and scheduler
 
-    def build_optimizer(self) -> Any:
+    def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
         settings = dict(self.config.optim.items())
         groups = settings.pop("param_groups", None)
@@ -247,7 +248,7 @@ class TorchComponents(BaseRunner):
             return self._build_idle_optimizer(params, settings)
         return OPTIMIZERS.build(params=params, **settings)
 
-    def _build_idle_optimizer(self, params: list[Any], settings: dict[str, Any]) -> Any:
+    def _build_idle_optimizer(self, params: list[Any], settings: dict[str, Any]) -> Optimizer:
         # Everything that is trained lies on other ranks, which torch does not foresee.
         stand_in = nn.Parameter(torch.zeros((), device=self.device))
         groups = params or [{"params": []}]

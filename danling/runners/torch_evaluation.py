@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -206,7 +206,7 @@ class TorchEvaluation(TorchState):
         return result
 
     @contextmanager
-    def _evaluating(self, split: str, mode: str) -> Iterator[None]:
+    def _evaluating(self, split: str, mode: Literal["evaluate", "infer"]) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
         seed = derive_seed(self.seed, mode, split, self.stream_place[0])
         wrapped, training, before = self.model, self.model.training, self.mode
@@ -276,7 +276,11 @@ class TorchEvaluation(TorchState):
 
     # Inference
 
-    def infer(self, split: str | None = None, *, stream: bool = False) -> Any:
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
+    def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
         """Predict every sample of a split. Call on all ranks.
 
         Args:
@@ -286,6 +290,13 @@ class TorchEvaluation(TorchState):
         Returns:
             The predictions in the order of the dataset, the same on all ranks: a list of tensors on the CPU, or of plain values
             where a prediction is a single number. With `stream`, a generator.
+
+            What `infer_step` returns is taken apart by sample: a tensor along its first dimension; a list by its items; a tuple of
+            such, several outputs of a model, into a tuple for each sample; a mapping into one for each sample, of the entries that
+            have as many items as the batch has samples (a `loss` has not). Anything else is one item for the whole batch.
+
+        Raises:
+            ValueError: If the split is unknown, or there is none.
         """
         named = [name for name in (*self.datasets, *self.dataloaders) if name.startswith(("infer", "predict"))]
         chosen = self._named_splits(split, named[:1] or self.evaluate_splits[:1], "infer")[0]
@@ -328,8 +339,24 @@ def model_loss(pred: Any) -> Tensor | None:
 
 
 def _as_list(pred: Any, samples: int) -> list[Any]:
+    """Return the prediction of a batch sample by sample; see `TorchEvaluation.infer` for what can be taken apart."""
+    if not samples:
+        return []
     if isinstance(pred, Tensor):
         rows = pred.detach().cpu()[:samples]
         single = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)
         return rows.flatten().tolist() if single else list(rows.unbind(0))
+    if isinstance(pred, Mapping):
+        columns = {name: _as_list(value, samples) for name, value in pred.items() if _has_samples(value, samples)}
+        return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [pred]
+    if isinstance(pred, tuple) and pred and all(_has_samples(part, samples) for part in pred):
+        return list(zip(*(_as_list(part, samples) for part in pred)))
     return list(pred)[:samples] if isinstance(pred, (list, tuple)) else [pred]
+
+
+def _has_samples(value: Any, samples: int) -> bool:
+    return (
+        isinstance(value, (Tensor, list))
+        and (not isinstance(value, Tensor) or value.ndim > 0)
+        and len(value) == samples
+    )

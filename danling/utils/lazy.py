@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -39,7 +40,9 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
 
     def __dir__() -> list[str]:
         module = sys.modules[package]
-        return sorted({*vars(module), *home, *getattr(module, "__all__", ())})
+        # What the package imports for itself, such as this function, is nothing to offer.
+        own = (name for name, value in vars(module).items() if name.startswith("__") or isinstance(value, ModuleType))
+        return sorted({*own, *home, *getattr(module, "__all__", ())})
 
     return __getattr__, __dir__
 

@@ -156,3 +156,21 @@ def test_what_cannot_be_merged_is_refused_before_any_work() -> None:
 def test_objects_move_to_the_device() -> None:
     wrapped = MetricSet.wrap({"auc": BinaryAUROC(), "max": Largest()}, device=torch.device("meta"))
     assert wrapped._objects["auc"].device == torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [accuracy, lambda pred, target: pred.argmax(-1) == target, lambda pred, target: pred.numpy() == target, Largest()],
+    ids=["raises", "compares", "compares arrays", "object"],
+)
+def test_a_metric_without_its_target_says_where_targets_come_from(metric: Any) -> None:
+    if isinstance(metric, Largest):
+        metric.update = lambda pred, target: target.max()  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"Expected a target for metric 'acc'.*\(input, target\), or the key 'target'"):
+        MetricSet.wrap({"acc": metric}).update(torch.rand(4, 3), None, 4)
+
+
+def test_a_metric_that_needs_no_target_gets_none() -> None:
+    metrics = MetricSet.wrap({"positive": lambda pred, _: (pred > 0).double()})
+    metrics.update(torch.tensor([1.0, -1.0, 2.0, 3.0]), None, 4)
+    assert metrics.compute() == {"positive": 0.75}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -145,6 +146,34 @@ def test_train_twice_goes_on() -> None:
     assert runner.state.train.global_step == 9
     for ours, theirs in zip(runner.model.parameters(), whole.model.parameters()):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["mapping", "tuple"])
+def test_infer_takes_several_outputs_apart_by_sample(kind: str) -> None:
+    class Several(Classifier):
+        def infer_step(self, data: Any) -> Any:
+            scores = super().infer_step(data)
+            top = scores.argmax(-1)
+            if kind == "tuple":
+                return scores, top
+            return {
+                "scores": scores,
+                "top": top,
+                "words": [str(int(t)) for t in top],
+                "loss": scores.mean(),
+                "state": (scores,),
+            }
+
+    with Several({"epochs": 1, "seed": 1, "dataloader.batch_size": 7}) as runner:
+        items = runner.infer("val")
+        stream = list(runner.infer("val", stream=True))
+        best = runner.model(points()[0][72:]).argmax(-1).tolist()
+    assert len(items) == len(stream) == len(best)
+    if kind == "mapping":
+        assert all(sorted(item) == ["scores", "top", "words"] for item in items)
+        assert [item["words"] for item in items] == [str(top) for top in best]
+        items = [(item["scores"], item["top"]) for item in items]
+    assert [top for _, top in items] == [int(scores.argmax()) for scores, _ in items] == best
 
 
 def test_infer_gives_every_prediction_in_order() -> None:
@@ -475,3 +504,14 @@ def test_importing_loads_nothing_optional() -> None:
         "matplotlib",
     ):
         assert f"'{name}'" not in loaded
+
+
+def test_notebooks_show_what_a_runner_is_made_of_and_what_the_package_offers() -> None:
+    class Wide(Classifier):
+        def __init__(self, config: Any, *, width: int = 3) -> None: ...
+
+    assert list(inspect.signature(Wide).parameters) == ["config", "width"]
+    assert list(inspect.signature(dl.Runner).parameters) == ["config"]
+    offered = {name for name in dir(dl) if not name.startswith("_")}
+    assert offered >= set(dl.__all__)
+    assert not offered & {"TYPE_CHECKING", "annotations", "lazily"}

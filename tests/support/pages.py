@@ -5,7 +5,7 @@ Conventions of a page, which `tests/docs/test_blocks.py` holds it to:
 - blocks of ``python`` run one after another in one namespace, in a directory of the page's own;
 - a block with ``title="name"`` is written to that file of the directory instead, and a command of the page has to use it;
 - blocks of ``bash`` run by ``bash -euo pipefail`` in that directory, beside which `examples` and `benchmarks` lie;
-- ``text title="output"`` is what the block before it prints: every line must be there, in order; numbers may differ by 15 %;
+- ``text title="output"`` is what the block before it prints: every line must be there, in order; whole numbers exactly, others to 2 %;
 - ``text title="error"`` is what the block before it raises; `...` stands for anything;
 - ``text title="message"`` is a message of the library that takes more than a page to bring about: it is looked for in the sources;
 - ``console`` and any other ``text`` is for reading, and the sentence before it says why it is not run.
@@ -80,13 +80,22 @@ def prints(expected: str, output: str) -> str | None:
 
 
 def alike(wanted: str, line: str) -> bool:
-    """Whether a line reads as `wanted`: `...` stands for anything, and numbers may differ by 15 % (they move with the machine)."""
+    """Whether a line reads as `wanted`: `...` stands for anything, and a number with a point or an exponent may be 2 % off.
+
+    Such numbers move a little with the machine; whole ones count something, and do not.
+    """
     pieces = [".*?" if part == "..." else _with_numbers(part) for part in re.split(r"(\.\.\.)", wanted)]
     found = re.search("".join(pieces) + r"\s*$", line)
     if found is None:
         return False
-    numbers = [float(text) for text in _NUMBER.findall(wanted.replace("...", " "))]
-    return all(abs(float(got) - want) <= 0.15 * abs(want) + 1e-9 for got, want in zip(found.groups(), numbers))
+    numbers = _NUMBER.findall(wanted.replace("...", " "))
+    return all(_as_good_as(want, got) for want, got in zip(numbers, found.groups()))
+
+
+def _as_good_as(want: str, got: str) -> bool:
+    if not re.search(r"[.e]", want):
+        return want == got
+    return abs(float(got) - float(want)) <= 0.02 * abs(float(want)) + 1e-9
 
 
 def _with_numbers(text: str) -> str:
