@@ -32,8 +32,9 @@ chaos: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_cost.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/keyed_randomness.py
+	for name in step_cost evaluation telemetry keyed_randomness checkpoints resume_time; do \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; \
+	done
 
 lint: $(VENV)/.dev docs
 	$(BIN)/ruff check $(SOURCES)

@@ -5,7 +5,7 @@
 
 Peers that are not installed are left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
 
-The step: an MLP of 10,186 parameters, batch 32 from a list in memory, AdamW as torch builds it, clipping at 1.0, a schedule by step; no
+The step: an MLP of 10,102 parameters, batch 32 from a list in memory, AdamW as torch builds it, clipping at 1.0, a schedule by step; no
 logging, no checkpoint. Blocks of updates are interleaved and every block is divided by the loop's block of the same round; what comes
 before the first hundred updates of a block is not counted. Import is the time of the statement in a fresh process that has imported torch.
 Memory is the peak of a fresh process after 300 updates. Medians and quartiles.

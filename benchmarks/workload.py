@@ -1,6 +1,9 @@
-"""The small training that the benchmarks share, without this library: ten thousand parameters, batches in memory."""
+"""The trainings that the benchmarks share, without this library: an MLP on batches in memory, small or large."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +12,44 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def make_batches() -> Batches:
+@dataclass(frozen=True)
+class Workload:
+    """How large the training is.
+
+    Attributes:
+        widths: Sizes of the layers, from the input to the output.
+        batch_size: Samples of a batch.
+        block: Updates that are timed together.
+    """
+
+    widths: tuple[int, ...]
+    batch_size: int
+    block: int
+
+
+OVERHEAD = Workload((64, 96, 36, 10), 32, 2000)
+"""10,102 parameters: what is not computing counts."""
+COMPUTE = Workload((256, 1024, 1024, 10), 256, 40)
+"""1.3 million parameters: only computing counts."""
+
+
+def make_batches(workload: Workload = OVERHEAD) -> Batches:
     """Return a pass of 100 batches."""
     generator = torch.Generator().manual_seed(0)
+    size, features = workload.batch_size, workload.widths[0]
     return [
-        (torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)) for _ in range(100)
+        (torch.randn(size, features, generator=generator), torch.randint(10, (size,), generator=generator))
+        for _ in range(100)
     ]
 
 
-def make_model() -> nn.Module:
-    """Return an MLP of 10,186 parameters."""
+def make_model(workload: Workload = OVERHEAD) -> nn.Module:
+    """Return the MLP."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 36), nn.ReLU(), nn.Linear(36, 10))
+    layers: list[nn.Module] = []
+    for into, out in pairwise(workload.widths):
+        layers += [nn.Linear(into, out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
