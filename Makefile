@@ -33,8 +33,8 @@ chaos: $(VENV)/.dev
 bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py
 	for name in step_cost evaluation telemetry keyed_randomness checkpoints resume_time; do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; \
-	done
+		echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || failed=1; \
+	done; exit $${failed:-0}
 
 lint: $(VENV)/.dev docs
 	$(BIN)/ruff check $(SOURCES)
