@@ -274,23 +274,43 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     @property
     def scores(self) -> dict[int, float]:
-        """The monitored figure by completed epoch or global step, of evaluations only."""
+        """The monitored figure by completed epoch or global step, of evaluations only.
+
+        Override it for a score of your own, such as one made of several figures in `self.results`, in the order of the
+        evaluations: the best and the latest score, `best`, early stopping and metric schedulers go by it. No communication: the same
+        on all ranks.
+        """
         return dict(self.scoreboard.scores) if self.scoreboard is not None else {}
 
     @property
     def best_index(self) -> int | None:
-        """Completed epoch or global step of the best score; `None` before the first evaluation."""
-        return self.scoreboard.best_index if self.scoreboard is not None else None
+        """Completed epoch or global step of the best score; `None` before the first evaluation. Override it to choose another."""
+        if self.scoreboard is None or not self._scores_itself:
+            return self.scoreboard.best_index if self.scoreboard is not None else None
+        return self.scoreboard.best_of(self.scores)
+
+    @property
+    def _scores_itself(self) -> bool:
+        return type(self).scores is not BaseRunner.scores
 
     @property
     def best_score(self) -> float | None:
         """The best score so far."""
-        return self.scoreboard.best_score if self.scoreboard is not None else None
+        index = self.best_index
+        return self.scores.get(index) if index is not None else None
 
     @property
     def latest_score(self) -> float | None:
         """The score of the last evaluation."""
-        return self.scoreboard.latest_score if self.scoreboard is not None else None
+        scores = self.scores
+        return scores[next(reversed(scores))] if scores else None
+
+    @property
+    def evaluations_since_best(self) -> int:
+        """Number of evaluations after the best one."""
+        indices = list(self.scores)
+        best = self.best_index
+        return len(indices) - 1 - indices.index(best) if best in indices else len(indices)
 
     @property
     def is_best(self) -> bool:
