@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     Attributes:
         config: The runner's own copy of the configuration; the caller's object is never changed.
+        workspace: Paths of the run, which may be read in `__init__`; the run directory is made afterwards.
         state: Counters, attempts and random streams; saved with every checkpoint.
         mode: `"train"`, `"evaluate"` or `"infer"`.
         model: The model; wrapped for the stack after construction.
@@ -80,6 +81,9 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
     """
 
     stack: str = "base"
+
+    config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
+    """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         self._closers = ExitStack()
@@ -113,7 +117,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner. Called on all ranks."""
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config or {})
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
         own.validate()
         asked = own.stack_name()
         chosen_by_user = own.stack.lower() != "auto"
@@ -200,6 +204,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self.code_id, self.timestamp, self.config_id = self.world.broadcast_object(named)
         self._identity = identity
         self.id = run_id(self.code_id, self.config_id)
+        self.workspace = self.locate_workspace()
 
     def locate_workspace(self) -> Workspace:
         """Return the paths of the run; no file is touched. May be called on any rank."""
@@ -241,12 +246,18 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
         Args:
             checkpoint: A checkpoint file or directory.
-            config: Settings that override the stored ones, such as `{"steps": 2000}`.
+            config: Settings that override the stored ones, such as `{"steps": 2000}`. The runner's configuration is of its class if
+                it is a `RunnerConfig`, else of `config_class`.
 
         Raises:
             CheckpointNotFound: If there is none.
         """
-        own = RunnerConfig(cls.read_config(checkpoint))
+        stored = cls.read_config(checkpoint)
+        if isinstance(config, RunnerConfig):
+            own = deepcopy(config)
+            own.merge(stored)
+        else:
+            own = cls.config_class(stored)
         own.merge(dict(config or {}))
         own.resume = str(checkpoint)
         runner: Self = cls(own)
@@ -260,7 +271,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             config: The configuration of the new run.
             checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
         """
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config)
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else cls.config_class(config)
         own.pretrained = str(checkpoint)
         runner: Self = cls(own)
         return runner
