@@ -132,18 +132,30 @@ class ScoreBoard:
         score = float(figures[self.name])
         again = self.scores.pop(index, None) is not None
         self.scores[index] = score
-        if not self._is_better(score):
+        if not self._is_better(score, self.best_score):
             self.bad_evaluations += not again
             return index == self.best_index and score == self.best_score
         self.best_index, self.best_score, self.bad_evaluations = index, score, 0
         return True
 
-    def _is_better(self, score: float) -> bool:
+    def finds(self, result: Mapping[str, Mapping[str, float]]) -> bool:
+        """Whether the figure is among those of an evaluation."""
+        return self.name in result.get(self.split, {})
+
+    def best_of(self, scores: Mapping[int, float]) -> int | None:
+        """Return the index of the best of other scores, in their order; `None` when there is none."""
+        best: int | None = None
+        for index, score in scores.items():
+            if self._is_better(score, scores[best] if best is not None else None):
+                best = index
+        return best
+
+    def _is_better(self, score: float, best: float | None) -> bool:
         if math.isnan(score):
             return False
-        if self.best_score is None:
+        if best is None:
             return True
-        gain = self.best_score - score if self.mode == "min" else score - self.best_score
+        gain = best - score if self.mode == "min" else score - best
         return gain > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     Attributes:
         config: The runner's own copy of the configuration; the caller's object is never changed.
+        workspace: Paths of the run, which may be read in `__init__`; the run directory is made afterwards.
         state: Counters, attempts and random streams; saved with every checkpoint.
         mode: `"train"`, `"evaluate"` or `"infer"`.
         model: The model; wrapped for the stack after construction.
@@ -80,6 +81,9 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
     """
 
     stack: str = "base"
+
+    config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
+    """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         self._closers = ExitStack()
@@ -114,7 +118,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner. Called on all ranks."""
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config or {})
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
         own.validate()
         asked = own.stack_name()
         chosen_by_user = own.stack.lower() != "auto"
@@ -201,6 +205,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self.code_id, self.timestamp, self.config_id = self.world.broadcast_object(named)
         self._identity = identity
         self.id = run_id(self.code_id, self.config_id)
+        self.workspace = self.locate_workspace()
 
     def locate_workspace(self) -> Workspace:
         """Return the paths of the run; no file is touched. May be called on any rank."""
@@ -242,12 +247,18 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
         Args:
             checkpoint: A checkpoint file or directory.
-            config: Settings that override the stored ones, such as `{"steps": 2000}`.
+            config: Settings that override the stored ones, such as `{"steps": 2000}`. The runner's configuration is of its class if
+                it is a `RunnerConfig`, else of `config_class`.
 
         Raises:
             CheckpointNotFound: If there is none.
         """
-        own = RunnerConfig(cls.read_config(checkpoint))
+        stored = cls.read_config(checkpoint)
+        if isinstance(config, RunnerConfig):
+            own = deepcopy(config)
+            own.merge(stored)
+        else:
+            own = cls.config_class(stored)
         own.merge(dict(config or {}))
         own.resume = str(checkpoint)
         runner: Self = cls(own)
@@ -261,7 +272,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             config: The configuration of the new run.
             checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
         """
-        own = deepcopy(config) if isinstance(config, RunnerConfig) else RunnerConfig(config)
+        own = deepcopy(config) if isinstance(config, RunnerConfig) else cls.config_class(config)
         own.pretrained = str(checkpoint)
         runner: Self = cls(own)
         return runner
@@ -275,23 +286,43 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     @property
     def scores(self) -> dict[int, float]:
-        """The monitored figure by completed epoch or global step, of evaluations only."""
+        """The monitored figure by completed epoch or global step, of evaluations only.
+
+        Override it for a score of your own, such as one made of several figures in `self.results`, in the order of the
+        evaluations: the best and the latest score, `best`, early stopping and metric schedulers go by it. No communication: the same
+        on all ranks.
+        """
         return dict(self.scoreboard.scores) if self.scoreboard is not None else {}
 
     @property
     def best_index(self) -> int | None:
-        """Completed epoch or global step of the best score; `None` before the first evaluation."""
-        return self.scoreboard.best_index if self.scoreboard is not None else None
+        """Completed epoch or global step of the best score; `None` before the first evaluation. Override it to choose another."""
+        if self.scoreboard is None or not self._scores_itself:
+            return self.scoreboard.best_index if self.scoreboard is not None else None
+        return self.scoreboard.best_of(self.scores)
+
+    @property
+    def _scores_itself(self) -> bool:
+        return type(self).scores is not BaseRunner.scores
 
     @property
     def best_score(self) -> float | None:
         """The best score so far."""
-        return self.scoreboard.best_score if self.scoreboard is not None else None
+        index = self.best_index
+        return self.scores.get(index) if index is not None else None
 
     @property
     def latest_score(self) -> float | None:
         """The score of the last evaluation."""
-        return self.scoreboard.latest_score if self.scoreboard is not None else None
+        scores = self.scores
+        return scores[next(reversed(scores))] if scores else None
+
+    @property
+    def evaluations_since_best(self) -> int:
+        """Number of evaluations after the best one."""
+        indices = list(self.scores)
+        best = self.best_index
+        return len(indices) - 1 - indices.index(best) if best in indices else len(indices)
 
     @property
     def is_best(self) -> bool:

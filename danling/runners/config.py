@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from chanfig.utils import Null
 
 from danling.utils.suggest import did_you_mean
+from danling.utils.warn import warn_user
 
 from . import config_identity
 from .config_effects import settings_without_effect
@@ -329,10 +329,9 @@ class RunnerConfig(ClosedSection):
         """
         keys = settings_without_effect(self.plain(), RunnerConfig().plain(), stack)
         if keys:
-            warnings.warn(
+            warn_user(
                 f"These settings have no effect on the stack {stack!r}: {', '.join(keys)}. Remove them, or choose the stack they are for.",
                 UserWarning,
-                stacklevel=3,
             )
         return keys
 
@@ -477,7 +476,7 @@ def _read_older(name: str, value: Any) -> Any:
 
 
 def _warn_older(name: str) -> None:
-    warnings.warn(f"{name!r} is an older key: use {_OLDER_KEYS[name]!r}.", DeprecationWarning, stacklevel=5)
+    warn_user(f"{name!r} is an older key: use {_OLDER_KEYS[name]!r}.", DeprecationWarning)
 
 
 def _overlay(base: Any, other: Mapping[str, Any]) -> None:

@@ -50,14 +50,14 @@ class Runner(_Base):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         if self._unjoined is not None:
             # Here the configuration is known for certain, and nothing of a stack has been set up yet.
-            self.__class__ = join_stack(self._unjoined, _stack_of(config))  # type: ignore[assignment]
+            self.__class__ = join_stack(self._unjoined, _stack_of(config, self.config_class))  # type: ignore[assignment]
         super().__init__(config)
 
     @classmethod
     def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
         """Return `cls` joined with the class of the configured stack."""
         try:
-            stack = _stack_of(_find_config(cls, args, kwargs))
+            stack = _stack_of(_find_config(cls, args, kwargs), cls.config_class)
         except (OSError, TypeError, ValueError):
             stack = "ddp"  # it may not be the configuration at all; if it is, `__init__` finds the same fault
         return join_stack(cls, stack)
@@ -81,13 +81,13 @@ def _is_file(value: Any) -> bool:
     return isinstance(value, (str, PathLike)) and str(value).lower().endswith(FORMATS)
 
 
-def _stack_of(config: Any) -> str:
+def _stack_of(config: Any, kind: type[RunnerConfig]) -> str:
     if isinstance(config, RunnerConfig):
         return config.stack_name()
     with warnings.catch_warnings():
         # The runner reads it once more, and says then what there is to say.
         warnings.simplefilter("ignore")
-        return RunnerConfig(config).stack_name()
+        return kind(config).stack_name()
 
 
 @cache

@@ -264,7 +264,13 @@ class TorchComponents(BaseRunner):
         return None
 
     def build_scheduler(self) -> Any:
-        """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length. Called on all ranks."""
+        """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length. Called on all ranks.
+
+        Returns:
+            `None` without such a section.
+        """
+        if not self.config.get("scheduler", None):
+            return None
         settings = {key: value for key, value in self.config.scheduler.items() if key not in _SCHEDULER_KEYS}
         length = self.epochs if self.scheduler_interval(settings.get("type", "")) == "epoch" else self.steps
         if length is not None and "total_steps" not in settings and SCHEDULERS.accepts(settings["type"], "total_steps"):

@@ -168,7 +168,8 @@ class TorchRunner(TorchWatch):
         return train.epoch >= (self.epochs or 0) or split in self.open_result
 
     def _gave_up(self) -> bool:
-        return self.scoreboard is not None and self.scoreboard.should_stop
+        since = self.evaluations_since_best if self.scoreboard is not None else 0
+        return since > 0 and since >= self.config.patience
 
     def _check_ready(self, train_splits: Any, evaluate_splits: Any) -> tuple[list[str], list[str]]:
         if self.epochs is None and self.steps is None:
@@ -282,11 +283,11 @@ class TorchRunner(TorchWatch):
         result, self.open_result = self.open_result, {}
         self.results[self.index] = result
         scores = self.scoreboard if self.scoreboard is not None and self.scoreboard.split in result else None
-        if scores is not None:
+        if scores is not None and (scores.finds(result) or not self._scores_itself):
             scores.record(self.index, result)
         if self.scheduler is not None and not self._steps_scheduler:
             self._advance_scheduler(boundary, result)
-        if scores is not None and scores.should_stop:
+        if scores is not None and self._gave_up():
             self._stop_for = "patience"
             logger.info("Stopping early: no better score than %s since %s.", self.best_score, self.best_index)
         self.write_results()
@@ -309,8 +310,10 @@ class TorchRunner(TorchWatch):
         Raises:
             ValueError: If it is not among the figures.
         """
-        default = f"{self.score_split}.{self.config.score_name}"
-        path = str(self.config.scheduler.get("monitor", None) or default)
+        asked = self.config.scheduler.get("monitor", None)
+        if not asked and self.index in self.scores:
+            return self.scores[self.index]
+        path = str(asked or f"{self.score_split}.{self.config.score_name}")
         split, _, name = path.partition(".")
         if name not in result.get(split, {}):
             present = [f"{key}.{figure}" for key, figures in result.items() for figure in figures]

@@ -501,6 +501,27 @@ class TestOlderKeys:
         with pytest.warns(DeprecationWarning):
             assert getattr(config, older) == kept
 
+    def test_the_warning_is_seen_in_a_script(self, tmp_path: Path) -> None:
+        """Python shows it in `__main__` only, so it must be attributed to the line there."""
+        lines = [
+            "import danling as dl",
+            "dl.RunnerConfig({'platform': 'torch'})",
+            "dl.RunnerConfig().parse(['--checkpoint_interval', '3'])",
+            "config = dl.RunnerConfig()",
+            "config.checkpoint_async = False",
+            "assert config.checkpoint_async is False",
+        ]
+        script = tmp_path / "script.py"
+        script.write_text("\n".join(lines))
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+        for line, key in (
+            (2, "platform"),
+            (3, "checkpoint_interval"),
+            (5, "checkpoint_async"),
+            (6, "checkpoint_async"),
+        ):
+            assert f"script.py:{line}: DeprecationWarning: '{key}' is an older key" in done.stderr
+
 
 class TestSubclasses:
     def test_declared_keys(self) -> None:

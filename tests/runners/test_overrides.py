@@ -220,3 +220,96 @@ def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tm
 def test_an_unknown_stack_is_an_error_wherever_it_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Expected stack to be one of"):
         Line(settings(tmp_path, stack="mesh"))
+
+
+# A score of one's own
+
+
+class ThirdIsBest(Line):
+    """Scores an epoch by how near it is to the third, and has no figure of the name that the configuration gives."""
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Return the distance from the third epoch."""
+        return {index: float(abs(index - 3)) for index in self.results}
+
+
+def test_scores_that_are_overridden_decide_everything(tmp_path: Path) -> None:
+    schedule = {"type": "reducelronplateau", "patience": 0, "factor": 0.5}
+    config = settings(tmp_path, epochs=9, patience=2, score_name="own", score_mode="min", scheduler=schedule)
+    with ThirdIsBest(config) as runner:
+        runner.train()
+        assert list(runner.results) == [1, 2, 3, 4, 5]
+        assert (runner.best_index, runner.best_score, runner.latest_score) == (3, 0.0, 2.0)
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)
+    best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
+    assert best["state"]["train"]["epoch"] == 3
+    written = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (written["index"], written["score"]) == (3, 0.0)
+
+
+def test_a_best_index_that_is_overridden_has_its_own_score(tmp_path: Path) -> None:
+    class First(Line):
+        @property
+        def best_index(self) -> int | None:
+            return next(iter(self.scores), None)
+
+    with First(settings(tmp_path, epochs=5, patience=2)) as runner:
+        results = runner.train()
+        assert list(results) == [1, 2, 3]
+        assert runner.best_score == results[1]["val"]["loss"] and runner.latest_score == results[3]["val"]["loss"]
+    best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
+    assert best["state"]["train"]["epoch"] == 1
+
+
+# What an override may ask the library for
+
+
+class Owned(dl.RunnerConfig):
+    """A configuration with a method and a default of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.net.width = 5
+
+    def area(self) -> int:
+        """Return the square of the width."""
+        return int(self.net.width**2)
+
+
+class OwnConfig(Line):
+    """Reads its configuration in `__init__`, and notes where its run will lie."""
+
+    config_class = Owned
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.area = self.config.area()
+        self.vocabulary = self.workspace.dir / "vocabulary"
+        assert not self.dir.exists()
+
+
+def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tmp_path: Path) -> None:
+    with OwnConfig(settings(tmp_path, net={"width": 3})) as runner:
+        assert runner.area == 9 and runner.vocabulary == tmp_path / "run" / "vocabulary"
+        runner.train()
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest.pth"
+    with OwnConfig.from_checkpoint(checkpoint, {"dir": str(tmp_path / "second"), "epochs": 3}) as runner:
+        assert runner.area == 9 and runner.epochs == 3
+    given = Owned(settings(tmp_path, net={"width": 3}, dir=str(tmp_path / "third"), epochs=4))
+    with Line.from_checkpoint(checkpoint, given) as runner:
+        assert isinstance(runner.config, Owned) and runner.epochs == 4
+
+
+def test_a_scheduler_may_be_wrapped_where_there_is_none(tmp_path: Path) -> None:
+    class Noted(Line):
+        def build_scheduler(self) -> Any:
+            self.built = super().build_scheduler()
+            return self.built
+
+    with Noted(settings(tmp_path)) as runner:
+        assert runner.built is None
+        runner.train()
+    schedule = {"type": "cosine"}
+    with Noted(settings(tmp_path, dir=str(tmp_path / "second"), scheduler=schedule)) as runner:
+        assert runner.built is runner.scheduler is not None
