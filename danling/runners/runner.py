@@ -38,7 +38,12 @@ class Runner(_Base):
 
     @classmethod
     def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
-        """Return `cls` joined with the class of the configured stack."""
+        """Return `cls` joined with the class of the configured stack. Called on all ranks.
+
+        Args:
+            *args: What the runner is constructed with.
+            **kwargs: As `args`.
+        """
         config = next((value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)), None)
         settings = config if isinstance(config, RunnerConfig) else RunnerConfig(config or {})
         return join_stack(cls, settings.stack_name())
