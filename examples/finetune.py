@@ -1,6 +1,7 @@
 """Finetuning with frozen layers and parameter groups: learn ten digits, then to tell even from odd from forty images.
 
 python examples/finetune.py                               # 7 s of processor time
+python examples/finetune.py --epochs 40 --optim.lr 1e-3 --workspace_root elsewhere      # any key, for all three runs
 
 The first run learns all ten digits. The second one takes over its weights but the head, freezes the first layer, trains the second one at
 a tenth of the rate of the head, and keeps weight decay off the biases. It prints 0.911 test accuracy, and 0.825 for the same network from
@@ -8,8 +9,6 @@ scratch on the same forty images.
 """
 
 from __future__ import annotations
-
-import argparse
 
 import torch
 from sklearn.datasets import load_digits
@@ -55,28 +54,35 @@ class DigitsRunner(dl.Runner):
         self.metrics = {"acc": dl.metrics.accuracy}
 
 
-def settings(lineage: str, *, classes: int, epochs: int, fixed: bool = False) -> dl.RunnerConfig:
-    """Return the configuration of one of the runs."""
-    config = dl.RunnerConfig(seed=1, lineage=lineage, epochs=epochs, score_name="acc")
-    config.task = {"classes": classes, "fixed": fixed}
+def settings() -> dl.RunnerConfig:
+    """Return what the three runs have in common; the command line goes above it."""
+    config = dl.RunnerConfig(seed=1, epochs=20, score_name="acc")
     config.dataloader = {"batch_size": 10}
     config.optim = {"type": "adamw", "lr": 3e-3, "weight_decay": 0.05}
     config.optim.param_groups = [
         {"pattern": r"\.bias$", "weight_decay_multiplier": 0.0},
         {"pattern": r"^second\.", "lr_multiplier": 0.1},
     ]
+    config.parse()
+    return config
+
+
+def of_run(common: dl.RunnerConfig, lineage: str, *, classes: int, epochs: int, fixed: bool = False) -> dl.RunnerConfig:
+    """Return the configuration of one of the runs."""
+    config: dl.RunnerConfig = common.copy()
+    config.lineage, config.epochs = lineage, epochs
+    config.task = {"classes": classes, "fixed": fixed}
     return config
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=20)
-    epochs = parser.parse_args().epochs
-    with DigitsRunner(settings("pretrain", classes=10, epochs=epochs // 4)) as runner:
+    config = settings()
+    epochs = config.epochs or 0
+    with DigitsRunner(of_run(config, "pretrain", classes=10, epochs=epochs // 4)) as runner:
         runner.train()
         source = runner.workspace.checkpoints / "best.pth"
 
-    finetune = settings("finetune", classes=2, epochs=epochs, fixed=True)
+    finetune = of_run(config, "finetune", classes=2, epochs=epochs, fixed=True)
     finetune.checkpoint.exclude_from_loading = ["model.head"]
     with DigitsRunner.from_pretrained(finetune, source) as runner:
         before = runner.model.first.weight.clone()
@@ -84,6 +90,6 @@ if __name__ == "__main__":
         assert torch.equal(runner.model.first.weight, before)
         runner.print(f"finetuned: test accuracy {runner.evaluate('test')['test']['acc']:.3f}")
 
-    with DigitsRunner(settings("scratch", classes=2, epochs=epochs)) as runner:
+    with DigitsRunner(of_run(config, "scratch", classes=2, epochs=epochs)) as runner:
         runner.train()
         runner.print(f"from scratch: test accuracy {runner.evaluate('test')['test']['acc']:.3f}")

@@ -113,11 +113,23 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     @classmethod
     def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
-        """Return the class that is to be constructed; the dispatching runner picks it from the configuration. Called on all ranks."""
+        """Return the class that is to be constructed; the dispatching runner picks it from the configuration. Called on all ranks.
+
+        Args:
+            *args: What the runner is constructed with.
+            **kwargs: As `args`.
+        """
         return cls
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
-        """Return a validated copy of `config` that belongs to this runner. Called on all ranks."""
+        """Return a validated copy of `config` that belongs to this runner. Called on all ranks.
+
+        Args:
+            config: What the user passed.
+
+        Raises:
+            ValueError: If a setting is out of bounds, contradicts another one, or names another stack.
+        """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
         own.validate()
         asked = own.stack_name()
@@ -271,6 +283,10 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         Args:
             config: The configuration of the new run.
             checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointMismatch: If names or shapes are not those of the model.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else cls.config_class(config)
         own.pretrained = str(checkpoint)
@@ -279,7 +295,15 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     @classmethod
     def read_config(cls, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the configuration stored in a checkpoint, as plain values. No communication: may be called on one rank."""
+        """Return the configuration stored in a checkpoint, as plain values. No communication: may be called on one rank.
+
+        Args:
+            checkpoint: A checkpoint, or a checkpoint or run directory with a `latest`.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If it cannot be read.
+        """
         return read_config(Path(checkpoint))
 
     # Scores
@@ -467,11 +491,20 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
     # Speaking and ending
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """Print on the main process only; the builtin is left alone."""
+        """Print on the main process only; the builtin is left alone.
+
+        Args:
+            *values: What to print.
+            **kwargs: As of the builtin: `sep`, `end`, `file`, `flush`.
+        """
         self._printer(*values, **kwargs)
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of the wrapper of a stack. No communication: may be called on one rank."""
+        """Return the user's module out of the wrapper of a stack. No communication: may be called on one rank.
+
+        Args:
+            model: The model, wrapped or not.
+        """
         return model
 
     @property

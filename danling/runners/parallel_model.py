@@ -196,6 +196,9 @@ class ParallelModel(TorchRunner):
         (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
         compute its whole gradient.
 
+        Args:
+            model: The model, or a part of it.
+
         Raises:
             ValueError: If the model has no such method.
         """

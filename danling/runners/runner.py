@@ -55,7 +55,12 @@ class Runner(_Base):
 
     @classmethod
     def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
-        """Return `cls` joined with the class of the configured stack."""
+        """Return `cls` joined with the class of the configured stack. Called on all ranks.
+
+        Args:
+            *args: What the runner is constructed with.
+            **kwargs: As `args`.
+        """
         try:
             stack = _stack_of(_find_config(cls, args, kwargs), cls.config_class)
         except (OSError, TypeError, ValueError):

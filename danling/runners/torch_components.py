@@ -196,7 +196,11 @@ class TorchComponents(BaseRunner):
             self._wrapped_for = self._trained_count()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks."""
+        """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks.
+
+        Args:
+            model: The model, on its device.
+        """
         if not self.distributed or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         return DistributedDataParallel(model, **self.ddp_kwargs())
@@ -206,7 +210,11 @@ class TorchComponents(BaseRunner):
         return {"device_ids": [self.device] if self.device.type == "cuda" else None}
 
     def unwrap(self, model: Any) -> Any:
-        """Return the user's module out of DistributedDataParallel. No communication: may be called on one rank."""
+        """Return the user's module out of DistributedDataParallel. No communication: may be called on one rank.
+
+        Args:
+            model: The model, wrapped or not.
+        """
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -278,7 +286,11 @@ class TorchComponents(BaseRunner):
         return SCHEDULERS.build(self.optimizer, **settings)
 
     def scheduler_interval(self, name: str = "") -> str:
-        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`. No communication: may be called on one rank."""
+        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`. No communication: may be called on one rank.
+
+        Args:
+            name: Type of a schedule that is not built yet.
+        """
         asked = self.config.scheduler.get("interval", None) if "scheduler" in self.config else None
         if asked:
             return str(asked)
@@ -307,7 +319,11 @@ class TorchComponents(BaseRunner):
         return list(asked)
 
     def check_split(self, split: str) -> None:
-        """Raise a `ValueError` that lists the known splits when `split` is none of them. No communication: may be called on one rank."""
+        """Raise a `ValueError` that lists the known splits when `split` is none of them. No communication: may be called on one rank.
+
+        Args:
+            split: The split.
+        """
         known = list(dict.fromkeys([*self.datasets, *self.dataloaders]))
         if split not in known:
             raise ValueError(
@@ -321,7 +337,18 @@ class TorchComponents(BaseRunner):
                 self.dataloaders[split] = self.build_dataloader(split, dataset)
 
     def build_dataloader(self, split: str, dataset: Any) -> Any:
-        """Return the loader of one split over the data domain. Called on all ranks."""
+        """Return the loader of one split over the data domain. Called on all ranks.
+
+        Args:
+            split: The split.
+            dataset: What the user put into `datasets` for it.
+
+        Returns:
+            An iterable of batches.
+
+        Raises:
+            ValueError: If an option of `config.dataloader` is unknown.
+        """
         settings = self.loader_settings(split)
         rank, size = self.data_place(split)
         sampler = self.build_datasampler(split, dataset)
@@ -344,7 +371,11 @@ class TorchComponents(BaseRunner):
         return self.data_domain.size
 
     def data_place(self, split: str) -> tuple[int, int]:
-        """Return which share of a split this rank reads, and how many shares there are."""
+        """Return which share of a split this rank reads, and how many shares there are.
+
+        Args:
+            split: The split.
+        """
         return self.data_domain.rank, self.data_domain.size
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
@@ -352,11 +383,19 @@ class TorchComponents(BaseRunner):
 
         By default a loader of the library brings its own, which can be positioned exactly. With another sampler the loader
         keeps the state that `StatefulDataLoader` gives it.
+
+        Args:
+            split: The split.
+            dataset: What the user put into `datasets` for it.
         """
         return None
 
     def loader_settings(self, split: str) -> dict[str, Any]:
-        """Return `config.dataloader` with the overrides of one split merged in. No communication: may be called on one rank."""
+        """Return `config.dataloader` with the overrides of one split merged in. No communication: may be called on one rank.
+
+        Args:
+            split: The split.
+        """
         settings = dict(self.config.dataloader.items()) if self.config.get("dataloader", None) else {}
         own = settings.get(split)
         names = {*self.datasets, *self.dataloaders}

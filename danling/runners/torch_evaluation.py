@@ -29,6 +29,9 @@ class TorchEvaluation(TorchState):
         """Return the batch on the runner's device; copies from pinned memory do not block the host.
 
         No communication: may be called on one rank.
+
+        Args:
+            data: The batch as its loader gives it.
         """
         return data if self.device.type == "cpu" else move_to_device(data, self.device)
 
@@ -49,6 +52,13 @@ class TorchEvaluation(TorchState):
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
         """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned. Called on all ranks.
+
+        Args:
+            pred: What the model returned, any type.
+            target: The target of the batch, `None` without one.
+
+        Returns:
+            The loss as the criterion reduces it: 0-dim.
 
         Raises:
             ValueError: If there is neither.
@@ -133,6 +143,9 @@ class TorchEvaluation(TorchState):
     def evaluate_epoch(self, split: str) -> dict[str, float]:
         """Evaluate all of one split. Call on all ranks.
 
+        Args:
+            split: The split.
+
         Returns:
             The mean loss and the metrics over every sample of every rank, each counted once; empty when there is none.
         """
@@ -144,6 +157,9 @@ class TorchEvaluation(TorchState):
         Args:
             split: The split.
             steps: Batches of each rank; `None` is a twentieth of the run's steps, at least 1.
+
+        Returns:
+            The mean loss and the metrics over the samples of these batches on all ranks.
         """
         return self._evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
 
@@ -326,7 +342,14 @@ class TorchEvaluation(TorchState):
         return pred, count_samples(data) if batch.samples is None else batch.samples
 
     def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks."""
+        """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks.
+
+        Args:
+            data: The batch, on the device.
+
+        Returns:
+            A tensor, list, tuple or mapping with an entry for each sample, as `infer` takes them apart.
+        """
         inputs, _ = unpack_batch(data)
         with self.forward_context():
             return call_model(self.model, inputs)

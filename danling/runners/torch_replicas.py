@@ -89,6 +89,9 @@ class TorchReplicas(TorchEvaluation):
 
         Called on all ranks.
 
+        Args:
+            config: What the user passed.
+
         Raises:
             ValueError: If `ft.enabled` with a stack other than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`,
                 or the place among the groups is wrong.
@@ -186,6 +189,9 @@ class TorchReplicas(TorchEvaluation):
         No communication: may be called on one rank.
 
         Training data is divided over all groups; each group evaluates all of a split, so that no death makes a figure wrong.
+
+        Args:
+            split: The split.
         """
         rank, size = super().data_place(split)
         ft = self.config.ft
@@ -430,6 +436,14 @@ class TorchReplicas(TorchEvaluation):
 
         A position that belongs to another step than the weights is taken only for loaders that keep a state of their own on each
         rank: groups whose common position differed would end their passes at different updates.
+
+        Args:
+            checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), or a path.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+            CheckpointMismatch: If a component is missing, or the stored configuration means another run.
         """
         super().load_checkpoint(checkpoint)
         _, excluded = exclude({"dataloaders": None}, _loader_entries(self.config.checkpoint.exclude_from_loading))

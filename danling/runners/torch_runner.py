@@ -77,7 +77,20 @@ class TorchRunner(TorchWatch):
     def train_epochs(
         self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
     ) -> Results:
-        """Train epoch by epoch until `epochs` are completed. Call on all ranks."""
+        """Train epoch by epoch until `epochs` are completed. Call on all ranks.
+
+        Args:
+            train_splits: Splits to train on; `None` is `self.train_splits`.
+            evaluate_splits: Splits to evaluate; `None` is `self.evaluate_splits`.
+
+        Returns:
+            `self.results`.
+
+        Raises:
+            ValueError: If there is no budget, no optimizer, or nothing to train on.
+            NonFiniteError: If an update is not finite and must not be skipped.
+            SystemExit: After a signal that asked the run to stop; its full state has been saved.
+        """
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
         state = self.state.train
         if state.epoch >= (self.epochs or 0) or self._gave_up():
@@ -103,6 +116,9 @@ class TorchRunner(TorchWatch):
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train what is left of one pass over one split. Call on all ranks.
 
+        Args:
+            split: The split, of a dataset or a loader to train on.
+
         Returns:
             The weighted mean loss of the pass over all ranks, and what was put into `meters`; empty when it was stopped half-way.
         """
@@ -118,7 +134,20 @@ class TorchRunner(TorchWatch):
     def train_steps(
         self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
     ) -> Results:
-        """Train update by update until `steps` are committed, pass after pass over the data. Call on all ranks."""
+        """Train update by update until `steps` are committed, pass after pass over the data. Call on all ranks.
+
+        Args:
+            train_splits: Splits to train on; `None` is `self.train_splits`.
+            evaluate_splits: Splits to evaluate; `None` is `self.evaluate_splits`.
+
+        Returns:
+            `self.results`.
+
+        Raises:
+            ValueError: If there is no budget, no optimizer, or nothing to train on.
+            NonFiniteError: If an update is not finite and must not be skipped.
+            SystemExit: After a signal that asked the run to stop; its full state has been saved.
+        """
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
         state = self.state.train
         if (state.global_step >= (self.steps or 0) and not self.open_result) or self._gave_up():
@@ -306,6 +335,9 @@ class TorchRunner(TorchWatch):
         """Return the figure that a metric scheduler watches: `scheduler.monitor`, else the score.
 
         No communication: may be called on one rank.
+
+        Args:
+            result: Figures by split.
 
         Raises:
             ValueError: If it is not among the figures.

@@ -67,7 +67,12 @@ class TorchState(TorchComponents):
         return FileCheckpointManager
 
     def restore(self) -> None:
-        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Call on all ranks."""
+        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Call on all ranks.
+
+        Raises:
+            CheckpointNotFound: If `resume` or `pretrained` names none.
+            CheckpointMismatch: If it is of another run, or another model.
+        """
         config = self.config
         if not config.checkpoint.load_only:
             # Now, and not at the first save.
@@ -208,7 +213,18 @@ class TorchState(TorchComponents):
     # Loading
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint. Call on all ranks."""
+        """Return the verified payload of a checkpoint. Call on all ranks.
+
+        Args:
+            checkpoint: A name in the run's own checkpoint directory, or a path.
+
+        Returns:
+            Tensors on the CPU and plain values, by component: `model`, `optimizer`, `state`, ...
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+        """
         payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint)
         return payload
 
@@ -254,6 +270,9 @@ class TorchState(TorchComponents):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a payload: model, EMA, optimizer, scheduler, loaders, counters, and the random streams last. Called on all ranks.
+
+        Args:
+            state: What `state_dict` returned, or the payload of a checkpoint.
 
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
@@ -326,6 +345,9 @@ class TorchState(TorchComponents):
     def load_criterion(self, state: Mapping[str, Any]) -> None:
         """Restore the parameters and buffers of the criterion. Called on all ranks.
 
+        Args:
+            state: Its tensors by name.
+
         Raises:
             CheckpointMismatch: If names or shapes are not those of the criterion.
         """
@@ -336,19 +358,34 @@ class TorchState(TorchComponents):
             raise CheckpointMismatch(f"Expected the state of this criterion. Received: {error}") from error
 
     def load_ema(self, state: Mapping[str, Any]) -> None:
-        """Restore the averaged weights. Called on all ranks."""
+        """Restore the averaged weights. Called on all ranks.
+
+        Args:
+            state: What the averages' `state_dict` returned: `weights` by canonical name, and `num_updates`.
+        """
         self.ema.load_state_dict(state)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore the optimizer's state by parameter name. Called on all ranks."""
+        """Restore the optimizer's state by parameter name. Called on all ranks.
+
+        Args:
+            state: `state` by parameter name, and `param_groups` with parameter names.
+        """
         load_named_state_dict(self.optimizer, state, self.named_parameters())
 
     def load_scheduler(self, state: Mapping[str, Any]) -> None:
-        """Restore the scheduler. Called on all ranks."""
+        """Restore the scheduler. Called on all ranks.
+
+        Args:
+            state: What the schedule's `state_dict` returned.
+        """
         self.scheduler.load_state_dict(dict(state))
 
     def load_dataloaders(self, states: Mapping[str, Any]) -> None:
         """Restore the position in the loaders of the splits to train on. Called on all ranks.
+
+        Args:
+            states: State by split.
 
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
@@ -409,6 +446,11 @@ class TorchState(TorchComponents):
 
         Args:
             checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+            CheckpointMismatch: If names or shapes are not those of the model; `checkpoint.exclude_from_loading` leaves some out.
         """
         weights = read_model(self.checkpoint_manager, checkpoint)
         payload, excluded = exclude({"model": weights}, _model_entries(self.config.checkpoint.exclude_from_loading))

@@ -90,7 +90,15 @@ class TorchUpdate(TorchReplicas):
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks."""
+        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
+
+        Returns:
+            Whether it was made and why not, its weight, mean loss, samples and gradient norm; the same on all ranks.
+
+        Raises:
+            ValueError: If `train_step` left out `self.backward(loss)`.
+            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
+        """
         self.window.close_batch()
         if self.window.unscaled and type(self).backward.__module__.startswith("danling."):
             raise ValueError(
@@ -134,6 +142,9 @@ class TorchUpdate(TorchReplicas):
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
 
+        Args:
+            verdict: What the ranks agreed on for the window.
+
         Returns:
             The gradients of the parameters that have one.
         """
@@ -148,6 +159,9 @@ class TorchUpdate(TorchReplicas):
         """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks.
 
         No communication: may be called on one rank.
+
+        Args:
+            verdict: What the ranks agreed on for the window.
         """
         if self.fault_tolerance is None:
             return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
@@ -171,11 +185,19 @@ class TorchUpdate(TorchReplicas):
         return self._parameters
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain."""
+        """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain.
+
+        Args:
+            gradients: What this rank holds of the gradient, unscaled.
+        """
         return total_norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
+        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks.
+
+        Args:
+            grad_norm: 2-norm of the whole gradient, 0-dim.
+        """
         if self.config.max_grad_norm is not None:
             clip_by_norm(self.parameters, self.config.max_grad_norm, grad_norm)
         if self.config.max_grad_value is not None:

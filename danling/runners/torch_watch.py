@@ -218,9 +218,17 @@ class TorchWatch(TorchUpdate):
     # Boundaries
 
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
-        """Save the full state; see `TorchState.save_checkpoint`. What it takes is left out of the speed of training.
+        """Save the full state as `latest`, and under the other names it deserves. Call on all ranks.
 
-        Called on all ranks.
+        It may be written in the background, see `checkpoint.async_enabled`; the time it takes is left out of the speed of training.
+
+        Args:
+            history: Also keep it under its history name, `ckpt-e...` or `ckpt-s...`.
+            save_best: Also make it `best` when the score of this very state is the best one.
+
+        Raises:
+            CheckpointError: If an earlier save in the background failed, or this one cannot be written.
+            NonFiniteError: If the update before it was not finite, which shows on an accelerator only now.
         """
         if self.telemetry is None or not self._in_session:
             super().save_checkpoint(history=history, save_best=save_best)

@@ -77,3 +77,15 @@ def test_every_method_of_a_runner_says_which_ranks_call_it(place: tuple[str, str
         if inspect.isfunction(value) and not RANKS.search(" ".join((inspect.getdoc(value) or "").split()))
     ]
     assert unclear == []
+
+
+def test_every_method_of_a_runner_explains_its_arguments() -> None:
+    runner = importlib.import_module("danling").TorchRunner
+    unexplained = []
+    for name, value in members_of(runner):
+        if not inspect.isfunction(value):
+            continue
+        takes = [p.name for p in inspect.signature(value).parameters.values() if p.name not in ("self", "cls")]
+        _, _, explained = (inspect.getdoc(value) or "").partition("Args:\n")
+        unexplained += [f"{name}({argument})" for argument in takes if not re.search(rf"\*?\b{argument}:", explained)]
+    assert unexplained == []

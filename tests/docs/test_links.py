@@ -41,9 +41,15 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guarantees.md"])
 def test_tests_that_a_guarantee_names_exist(page: str) -> None:
-    named = set(re.findall(r"`(test_\w+\.py)`", (ROOT / page).read_text()))
+    named = set(re.findall(r"`(?:tests/guarantees/)?(test_\w+\.py)`", (ROOT / page).read_text()))
     assert named
     assert [name for name in named if not (ROOT / "tests" / "guarantees" / name).is_file()] == []
+
+
+def test_files_that_the_readme_links_exist() -> None:
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert any(name.startswith("tests/guarantees/") for name in linked)
+    assert [name for name in linked if not (ROOT / name).exists()] == []
 
 
 def test_every_example_is_on_the_front_page() -> None:

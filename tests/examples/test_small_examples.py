@@ -36,7 +36,7 @@ def latest_of(lineage: str) -> dict[str, Any]:
 
 
 def test_finetune_freezes_and_groups(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    output = run_example(monkeypatch, capfd, "finetune", "--epochs", "12")
+    output = run_example(monkeypatch, capfd, "finetune", "--epochs", "12", "--workspace_root", "experiments")
     assert number_in(output, r"finetuned: test accuracy (\S+)") > number_in(output, r"scratch: test accuracy (\S+)")
     state = latest_of("finetune")["optimizer"]
     groups = {tuple(group["params"]): group for group in state["param_groups"]}
