@@ -39,7 +39,7 @@ from .config_schema import (
     SchedulerConfig,
     WandbConfig,
 )
-from .config_slips import slip_of
+from .config_slips import ENGINE_KEYS, slip_of
 
 STACKS = {
     "auto": "ddp",
@@ -193,6 +193,9 @@ class RunnerConfig(ClosedSection):
     # Keys: the library's are declared, the user's are any other
 
     def _assign(self, name: Any, value: Any) -> None:
+        if name == "deepspeed" and isinstance(value, (str, os.PathLike)):
+            # How users of DeepSpeed keep its configuration.
+            value = read_settings(value)
         if name in fields_of(RunnerConfig):
             return super()._assign(name, _read_precision(value) if name == "precision" else value)
         if name in _OLDER_KEYS:
@@ -264,6 +267,12 @@ class RunnerConfig(ClosedSection):
                 f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
                 f"{self.ft.min_replica_size}, ft.group_size={self.ft.group_size}."
             )
+        for name in self.deepspeed:
+            slip = slip_of(name, ENGINE_KEYS)
+            if slip:
+                raise ValueError(
+                    f"Expected keys that DeepSpeed reads. Received: deepspeed.{name}. Did you mean 'deepspeed.{slip}'?"
+                )
         interval = self.scheduler.get("interval")
         if interval not in (None, "step", "epoch", "validation"):
             raise ValueError(
