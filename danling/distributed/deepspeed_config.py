@@ -20,8 +20,8 @@ class EngineFacts:
         world_size: Number of data-parallel ranks.
         precision: Autocast precision: `None`, `"bf16"`, `"fp16"` or another name of these.
         max_grad_norm: Norm to clip to, or `None`.
-        optimizer: Where the optimizer comes from (`"optim.type"`, `"self.optimizer"`), `None` when there is none yet.
-        scheduler: Where the scheduler comes from, `None` when there is none.
+        optimizer: Where the optimizer comes from and what it is (`"optim.type='adamw'"`), `None` when there is none yet.
+        scheduler: The same of the scheduler.
         on_cpu: Whether the engine runs on the CPU.
     """
 
@@ -46,15 +46,21 @@ def engine_config(given: Mapping[str, Any], facts: EngineFacts) -> dict[str, Any
         facts: What it is merged over.
 
     Raises:
-        ValueError: If a given key contradicts one of the runner's; the message names both.
+        ValueError: If a given key contradicts one of the runner's, in a message that names both; or `zero_optimization` is no section.
     """
     own = without_auto(given)
+    zero = own.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ValueError(
+            f"Expected deepspeed.zero_optimization to be a section. Received: deepspeed.zero_optimization={zero!r}. Set "
+            "deepspeed.zero_optimization.stage."
+        )
     _refuse_contradictions(own, facts)
     merged = {**own, "gradient_accumulation_steps": facts.accum_steps, "gradient_clipping": 0.0}
     micro = int(own.get("train_micro_batch_size_per_gpu") or facts.micro_batch or 1)
     merged["train_micro_batch_size_per_gpu"] = micro
     merged["train_batch_size"] = micro * facts.accum_steps * facts.world_size
-    merged["zero_optimization"] = {"stage": 0, **own.get("zero_optimization", {})}
+    merged["zero_optimization"] = {"stage": 0, **zero}
     merged.setdefault("steps_per_print", None)
     if facts.optimizer is not None:
         merged.setdefault("zero_allow_untested_optimizer", True)
@@ -103,7 +109,9 @@ def _refuse_contradictions(given: Mapping[str, Any], facts: EngineFacts) -> None
     _refuse_other_precision(given, facts)
     for key, source in (("optimizer", facts.optimizer), ("scheduler", facts.scheduler)):
         if key in given and source is not None:
-            raise _contradiction(f"deepspeed.{key}", given[key], source, "set as well", f"Keep one {key}")
+            raise ValueError(
+                f"Expected one {key}. Received: deepspeed.{key}={given[key]!r} and {source}. Keep one of them."
+            )
     if given.get("managed_gradient_accumulation") is False:
         raise _contradiction(
             "deepspeed.managed_gradient_accumulation", False, "accum_steps", facts.accum_steps, "Leave it out"

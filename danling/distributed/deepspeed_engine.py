@@ -47,6 +47,22 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+@contextmanager
+def local_rank_known(local_rank: int) -> Iterator[None]:
+    """Let DeepSpeed, which refuses to start without, read `LOCAL_RANK` in a process that was started without a launcher.
+
+    Args:
+        local_rank: What it is to read where the environment does not say.
+    """
+    given = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys()
+    os.environ.update({} if given else {"LOCAL_RANK": str(local_rank)})
+    try:
+        yield
+    finally:
+        if not given:
+            os.environ.pop("LOCAL_RANK", None)
+
+
 def join_single_process_group() -> None:
     """Make a process group of this process alone: an engine needs one."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -215,11 +231,25 @@ def load_full_states(engine: Any, states: Sequence[tuple[nn.Parameter, Mapping[s
         inner.state[flat] = {key: _flat_like(flat, value) for key, value in like.items()}
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    utils = import_module("deepspeed.utils")
+    device = flat_parameters(engine)[0].device
     for parameter, state in states:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0:
-                utils.safe_set_full_optimizer_state(parameter, value.to(flat_parameters(engine)[0].device), key)
+                _load_full_state(parameter, key, value.to(device))
+
+
+def _load_full_state(parameter: Any, key: str, value: Tensor) -> None:
+    utils = import_module("deepspeed.utils")
+    if not hasattr(parameter, "ds_tensor"):
+        utils.safe_set_full_optimizer_state(parameter, value, key)
+        return
+    # The shares of ZeRO 3 are equally long, the last ones filled up; DeepSpeed's own division does not see to that.
+    size = parameter.ds_tensor.numel()
+    start = size * dist.get_rank(parameter.ds_process_group)
+    share = value.new_zeros(size)
+    own = value.flatten()[start : start + size]
+    share[: own.numel()] = own
+    utils.safe_set_local_optimizer_state(parameter, share, key)
 
 
 def _flat_like(flat: Tensor, value: Any) -> Any:

@@ -39,7 +39,7 @@ from .config_schema import (
     SchedulerConfig,
     WandbConfig,
 )
-from .config_slips import slip_of
+from .config_slips import ENGINE_KEYS, slip_of
 from .config_typing import Nested
 
 STACKS = {
@@ -198,6 +198,9 @@ class RunnerConfig(ClosedSection):
     # Keys: the library's are declared, the user's are any other
 
     def _assign(self, name: Any, value: Any) -> None:
+        if name == "deepspeed" and isinstance(value, (str, os.PathLike)):
+            # How users of DeepSpeed keep its configuration.
+            value = read_settings(value)
         if name in fields_of(RunnerConfig):
             return super()._assign(name, _read_precision(value) if name == "precision" else value)
         if name in _OLDER_KEYS:
@@ -270,6 +273,12 @@ class RunnerConfig(ClosedSection):
                 f"{self.ft.min_replica_size}, ft.group_size={self.ft.group_size}."
             )
         self._validate_export()
+        for name in self.deepspeed:
+            slip = slip_of(name, ENGINE_KEYS)
+            if slip:
+                raise ValueError(
+                    f"Expected keys that DeepSpeed reads. Received: deepspeed.{name}. Did you mean 'deepspeed.{slip}'?"
+                )
         interval = self.scheduler.get("interval")
         if interval not in (None, "step", "epoch", "validation"):
             raise ValueError(

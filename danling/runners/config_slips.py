@@ -6,6 +6,58 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+ENGINE_KEYS = (
+    "activation_checkpointing",
+    "aio",
+    "amp",
+    "autotuning",
+    "bf16",
+    "checkpoint",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "data_types",
+    "dataloader_drop_last",
+    "disable_allgather",
+    "dump_state",
+    "elasticity",
+    "expert_parallel",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "memory_breakdown",
+    "nebula",
+    "optimizer",
+    "pipeline",
+    "prescale_gradients",
+    "progressive_layer_drop",
+    "scheduler",
+    "seq_parallel_communication_data_type",
+    "sequence_parallel_size",
+    "sparse_attention",
+    "sparse_gradients",
+    "steps_per_print",
+    "tensor_parallel",
+    "tensorboard",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "wandb",
+    "weight_quantization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+"""Keys that DeepSpeed reads. It passes over any other in silence, so that a slip of the pen would train without."""
+
 
 def slip_of(name: Any, known: Iterable[str]) -> str | None:
     """Return the known key that `name` is one slip away from, `None` for a known key or a truly different name.

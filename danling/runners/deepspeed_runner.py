@@ -79,6 +79,7 @@ class DeepSpeedRunner(TorchRunner):
         self.deepspeed = self.import_deepspeed()
         given = dist.is_initialized()
         super().init_distributed()
+        self._closers.enter_context(engines.local_rank_known(self.local_rank))
         if not dist.is_initialized():
             engines.join_single_process_group()
         if not given:
@@ -88,6 +89,7 @@ class DeepSpeedRunner(TorchRunner):
         self._shares: list[Tensor] = []
         self._max_norm: float | None = None
         self._group_names: list[list[str]] = []
+        self._engine_trains: set[str] = set()
 
     def import_deepspeed(self) -> Any:
         """Return the package.
@@ -112,6 +114,7 @@ class DeepSpeedRunner(TorchRunner):
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
+        self._check_criterion()
         if uses_bf16_weights(settings) and self.ema is not None:
             raise ValueError(
                 "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set precision='bf16' "
@@ -125,8 +128,42 @@ class DeepSpeedRunner(TorchRunner):
         self.engine = engines.build_engine(self.deepspeed, self.model, self.optimizer, settings)
         self._closers.callback(self._release_engine)
         self.engine_stage = zero_stage(settings)
+        self._engine_trains = self._trained_names()
         self.model = self.engine
         self._adopt_parts()
+
+    def _check_criterion(self) -> None:
+        """Refuse a criterion that is trained, of which an engine knows nothing, and give all ranks the same one."""
+        trained = [p for p in self._criterion_tensors("parameters") if p.requires_grad]
+        if trained:
+            raise ValueError(
+                f"Expected a criterion without parameters to train: a DeepSpeed engine reduces and updates those of the model only. "
+                f"Received: {type(self.criterion).__name__} with {len(trained)}. Make them part of the model, or freeze them."
+            )
+        if self.data_domain.size > 1:
+            for tensor in self._criterion_tensors("parameters"):
+                self.world.broadcast(tensor.data)
+
+    def _trained_names(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def follow_freezing(self) -> None:
+        """Refuse parameters that were frozen or unfrozen since the engine was built, where it divides the optimizer.
+
+        Called on all ranks.
+
+        Raises:
+            ValueError: If there are some: the engine divides what required a gradient at construction, and nothing else.
+        """
+        if self.engine is None or not engines.is_divided(self.engine):
+            return
+        changed = sorted(self._engine_trains ^ self._trained_names())
+        if changed:
+            raise ValueError(
+                f"Expected the parameters that required a gradient when the engine was built, which are what ZeRO {self.engine_stage} "
+                f"divides. Received: {', '.join(changed[:5])} frozen or unfrozen since ({len(changed)} in all). Set "
+                "deepspeed.zero_optimization.stage=0, or begin another run with them so in __init__, from these weights by `pretrained`."
+            )
 
     def _adopt_parts(self) -> None:
         self.optimizer = self.engine.basic_optimizer
@@ -155,25 +192,25 @@ class DeepSpeedRunner(TorchRunner):
 
         Called on all ranks.
         """
-        configured = bool(self.config.get("optim", None))
         facts = EngineFacts(
             micro_batch=self.batch_size,
             accum_steps=self.accum_steps,
             world_size=self.data_domain.size,
             precision=self.config.precision,
             max_grad_norm=self.config.max_grad_norm,
-            optimizer=None if self.optimizer is None else "optim.type" if configured else "self.optimizer",
-            scheduler=self._scheduler_source(),
+            optimizer=self._source_of("optimizer", "optim"),
+            scheduler=self._source_of("scheduler", "scheduler"),
             on_cpu=self.device.type == "cpu",
         )
         return engine_config(self.given_settings, facts)
 
-    def _scheduler_source(self) -> str | None:
-        if self.scheduler is not None:
-            return "self.scheduler"
-        return (
-            "scheduler.type" if self.config.get("scheduler", None) and self.config.scheduler.get("type", None) else None
-        )
+    def _source_of(self, attribute: str, section: str) -> str | None:
+        """Where an optimizer or a scheduler comes from, for a message; `None` when there is none."""
+        kind = (self.config.get(section, None) or {}).get("type", None)
+        own = getattr(self, attribute)
+        if kind and (own is not None or attribute == "scheduler"):
+            return f"{section}.type={kind!r}"
+        return None if own is None else f"self.{attribute}, a {type(own).__name__}"
 
     # Update
 
@@ -292,7 +329,7 @@ class DeepSpeedRunner(TorchRunner):
 
     def equalize_buffers(self) -> None:
         if self.data_domain.size > 1:
-            for buffer in self.unwrapped_model.buffers():
+            for buffer in (*self.unwrapped_model.buffers(), *self._criterion_tensors("buffers")):
                 self.world.broadcast(buffer)
 
     def _pass_over(self, split: str) -> Iterator[Batch]:
@@ -413,8 +450,8 @@ class DeepSpeedRunner(TorchRunner):
             self.engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
-        """Restore the optimizer's state by parameter name; that of an engine's own checkpoint came with its model. Called on all ranks."""
-        if isinstance(state, EngineTag) and self._fits(state):
+        """Restore the optimizer's state by parameter name; what the engine read came with its model. Called on all ranks."""
+        if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):
             state = self.checkpoint_manager.on_all(lambda: consolidated_optimizer(state.path, state.outline))
@@ -438,6 +475,8 @@ class DeepSpeedRunner(TorchRunner):
         """Whether the engine reads the tag itself; one of another stage or number of ranks is put together and divided anew."""
         return tag.stage == self.engine_stage and (tag.world_size == self.world_size or tag.stage == 0)
 
+    _tag_read: EngineTag | None = None
+
     def _load_tag(self, tag: EngineTag) -> None:
         excluded = self.config.checkpoint.exclude_from_loading or []
         listed = [excluded] if isinstance(excluded, str) else list(excluded)
@@ -446,3 +485,4 @@ class DeepSpeedRunner(TorchRunner):
             self.engine.load_checkpoint(
                 str(tag.path.parent), tag=tag.path.name, load_optimizer_states="optimizer" not in listed
             )
+        self._tag_read = tag

@@ -250,6 +250,18 @@ class TestSetting:
         with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
             RunnerConfig().parse([f"--{key}=1"]) if "-" not in key else RunnerConfig({key: 1})
 
+    def test_a_slip_that_deepspeed_would_pass_over_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="Did you mean 'deepspeed.zero_optimization'"):
+            RunnerConfig({"deepspeed": {"zero_optimisation": {"stage": 3}}})
+        assert RunnerConfig({"deepspeed": {"of_a_later_version": 1}}).deepspeed.of_a_later_version == 1
+
+    def test_deepspeed_from_a_file_of_its_own(self, tmp_path: Path) -> None:
+        file = tmp_path / "zero.json"
+        file.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
+        config = RunnerConfig({"deepspeed": str(file)})
+        assert config.deepspeed.plain() == {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
+        assert RunnerConfig().parse(["--deepspeed", str(file)]).deepspeed.zero_optimization.stage == 2
+
     @pytest.mark.parametrize(
         ("key", "meant"),
         [

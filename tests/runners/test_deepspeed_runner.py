@@ -104,8 +104,8 @@ def finetune_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, tor
 @pytest.mark.timeout(240)
 def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
     cases = [
-        (settings(tmp_path / f"s{stage}", deepspeed=zero(stage), **{"checkpoint.keep_latest_k": 1}), {})
-        for stage in (0, 2, 3)
+        (settings(tmp_path / f"s{stage}", deepspeed=zero(stage), **{"checkpoint.keep_latest_k": 1}), {"frozen": True})
+        for stage in (0, 1, 3)
     ]
     trained = run_processes(train_each, cases, world_size=2, timeout=150)[0]
     loads: list[tuple[dict[str, Any], str]] = []
@@ -186,19 +186,48 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
     assert file.name in message
 
 
-def contradict(config: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as caught:
-        AnyStackRunner(config)
-    return str(caught.value)
+def without_launcher(root: Path) -> dict[str, Any]:
+    """What a process that nobody launched runs into."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    found: dict[str, Any] = {}
+    cases: dict[str, dict[str, Any]] = {
+        "contradiction": {"deepspeed": {"gradient_accumulation_steps": 5}},
+        "schedules": {"deepspeed": {"scheduler": {"type": "WarmupLR"}}},
+        "no section": {"deepspeed": {"zero_optimization": True}},
+        "criterion": {"deepspeed": zero(0)},
+    }
+    for name, changes in cases.items():
+        with pytest.raises(ValueError) as caught:
+            AnyStackRunner(settings(root / name, **changes), scaled=name == "criterion")
+        found[name] = str(caught.value)
+    with AnyStackRunner(settings(root / "thaw", deepspeed=zero(1)), frozen=True) as runner:
+        runner.unwrapped_model[0].requires_grad_(True)
+        with pytest.raises(ValueError) as caught:
+            runner.train()
+        found["thaw"] = str(caught.value)
+    first = settings(root / "first", deepspeed=zero(1))
+    trained = train(first, stop_at=3)["state"]
+    again = {**first, "auto_resume": True, "checkpoint.exclude_from_loading": ["model"]}
+    with AnyStackRunner(again) as runner:
+        found["optimizer"] = differences(runner.optimizer_state_dict()["state"], trained["optimizer"]["state"])
+        found["model"] = differences(runner.model_state_dict(), trained["model"])
+    return {**found, "left": sorted({"LOCAL_RANK"} & os.environ.keys())}
 
 
 @needs_deepspeed
-def test_a_contradiction_is_refused_at_construction(tmp_path: Path) -> None:
-    message = run_processes(contradict, settings(tmp_path, deepspeed={"gradient_accumulation_steps": 5}), world_size=1)[
-        0
-    ]
-    assert "deepspeed.gradient_accumulation_steps=5" in message
-    assert "accum_steps=2" in message
+@pytest.mark.timeout(120)
+def test_without_a_launcher_and_what_is_refused(tmp_path: Path) -> None:
+    (found,) = run_processes(without_launcher, tmp_path, world_size=1, timeout=100)
+    assert "deepspeed.gradient_accumulation_steps=5" in found["contradiction"]
+    assert "accum_steps=2" in found["contradiction"]
+    assert "scheduler.type='cosine'" in found["schedules"]
+    assert "deepspeed.zero_optimization" in found["no section"]
+    assert "CrossEntropyLoss" in found["criterion"]
+    assert "0.weight" in found["thaw"]
+    assert found["optimizer"] == []
+    assert found["model"] != []
+    assert found["left"] == []
 
 
 def test_the_stack_is_named_in_two_ways() -> None:

@@ -49,6 +49,8 @@ class AnyStackRunner(dl.Runner):
         poisoned: Number of the update, from 0, in which the last rank's loss is not a number.
         own: Bring an optimizer and a scheduler.
         norm: Have a batch norm. On the CPU torch has none for weights in bfloat16 with statistics in float32.
+        frozen: Leave the first layer as it is.
+        scaled: Have a criterion with a parameter.
     """
 
     def __init__(
@@ -59,19 +61,25 @@ class AnyStackRunner(dl.Runner):
         poisoned: int | None = None,
         own: bool = False,
         norm: bool = True,
+        frozen: bool = False,
+        scaled: bool = False,
     ) -> None:
         super().__init__(config)
         self.stop_at = stop_at
         self.poisoned = poisoned
         self.trace: list[tuple[float, float, float]] = []
         # No bias before the normalization: its gradient is nothing but rounding, which Adam would make steps of.
-        first = nn.Linear(6, 8, bias=False)
-        between = nn.BatchNorm1d(8) if norm else nn.Identity()
-        self.model = nn.Sequential(first, between, nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 12))
+        # Seven do not divide over two ranks.
+        first = nn.Linear(6, 7, bias=False)
+        between = nn.BatchNorm1d(7) if norm else nn.Identity()
+        self.model = nn.Sequential(first, between, nn.Tanh(), nn.Dropout(0.1), nn.Linear(7, 12))
+        first.requires_grad_(not frozen)
         if own:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
             self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.criterion = nn.CrossEntropyLoss()
+        if scaled:
+            self.criterion.scale = nn.Parameter(torch.ones(()))
         self.datasets = {"train": Points(38), "val": Points(9)}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:

@@ -29,6 +29,10 @@ from .reading import check_format, read_file
 RUNNER_FILE = "runner.pth"
 """Everything but model and optimizer, for `torch.load(weights_only=True)`."""
 
+_WHOLE_MODEL = "mp_rank_00_model_states.pt"
+"""Where the engine keeps the model, unless its weights are divided."""
+_FIRST_SHARE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
 
 @dataclass(frozen=True)
 class EngineTag:
@@ -156,17 +160,31 @@ def consolidated_weights(path: Path) -> dict[str, Tensor]:
     """Return the whole float32 weights of a target by canonical name, put together from the shares of all ranks.
 
     Raises:
-        CheckpointError: If DeepSpeed, which does it, is not installed.
+        CheckpointError: If DeepSpeed, which does it, is not installed, or a weight of the model is in none of the files.
         CheckpointDamaged: If a file cannot be read.
     """
     if not any(path.glob("*_optim_states.pt")):
-        module = read_engine_file(path / "mp_rank_00_model_states.pt")["module"]
+        module = read_engine_file(path / _WHOLE_MODEL)["module"]
         return {canonical_name(name): tensor for name, tensor in module.items()}
     _require_deepspeed(path)
     convert = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        weights: Mapping[str, Tensor] = convert(str(path.parent), tag=path.name)
-    return {canonical_name(name): tensor.detach().clone() for name, tensor in weights.items()}
+        found: Mapping[str, Tensor] = convert(str(path.parent), tag=path.name)
+    return {canonical_name(name): tensor.detach().clone() for name, tensor in _completed(found, path).items()}
+
+
+def _completed(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Add what the optimizer does not hold, and DeepSpeed's conversion so leaves out: frozen weights under ZeRO 1, for one."""
+    whole = path / _WHOLE_MODEL
+    module = read_engine_file(whole if whole.is_file() else path / _FIRST_SHARE)["module"]
+    missing = [name for name in module if name not in weights]
+    if missing and not whole.is_file():
+        raise CheckpointError(
+            f"Expected all weights of the model in {path}. Received: none for {', '.join(missing[:5])} ({len(missing)} in all), which no "
+            "optimizer held. Under ZeRO 3 give the optimizer all parameters that require a gradient, and freeze the others."
+        )
+    added = {name: module[name].float() if module[name].is_floating_point() else module[name] for name in missing}
+    return {**weights, **added}
 
 
 def _require_deepspeed(path: Path) -> None:
@@ -185,7 +203,7 @@ def consolidated_optimizer(path: Path, engine: Mapping[str, Any]) -> dict[str, A
         engine: What the runner saved of the engine: its stage, the groups of parameters, and states that are no tensors.
     """
     if int(engine["stage"]) == 0:
-        found = read_engine_file(path / "mp_rank_00_model_states.pt")["optimizer"]
+        found = read_engine_file(path / _WHOLE_MODEL)["optimizer"]
         return _named(found, engine["param_groups"])
     _require_deepspeed(path)
     with TemporaryDirectory(prefix="danling-universal-") as folder:
