@@ -2,7 +2,7 @@
 
 Exit codes:
     0  done, and what was looked at is in order.
-    1  done, and something is wrong: a checkpoint is damaged, a check of `doctor` failed.
+    1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.

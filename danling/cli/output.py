@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danling.utils.files import json_text
+
+if TYPE_CHECKING:
+    from danling.workspace.runs import Run
 
 OK, DAMAGED, WRONG_USAGE, NOTHING_THERE, MISSING_PACKAGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -54,3 +58,11 @@ def as_bytes(size: float) -> str:
         size /= 1024
         unit += 1
     return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"
+
+
+def name_problems(runs: Sequence[Run]) -> int:
+    """Name on stderr the files of runs that could not be read, and return the exit code that follows from them."""
+    problems = [problem for run in runs for problem in run.problems]
+    for problem in problems:
+        print(f"danling: left out, since it cannot be read: {problem}", file=sys.stderr)
+    return DAMAGED if problems else OK

@@ -13,7 +13,7 @@ from danling.workspace.plots import draw_curves, png
 from danling.workspace.report import html_report
 from danling.workspace.runs import Run, find_runs
 
-from .output import OK
+from .output import name_problems
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, content)
     print(f"{options.output}: {len(runs)} run{'s' if len(runs) != 1 else ''}")
-    return OK
+    return name_problems(runs)
 
 
 def collect(paths: list[str]) -> list[Run]:

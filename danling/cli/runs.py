@@ -10,7 +10,7 @@ from typing import Any
 
 from danling.workspace.runs import Run, config_differences, find_runs
 
-from .output import NOTHING_THERE, OK, add_json, as_text, print_json, print_table
+from .output import NOTHING_THERE, add_json, as_text, name_problems, print_json, print_table
 
 _COLUMNS = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
 _HEAD = ("run", "step", "attempts", "score", "best", "at", "latest", "last change")
@@ -36,14 +36,14 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
         print_json({"runs": [run.summary() for run in runs], "differences": keyed})
-        return OK if runs else NOTHING_THERE
+        return name_problems(runs) if runs else NOTHING_THERE
     if not runs:
         raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
     print_table(_HEAD, [_row(run) for run in runs])
     if differences:
         print("\nsettings that differ")
         print_table(("run", *differences), list(zip((r.name for r in runs), *map(_texts, differences.values()))))
-    return OK
+    return name_problems(runs)
 
 
 def _row(run: Run) -> list[Any]:

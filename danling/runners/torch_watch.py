@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -79,9 +80,8 @@ class TorchWatch(TorchUpdate):
         self._asked.add("save")
 
     def _note_requests(self) -> None:
-        signalled = self.signals.request if self.signals is not None and self.signals.received is not None else None
-        if signalled is not None:
-            self._asked.add(signalled)
+        if self.signals is not None and self.signals.received is not None:
+            self._asked.add(self.signals.request or "terminate")
         if time.monotonic() >= self._deadline:
             self._asked.add("stop")
 
@@ -180,6 +180,7 @@ class TorchWatch(TorchUpdate):
             if self.fault_tolerance is not None:
                 # A group that stays and does not train would hold the others up.
                 self.fault_tolerance.leave()
+        self._redeliver()
 
     def _save_before_leaving(self) -> None:
         """Save where the replica groups have lost each other: this group stands between two updates."""
@@ -203,10 +204,22 @@ class TorchWatch(TorchUpdate):
         self.write_results()
         # On all ranks, so that an error of the background writer is raised on all of them.
         self.checkpoint_manager.wait()
+        self._hear_late_signals()
         self._summarize(_ENDINGS.get(str(self._stop_for), "Finished"))
         if self._stop_for in BY_SIGNAL:
             logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
             raise SystemExit(EXIT_CODES[self._stop_for])
+
+    def _hear_late_signals(self) -> None:
+        """Heed a signal that came after the last boundary, as in the last save: there is none left to heed it at."""
+        received = self.signals.request if self.signals is not None else None
+        late = agree(self.optimizer_domain, {received} if received is not None else ())
+        self._stop_for = next((name for name in BY_SIGNAL if name in late | {self._stop_for}), self._stop_for)
+
+    def _redeliver(self) -> None:
+        """Send this process once more the signal that came too late to be heeded, now that the program's own handlers are back."""
+        if self.signals is not None and self.signals.received is not None and self._stop_for not in BY_SIGNAL:
+            signal.raise_signal(self.signals.received)
 
     def _note_failure(self, error: Exception) -> None:
         if is_out_of_memory(error):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -31,46 +31,61 @@ class Run:
     Attributes:
         path: The run directory.
         name: What it is called beside others, by default its path below the root that was searched.
+        problems: What of it could not be read so far, a line for each file; such a file is as good as missing.
     """
 
     path: Path
     name: str
+    problems: list[str] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The whole configuration, by dotted key."""
-        return flatten(_read_yaml(self.path / "metadata" / "config.full.yaml"))
+        return flatten(self._read("metadata/config.full.yaml", _parse_yaml))
 
     @cached_property
     def canonical(self) -> dict[str, Any]:
         """What of the configuration changes the result, by dotted key."""
-        return flatten(_read_yaml(self.path / "metadata" / "config.canonical.yaml"))
+        return flatten(self._read("metadata/config.canonical.yaml", _parse_yaml))
 
     @cached_property
     def git(self) -> dict[str, Any]:
         """State of the code, empty without git."""
-        return _read_yaml(self.path / "metadata" / "git.yaml")
+        return self._read("metadata/git.yaml", _parse_yaml)
 
     @cached_property
     def results(self) -> dict[int, dict[str, dict[str, float | None]]]:
         """Figures by completed epoch or global step, then by split."""
-        return {int(index): result for index, result in _read_json(self.path / "results.json").items()}
+        return self._read("results.json", _parse_results)
 
     @cached_property
     def best(self) -> dict[str, Any]:
         """`index`, `score` and `result` of the best evaluation; empty before the first."""
-        return _read_json(self.path / "best.json")
+        return self._read("best.json", _parse_chosen)
 
     @cached_property
     def latest(self) -> dict[str, Any]:
         """`index` and `result` of the last evaluation; empty before the first."""
-        return _read_json(self.path / "latest.json")
+        return self._read("latest.json", _parse_chosen)
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`."""
         file = self.path / "metrics.jsonl"
-        return read_jsonl(file) if file.is_file() else []
+        try:
+            return read_jsonl(file) if file.is_file() else []
+        except OSError as error:
+            self.problems.append(f"{file}: {error}")
+            return []
+
+    def _read(self, name: str, parse: Callable[[str], dict[Any, Any]]) -> dict[Any, Any]:
+        # Reading many runs must not end at one broken file, and a reader must be told that it was left out.
+        file = self.path / name
+        try:
+            return parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except (ValueError, yaml.YAMLError, OSError) as error:
+            self.problems.append(f"{file}: {' '.join(str(error).split())}")
+            return {}
 
     @property
     def step(self) -> int | None:
@@ -116,7 +131,7 @@ class Run:
         return sorted({name for record in self.records for name in record} - {"step", "time"})
 
     def curve(self, figure: str, *, by: str = "step") -> Curve:
-        """Return a figure over steps or time; values that were not finite are left out.
+        """Return a figure over steps or time; values that were not finite, or are no numbers, are left out.
 
         Args:
             figure: Its name, such as `train/loss`.
@@ -127,9 +142,10 @@ class Run:
         """
         if by not in ("step", "time"):
             raise ValueError(f"Expected by to be 'step' or 'time'. Received: by={by!r}.")
-        start = self.records[0]["time"] if by == "time" and self.records else 0.0
-        points = [(r[by] - start, r[figure]) for r in self.records if r.get(figure) is not None]
-        return [float(x) for x, _ in points], [float(y) for _, y in points]
+        places = [(r[by], r.get(figure)) for r in self.records if _is_number(r.get(by))]
+        start = places[0][0] if by == "time" and places else 0
+        points = [(float(x - start), float(y)) for x, y in places if _is_number(y)]
+        return [x for x, _ in points], [y for _, y in points]
 
     def summary(self) -> dict[str, Any]:
         """Return the run as one row of plain values."""
@@ -214,16 +230,35 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    return loaded if isinstance(loaded, dict) else {}
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    loaded = json.loads(file.read_text(encoding="utf-8"))
-    return loaded if isinstance(loaded, dict) else {}
+def _mapping(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"Expected a mapping. Received: {type(value).__name__}.")
+    return value
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    return _mapping(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {})
+
+
+def _parse_result(result: Any) -> dict[str, dict[str, float | None]]:
+    figures = {split: _mapping(values) for split, values in _mapping(result).items()}
+    odd = [
+        f"{split}/{name}" for split, of in figures.items() for name, v in of.items() if not (v is None or _is_number(v))
+    ]
+    if odd:
+        raise ValueError(f"Expected numbers. Received something else in {', '.join(odd)}.")
+    return figures
+
+
+def _parse_results(text: str) -> dict[int, dict[str, dict[str, float | None]]]:
+    return {int(index): _parse_result(result) for index, result in _mapping(json.loads(text)).items()}
+
+
+def _parse_chosen(text: str) -> dict[str, Any]:
+    chosen = _mapping(json.loads(text))
+    # Before its first evaluation a run writes the file with nothing in it.
+    return {} if chosen.get("result") is None else {**chosen, "result": _parse_result(chosen["result"])}

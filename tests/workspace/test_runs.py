@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.recorded import record_run
+from support.toys import TracingRunner
 
+from danling.cli.main import main
 from danling.workspace.runs import config_differences, find_runs, is_run
 
 
@@ -72,3 +77,65 @@ def test_a_line_that_a_kill_left_unfinished_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "a": 2.0}\n{"step": 2, "time": 6.0, "a": nul')
     (run,) = find_runs(tmp_path)
     assert run.curve("a") == ([1.0], [2.0]) and run.step == 1
+
+
+class Stopping(TracingRunner):
+    """Is asked to stop in its first update."""
+
+    def train_step(self, data: Any) -> Any:
+        self.stop()
+        return super().train_step(data)
+
+
+class Scoreless(TracingRunner):
+    """Its score is never finite."""
+
+    def summarize(self, split: str, totals: Any) -> dict[str, float]:
+        return {**super().summarize(split, totals), "loss": math.nan}
+
+
+@pytest.mark.parametrize("kind", [Stopping, Scoreless])
+def test_a_run_without_a_best_evaluation_is_a_row_like_others(
+    kind: type[TracingRunner], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"epochs": 1, "dir": str(tmp_path / "runs" / "early"), "log_interval": 1, "dataloader": {"batch_size": 4}}
+    with kind({**config, "optim": {"type": "sgd", "lr": 0.1}}) as runner:
+        runner.train()
+    (run,) = find_runs(tmp_path)
+    assert run.best == {} and run.summary()["best"] is run.latest_score is None and run.summary()["step"]
+    assert main(["runs", str(tmp_path)]) == 0 and "early" in capsys.readouterr().out
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.json", '{"4": {"val": {"acc"'),
+        ("results.json", '{"4": {"val": {"acc": "high"}}}'),
+        ("best.json", ""),
+        ("latest.json", "[1]"),
+        ("metadata/config.full.yaml", "seed: [1,\n  b: {"),
+        ("metadata/config.canonical.yaml", "\x00"),
+    ],
+)
+def test_a_broken_file_is_named_and_hides_nothing_else(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    place = Path(shutil.copytree(root, tmp_path / "copy"))
+    broken, whole = (run.path for run in find_runs(place))
+    (broken / name).write_text(content)
+    report = tmp_path / "report.html"
+    table = [["runs", str(place)], ["runs", str(place), "--json"]] if name != "results.json" else []
+    for words in (*table, ["plot", str(place), "-o", str(report)]):
+        assert main(words) == 1
+        told = capsys.readouterr()
+        assert str(broken / name) in told.err and str(whole) not in told.err
+        assert "-o" in words or (broken.name in told.out and whole.name in told.out)
+    assert whole.name in report.read_text()
+
+
+def test_lines_of_others_in_the_figures_do_no_harm(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "a": 1.0}', '{"step": 2, "time": 5.0, "a": "x"}', '{"step": 3, "time": 7.0, "a": 2.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (run,) = find_runs(tmp_path)
+    assert run.curve("a") == ([1.0, 3.0], [1.0, 2.0]) and run.curve("a", by="time") == ([2.0], [2.0])

@@ -7,6 +7,7 @@ with `ema` for safetensors.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, Chec
 from .reading import read_file
 
 _STEMS = {"model": "model", "ema": "ema"}
+_WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
 
 
 def export_weights(
@@ -38,7 +40,8 @@ def export_weights(
     A path that ends in `.safetensors` becomes that file; one without a suffix becomes a directory with `model.safetensors`, or with
     `model-00001-of-00003.safetensors` and so on and `model.safetensors.index.json`, as the Hugging Face libraries read them; any
     other suffix gives a file for `torch.load(weights_only=True)`: the `state_dict` itself, or `{"model": ..., "ema": ...}` with
-    averaged weights.
+    averaged weights. What an earlier export to the same path wrote and this one does not, such as shards and their index, is removed
+    once the new files stand: no directory holds two models.
 
     Args:
         path: Where to.
@@ -64,13 +67,30 @@ def export_weights(
         return [target]
     single = target.suffix == ".safetensors"
     directory = target.parent if single else target
+    earlier = _earlier_export(target)
     storage.make_directory(directory)
     written = []
     for name, weights in sets.items():
         stem = target.stem if single and name == "model" else f"{target.stem}.ema" if single else _STEMS[name]
         limit = None if single else max_shard_bytes
         written += _write_safetensors(directory, stem, weights, limit, dict(metadata or {}))
+    for path in earlier:
+        if path not in written:
+            storage.remove(path)
     return written
+
+
+def _earlier_export(target: Path) -> list[Path]:
+    """Return the files of an earlier export to the same path, the indices that lead to others first; nothing else is ours to remove."""
+    if target.suffix == ".safetensors":
+        averaged = _averaged_beside(target)
+        return [path for path in (target, averaged) if target.is_file() and path.is_file()]
+    found = [path for path in target.iterdir() if _WRITTEN.fullmatch(path.name)] if target.is_dir() else []
+    return sorted(found, key=lambda path: (path.suffix != ".json", path.name))
+
+
+def _averaged_beside(file: Path) -> Path:
+    return file.with_name(f"{file.stem}.ema.safetensors")
 
 
 def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tensor]:
@@ -187,7 +207,7 @@ def _located(path: Path, which: str) -> Path:
     if path.is_dir():
         candidates = [path / f"{stem}.safetensors.index.json", path / f"{stem}.safetensors", path / f"{stem}.pth"]
     elif path.suffix == ".safetensors" and which == "ema":
-        candidates = [path.with_name(f"{path.stem}.ema.safetensors")]
+        candidates = [_averaged_beside(path)]
     else:
         candidates = [path]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)

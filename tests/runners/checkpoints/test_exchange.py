@@ -54,6 +54,22 @@ def test_round_trip_with_averaged_weights(tmp_path: Path, path: str, limit: int 
     assert not [file for file in tmp_path.rglob("*") if file.name.startswith(".")]
 
 
+@pytest.mark.parametrize("path", ["directory", "weights.safetensors"])
+def test_nothing_of_an_earlier_export_stays_beside_a_new_one(tmp_path: Path, path: str) -> None:
+    place = tmp_path / path
+    old, new = {"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": torch.ones(4), "b": torch.ones(4)}
+    export_weights(place, old, ema=old, max_shard_bytes=16)
+    bystanders = {tmp_path / "model.pth", tmp_path / "other.safetensors", place.with_name("config.json")}
+    for bystander in bystanders:
+        bystander.write_text("mine")
+    for limit in (None, 16, None):
+        written = export_weights(place, new, max_shard_bytes=limit)
+        assert set(written) == {file for file in tmp_path.rglob("*") if file.is_file()} - bystanders
+        assert _same(import_weights(place), new)
+    with pytest.raises(CheckpointNotFound, match=r"\(ema\)"):
+        import_weights(place, which="ema")
+
+
 def test_others_read_what_is_written(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     export_weights(tmp_path / "plain.pth", _weights(model))
