@@ -30,18 +30,21 @@ _KEYS = {
 }
 
 
-def foreign_settings(config: Any, usual: Any, *, builds_loaders: bool, builds_optimizer: bool) -> list[str]:
+def foreign_settings(config: Any, *, builds_loaders: bool, builds_optimizer: bool) -> list[str]:
     """Return a sentence for every top-level key that another trainer would read and this library does not.
 
-    A user may well read a key of his own in `__init__`, so none is named where the library's key is set too, or where it would have
-    had no use for it.
+    A user may well read a key of his own in `__init__`, so none is named that his class of configuration declares, none where the
+    library's key is set too, and none where it would have had no use for it.
 
     Args:
         config: A whole configuration.
-        usual: One of the same class with its defaults: what it declares is its own.
         builds_loaders: Whether loaders were built from datasets.
         builds_optimizer: Whether the optimizer was built from `config.optim`.
     """
+    try:
+        usual = type(config)()
+    except TypeError:
+        return []  # it takes arguments, so that nobody can tell what it declares
     needs = {"dataloader": builds_loaders, "optim": builds_optimizer}
     return [
         f"{name} is a key of your own, which the library does not read: its key is {key}."

@@ -93,7 +93,6 @@ class TorchComponents(BaseRunner):
             *idle_settings(config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode),
             *foreign_settings(
                 config,
-                type(config)(),
                 builds_loaders=any(isinstance(loader, DataLoader) for loader in self.dataloaders.values()),
                 builds_optimizer=bool(config.get("optim", None)),
             ),
