@@ -1,0 +1,68 @@
+"""G11: between two log lines an update opens no file, and talks to the other ranks once beside the gradient."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from support.processes import run_processes
+from support.toys import TracingRunner
+
+VERBS = ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast", "barrier", "all_gather_into_tensor")
+
+
+class Watched(TracingRunner):
+    """Notes at every update what has been opened and called since the one before."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.events: list[str] = []
+        self.by_update: list[list[str]] = []
+
+    def step(self) -> Any:
+        """Close the notes of the update before."""
+        outcome = super().step()
+        self.by_update.append(self.events[:])
+        self.events.clear()
+        return outcome
+
+
+def train_watched(root: str) -> list[list[str]]:
+    config = {
+        "seed": 1,
+        "steps": 24,
+        "log_interval": 8,
+        "evaluate_interval": 24,
+        "workspace_root": root,
+        "tensorboard": True,
+    }
+    config |= {
+        "optim": {"type": "adamw", "lr": 0.01},
+        "dataloader": {"batch_size": 2},
+        "max_grad_norm": 1.0,
+        "checkpoint.interval": 24,
+    }
+    with Watched(config) as runner:
+        sys.addaudithook(lambda event, _: runner.events.append(event) if event in ("open", "os.listdir") else None)
+        for verb in VERBS:
+            setattr(dist, verb, counted(getattr(dist, verb), runner.events, verb))
+        runner.train()
+        return runner.by_update
+
+
+def counted(verb: Any, events: list[str], name: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        events.append(name)
+        return verb(*args, **kwargs)
+
+    return call
+
+
+def test_nothing_happens_between_two_log_lines_but_the_vote(tmp_path: Path) -> None:
+    for by_update in run_processes(train_watched, str(tmp_path), world_size=2):
+        # The first updates start the groups and the reader; the line of the eighth is written behind it, at the ninth.
+        for step in (*range(3, 8), *range(10, 16), *range(18, 24)):
+            assert by_update[step - 1] == ["all_reduce"], f"update {step}"
+        assert len(by_update[8]) > 1
