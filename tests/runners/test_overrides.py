@@ -313,3 +313,45 @@ def test_a_scheduler_may_be_wrapped_where_there_is_none(tmp_path: Path) -> None:
     schedule = {"type": "cosine"}
     with Noted(settings(tmp_path, dir=str(tmp_path / "second"), scheduler=schedule)) as runner:
         assert runner.built is runner.scheduler is not None
+
+
+# What is left out of a load
+
+
+def resumed(root: Path, excluded: str, **more: Any) -> Line:
+    shared: dict[str, Any] = {"optim": {"type": "adam", "lr": 0.1}, "ema": {"enabled": True, "decay": 0.9}, **more}
+    if not (root / "run").exists():
+        with Line(settings(root, **shared)) as runner:
+            runner.train()
+    source = str(root / "run" / "checkpoints" / "latest.pth")
+    config = settings(root, dir=str(root / "second"), epochs=3, resume=source, **shared)
+    return Line(config | {"checkpoint": {"exclude_from_loading": ["model.bias", excluded]}})
+
+
+def test_averaged_weights_that_are_left_out_begin_at_the_models(tmp_path: Path) -> None:
+    with resumed(tmp_path, "ema.weights.bias") as runner:
+        assert torch.equal(runner.ema.weights["bias"], runner.model.bias)
+        assert not torch.equal(runner.ema.weights["weight"], runner.model.weight)
+        assert runner.ema.num_updates == 8
+        runner.train()
+
+
+def test_an_optimizer_without_its_state_keeps_its_stored_options(tmp_path: Path) -> None:
+    with resumed(tmp_path, "optimizer.state", scheduler={"type": "steplr", "step_size": 1, "gamma": 0.5}) as runner:
+        assert runner.optimizer_state_dict()["state"] == {}
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**8)
+        runner.train()
+
+
+@pytest.mark.parametrize("name", ["dataloaders.train", "dataloader.train"])
+def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> None:
+    with resumed(tmp_path, name) as runner:
+        assert runner.sources["train"].epoch == 0 and runner.state.train.epoch == 2
+        runner.train()
+        assert runner.state.train.global_step == 12
+
+
+@pytest.mark.parametrize("name", ["optimizer.param_groups", "ema.weights", "state.train"])
+def test_what_a_component_cannot_do_without_is_not_left_out(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"Received: '{name}'. Name '{name.partition('.')[0]}' to leave out all"):
+        resumed(tmp_path, name)
