@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.runners.checkpoints import CheckpointDamaged
 
 
 def points(count: int = 16) -> TensorDataset:
@@ -355,3 +357,51 @@ def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> Non
 def test_what_a_component_cannot_do_without_is_not_left_out(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"Received: '{name}'. Name '{name.partition('.')[0]}' to leave out all"):
         resumed(tmp_path, name)
+
+
+# Errors that say what to do
+
+
+def test_weights_of_another_program_cannot_be_resumed_from(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 1).state_dict(), tmp_path / "plain.pt")
+    with pytest.raises(CheckpointDamaged, match=r"plain.pt.sha256 is missing. If another program .* `pretrained`"):
+        Line(settings(tmp_path, resume=str(tmp_path / "plain.pt")))
+
+
+def test_an_unknown_platform_is_answered_with_platforms() -> None:
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ValueError, match="Expected platform to be one of 'auto', 'torch', 'deepspeed', 'accelerate'"),
+    ):
+        dl.RunnerConfig({"platform": "xyz"})
+
+
+class Numbers(Line):
+    """Returns figures of several kinds."""
+
+    extra: Any = torch.tensor(2.0)
+
+    def summarize(self, split: str, totals: Any) -> dict[str, float]:
+        """Add what is no float."""
+        return {**super().summarize(split, totals), "count": numpy.int64(3), "extra": self.extra}
+
+
+def test_figures_may_be_of_any_kind_of_number(tmp_path: Path) -> None:
+    with Numbers(settings(tmp_path)) as runner:
+        result = runner.train()[2]["val"]
+        assert (result["count"], result["extra"]) == (3.0, 2.0) and type(result["count"]) is float
+        runner.extra = [1, 2]
+        with pytest.raises(ValueError, match=r"`summarize` to return single numbers. Received: extra=\[1, 2\]"):
+            runner.evaluate("val")
+        with pytest.raises(ValueError, match=r"steps=-1"):
+            runner.evaluate_steps("val", -1)
+
+
+def test_seeding_may_be_left_to_the_user(tmp_path: Path) -> None:
+    class Unseeded(Line):
+        def set_seed(self) -> None:
+            torch.manual_seed(5)
+
+    with Unseeded(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.state.train.epoch == 2
