@@ -371,7 +371,7 @@ def test_weights_of_another_program_cannot_be_resumed_from(tmp_path: Path) -> No
 def test_an_unknown_platform_is_answered_with_platforms() -> None:
     with (
         pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match="Expected platform to be one of 'auto', 'torch', 'deepspeed', 'accelerate'"),
+        pytest.raises(ValueError, match="'auto', 'torch', 'deepspeed', 'accelerate'"),
     ):
         dl.RunnerConfig({"platform": "xyz"})
 
@@ -405,3 +405,39 @@ def test_seeding_may_be_left_to_the_user(tmp_path: Path) -> None:
     with Unseeded(settings(tmp_path)) as runner:
         runner.train()
         assert runner.state.train.epoch == 2
+
+
+# Settings that do nothing
+
+
+def test_settings_of_checkpoints_and_loaders_that_nothing_reads_are_named(tmp_path: Path, caplog: Any) -> None:
+    idle = {"enable_ft_dataloader_checkpoints": True, "ft_replica_id": "a", "async_mode": "async_with_pinned_mem"}
+    with Line(settings(tmp_path, checkpoint=idle, dataloader={"batch_size": 4, "snapshot_every_n_steps": 7})):
+        pass
+    said = "\n".join(caplog.messages)
+    for name in ("enable_ft_dataloader_checkpoints", "ft_replica_id"):
+        assert f"checkpoint.{name} has no effect: ft.enabled is not set" in said
+    assert "dataloader.snapshot_every_n_steps has no effect" in said
+    assert "async_with_pinned_mem of checkpoint.async_mode has no effect" in said
+    assert said.count("has no effect") == 4
+
+
+@pytest.mark.parametrize("stack", ["ddp", "parallel"])
+def test_compiler_settings_that_no_stack_reads_are_named(stack: str, tmp_path: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="compile.memory_policy"),
+        Line(settings(tmp_path, stack=stack, compile={"memory_policy": "full"})),
+    ):
+        pass
+
+
+def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="score_split='train', which is trained on"):
+        Line(settings(tmp_path, score_split="train"))
+    with Line(settings(tmp_path, score_split="train", evaluate_splits=["train", "val"])) as runner:
+        results = runner.train()
+        assert runner.latest_score == results[2]["train"]["loss"]
+        inputs, targets = points().tensors
+        with torch.no_grad():
+            evaluated = float(runner.criterion(runner.unwrapped_model(inputs), targets))
+        assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)
