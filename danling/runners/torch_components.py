@@ -512,8 +512,8 @@ class TorchComponents(BaseRunner):
         """
         if self.trackers is not None:
             return
-        if self.checkpoint_manager is not None:
-            # Here too, since a run that only loads may look into the directory of another one.
+        if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
+            # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
         self.trackers = []
         if self.is_main_process:
