@@ -82,6 +82,10 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
 
     stack: str = "base"
 
+    # For those who override `set_seed` with a way of their own.
+    seed: int = 0
+    seed_was_drawn: bool = False
+
     config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
     """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
 
@@ -175,7 +179,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         if self.seed_was_drawn:
             drawn = (self._stored_seed() or secrets.randbits(31)) if self.is_main_process else None
             self.config.seed = self.world.broadcast_object(drawn)
-        self.seed: int = int(self.config.seed or 0)
+        self.seed = int(self.config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
 
     def _stored_seed(self) -> int | None:

@@ -55,6 +55,7 @@ _OLDER_KEYS = {
     "checkpoint_async": "checkpoint.async_enabled",
     "checkpoint_interval": "checkpoint.interval",
 }
+_PLATFORMS = ("auto", "torch", "deepspeed", "accelerate")
 _PRECISIONS: dict[str, str | None] = {
     "float16": "fp16",
     "half": "fp16",
@@ -480,8 +481,16 @@ def _read_precision(value: Any) -> Any:
 
 def _read_older(name: str, value: Any) -> Any:
     _warn_older(name)
+    if name != "platform":
+        return value
+    platform = str(value).lower()
+    if platform not in (*_PLATFORMS, *STACKS):
+        raise ValueError(
+            f"Expected platform to be one of {', '.join(map(repr, _PLATFORMS))}. Received: platform={value!r}."
+            f"{did_you_mean(platform, _PLATFORMS)}"
+        )
     # The accelerate platform ran data parallel, which is what `ddp` is.
-    return "ddp" if name == "platform" and str(value).lower() == "accelerate" else value
+    return "ddp" if platform == "accelerate" else value
 
 
 def _warn_older(name: str) -> None:

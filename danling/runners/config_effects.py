@@ -10,7 +10,7 @@ from .config_identity import flatten
 _SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")
 _GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")
 _OTHER_STACKS: dict[str, tuple[str, ...]] = {
-    "ddp": ("parallel", "fsdp", "deepspeed", *_GRAPH_PATHS),
+    "ddp": ("parallel", "fsdp", "deepspeed"),
     "parallel": ("deepspeed", "compile.optimize_ddp"),
     "deepspeed": ("parallel", "fsdp", "compile.optimize_ddp", "checkpoint.backend", *_SHARDED_CHECKPOINTS),
 }
@@ -33,7 +33,9 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
         defaults: The same with defaults only.
         stack: `ddp`, `parallel` or `deepspeed`; another name gives none.
     """
-    ignored = list(_OTHER_STACKS.get(stack, ()))
+    if stack not in _OTHER_STACKS:
+        return []
+    ignored = [*_OTHER_STACKS[stack], *_GRAPH_PATHS]
     if stack == "ddp" and settings["checkpoint"]["backend"] != "dcp":
         ignored += _SHARDED_CHECKPOINTS
     usual = flatten(defaults)
@@ -41,13 +43,17 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
     return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in ignored)]
 
 
-def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]:
+def idle_settings(
+    config: Any, *, evaluates: bool, step_mode: bool, positioned: bool = False, writes_files: bool = False
+) -> list[str]:
     """Return a sentence for every setting that another one leaves without effect.
 
     Args:
         config: A whole configuration.
         evaluates: Whether there is a split to evaluate.
         step_mode: Whether the budget counts updates.
+        positioned: Whether every loader that is built from the configuration is restored by its position alone.
+        writes_files: Whether a checkpoint is a file, which a thread of this process writes.
     """
     scheduler = config.get("scheduler", None) or {}
     changed = list(flatten(config.changed()))
@@ -74,6 +80,17 @@ def idle_settings(config: Any, *, evaluates: bool, step_mode: bool) -> list[str]
             "the scheduler does not go by a figure",
         ),
         (config.gc.generation != 1 and config.gc.interval is None, "gc.generation", "gc.interval is not set"),
+        *_idle_group_checkpoints(config, changed),
+        (
+            positioned and any(key.endswith(".snapshot_every_n_steps") for key in changed),
+            "dataloader.snapshot_every_n_steps",
+            "the loaders built here are restored by their position",
+        ),
+        (
+            writes_files and config.checkpoint.async_mode == "async_with_pinned_mem",
+            "async_with_pinned_mem of checkpoint.async_mode",
+            "a thread of this process writes files, as with 'async'; checkpoint.backend='dcp' has a process do it",
+        ),
         *(_switched_off(config, changed, name, switch) for name, switch in _SWITCHES.items()),
     ]
     return _sentences(checks)
@@ -93,6 +110,18 @@ def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
         for prefix, axis in needs.items()
         for key in changed
     )
+
+
+def _idle_group_checkpoints(config: Any, changed: list[str]) -> Iterable[tuple[bool, str, str]]:
+    section, prefix = config.checkpoint, "checkpoint."
+    switch = f"{prefix}enable_ft_dataloader_checkpoints"
+    for name, reads in (
+        ("enable_ft_dataloader_checkpoints", True),
+        ("ft_dataloader_checkpoint_prefix", True),
+        ("ft_replica_id", section.enable_ft_dataloader_checkpoints),
+    ):
+        missing = "ft.enabled" if not config.ft.enabled else "" if reads else switch
+        yield prefix + name in changed and bool(missing), prefix + name, f"{missing} is not set"
 
 
 def _switched_off(config: Any, changed: list[str], name: str, switch: str) -> tuple[bool, str, str]:

@@ -69,7 +69,7 @@ class CheckpointConfig(ClosedSection):
     async_enabled: bool = True
     """Write in the background."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | None = None
-    """How to write in the background; none follows async_enabled."""
+    """How to write in the background, with a process of its own (dcp) in the last; none follows async_enabled."""
     dedicated_async_process_group: bool = True
     """Give the background writer of sharded checkpoints a process group of its own."""
     async_process_group_backend: str = "gloo"

@@ -78,9 +78,9 @@ class ParallelState(ParallelModel):
         elsewhere = set().union(*self.pipeline_domain.gather_objects(set(here))) - here.keys()
         return {name: _laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
 
-    def load_ema(self, state: Mapping[str, Any]) -> None:
-        """Restore the averaged weights of what this rank holds. Called on all ranks."""
-        super().load_ema({**state, "weights": self._share_of(state["weights"], self.ema.weights)})
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore the averaged weights of what this rank holds; see `TorchRunner.load_ema`. Called on all ranks."""
+        super().load_ema({**state, "weights": self._share_of(state["weights"], self.ema.weights)}, partial=partial)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the parameters that this rank holds, by name. Called on all ranks.

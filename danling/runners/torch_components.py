@@ -22,6 +22,7 @@ from danling.utils.names import canonical_name
 from danling.workspace import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 
 from .base_runner import BaseRunner
+from .checkpoints import FileCheckpointManager
 from .component_checks import check_criterion, check_mapping, check_model, check_optimizer, misnamed
 from .config_effects import idle_settings
 from .config_foreign import foreign_settings
@@ -89,8 +90,15 @@ class TorchComponents(BaseRunner):
         No communication: may be called on one rank.
         """
         config = self.config
+        built = [self.sources[split] for split in self.datasets if split in self.sources]
         return [
-            *idle_settings(config, evaluates=bool(self.evaluate_splits), step_mode=self.is_step_mode),
+            *idle_settings(
+                config,
+                evaluates=bool(self.evaluate_splits),
+                step_mode=self.is_step_mode,
+                positioned=all(source.kind == "position" for source in built),
+                writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
+            ),
             *foreign_settings(
                 config,
                 builds_loaders=any(isinstance(loader, DataLoader) for loader in self.dataloaders.values()),
@@ -477,6 +485,11 @@ class TorchComponents(BaseRunner):
         if split is None:
             return
         self.check_split(split)
+        if split in self.train_splits and split not in (config.evaluate_splits or ()):
+            raise ValueError(
+                f"Expected score_split to be a split that is evaluated: the mean over training is of weights that were left behind. "
+                f"Received: score_split={split!r}, which is trained on. Name it in evaluate_splits too, or choose another."
+            )
         patience = config.patience
         self.scoreboard = ScoreBoard(
             config.score_name, mode=config.score_mode, split=split, patience=patience, min_delta=config.min_delta
@@ -499,8 +512,8 @@ class TorchComponents(BaseRunner):
         """
         if self.trackers is not None:
             return
-        if self.checkpoint_manager is not None:
-            # Here too, since a run that only loads may look into the directory of another one.
+        if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
+            # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
         self.trackers = []
         if self.is_main_process:

@@ -160,7 +160,12 @@ class TorchEvaluation(TorchState):
 
         Returns:
             The mean loss and the metrics over the samples of these batches on all ranks.
+
+        Raises:
+            ValueError: If `steps` is not at least 1, or the split is unknown.
         """
+        if steps is not None and steps < 1:
+            raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
         return self._evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
 
     def _evaluate(self, split: str, limit: int | None) -> dict[str, float]:
@@ -175,7 +180,7 @@ class TorchEvaluation(TorchState):
                     self._evaluate_batch(batch, totals)
         finally:
             self.meters = training
-        return self.summarize(split, totals)
+        return {name: _figure(name, value) for name, value in self.summarize(split, totals).items()}
 
     def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; training heeds requests between them."""
@@ -359,6 +364,16 @@ def model_loss(pred: Any) -> Tensor | None:
     """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
     found = pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)
     return found if isinstance(found, Tensor) else None
+
+
+def _figure(name: str, value: Any) -> float:
+    """Return a figure as the number that can be saved, logged and compared."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Expected `summarize` to return single numbers. Received: {name}={value!r} ({type(value).__name__})."
+        ) from None
 
 
 def _as_list(pred: Any, samples: int) -> list[Any]:

@@ -31,7 +31,7 @@ from .checkpoints import (
     ReplicaLoaderCheckpoints,
     WriterLock,
 )
-from .checkpoints.exclusion import exclude
+from .checkpoints.exclusion import leaves_out
 from .checkpoints.snapshot import convert
 from .config import RunnerConfig
 from .torch_evaluation import TorchEvaluation
@@ -446,8 +446,8 @@ class TorchReplicas(TorchEvaluation):
             CheckpointMismatch: If a component is missing, or the stored configuration means another run.
         """
         super().load_checkpoint(checkpoint)
-        _, excluded = exclude({"dataloaders": None}, _loader_entries(self.config.checkpoint.exclude_from_loading))
-        if self.replica_loaders is None or excluded:
+        excluded = self.config.checkpoint.exclude_from_loading
+        if self.replica_loaders is None:
             return
         found = self.replica_loaders.load(self.state.train.global_step)
         if found is None:
@@ -455,6 +455,8 @@ class TorchReplicas(TorchEvaluation):
         states, step = found
         with preserved_random_state(self.device):
             for split, source in self.sources.items():
+                if leaves_out(excluded, f"dataloaders.{split}"):
+                    continue
                 if split in states and (source.is_rank_local or step == self.state.train.global_step):
                     source.load_state_dict(self._own_loader_state(split, states[split]))
 
@@ -517,8 +519,3 @@ def _shard_like(value: Any, parameter: nn.Parameter | None) -> Any:
     if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
         return value
     return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value
-
-
-def _loader_entries(entries: Any) -> list[str]:
-    listed = [entries] if isinstance(entries, str) else list(entries or [])
-    return [entry for entry in listed if entry in ("dataloaders", "dataloader", "data_loader")]

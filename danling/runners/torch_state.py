@@ -285,10 +285,12 @@ class TorchState(TorchComponents):
         if self.criterion_has_state and "criterion" in payload:
             self.load_criterion(payload["criterion"])
         if self.ema is not None and "ema" in payload:
-            self.load_ema(payload["ema"])
+            self.load_ema(payload["ema"], partial=any(name.startswith("ema.weights.") for name in excluded))
         options = options_of(self.optimizer) if self.optimizer is not None else []
         if self.optimizer is not None and "optimizer" in payload:
-            self.load_optimizer(payload["optimizer"])
+            optimizer = payload["optimizer"]
+            # Without its state, it begins anew with the options that were stored.
+            self.load_optimizer(optimizer if "optimizer.state" not in excluded else {"state": {}, **optimizer})
         if self.scheduler is not None and "scheduler" in payload:
             self.load_scheduler(payload["scheduler"])
         if self.optimizer is not None and "optimizer" in payload:
@@ -296,7 +298,8 @@ class TorchState(TorchComponents):
             wanted = lambda name: regrouped or self._is_changed_on_purpose(f"optim.{name}")  # noqa: E731
             adopt_options(self.optimizer, self.scheduler, options, wanted)
         if "dataloaders" in payload:
-            self.load_dataloaders(payload["dataloaders"])
+            fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
+            self.load_dataloaders({**payload["dataloaders"], **fresh})
         if "state" in payload:
             self._load_run_state(payload["state"])
             self._load_random_state(payload["state"].get("rng", {}))
@@ -357,13 +360,25 @@ class TorchState(TorchComponents):
         except RuntimeError as error:
             raise CheckpointMismatch(f"Expected the state of this criterion. Received: {error}") from error
 
-    def load_ema(self, state: Mapping[str, Any]) -> None:
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
         """Restore the averaged weights. Called on all ranks.
 
         Args:
             state: What the averages' `state_dict` returned: `weights` by canonical name, and `num_updates`.
+            partial: Begin the average of weights that are missing at the model's, instead of refusing.
+
+        Raises:
+            CheckpointMismatch: If names are not those of the model.
         """
-        self.ema.load_state_dict(state)
+        weights = state.get("weights")
+        if partial and weights is not None:
+            present = {canonical_name(name): value for name, value in self.unwrapped_model.state_dict().items()}
+            begun = {name: value for name, value in present.items() if name in self.ema.weights}
+            state = {**state, "weights": {**begun, **weights}}
+        try:
+            self.ema.load_state_dict(state)
+        except KeyError as error:
+            raise CheckpointMismatch(str(error.args[0])) from error
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Restore the optimizer's state by parameter name. Called on all ranks.
@@ -385,7 +400,7 @@ class TorchState(TorchComponents):
         """Restore the position in the loaders of the splits to train on. Called on all ranks.
 
         Args:
-            states: State by split.
+            states: State by split; `None` for one that begins anew.
 
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
@@ -396,7 +411,8 @@ class TorchState(TorchComponents):
                     f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
                     f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
                 )
-            self.sources[split].load_state_dict(self._own_loader_state(split, states[split]))
+            if states[split] is not None:
+                self.sources[split].load_state_dict(self._own_loader_state(split, states[split]))
 
     def _own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if "ranks" not in state:

@@ -109,7 +109,7 @@ class EMA:
             )
         for name, tensor in weights.items():
             self.weights[name].copy_(tensor)
-        self.num_updates = int(state["num_updates"])
+        self.num_updates = int(state.get("num_updates", 0))
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:

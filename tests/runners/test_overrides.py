@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.runners.checkpoints import CheckpointDamaged
 
 
 def points(count: int = 16) -> TensorDataset:
@@ -313,3 +315,129 @@ def test_a_scheduler_may_be_wrapped_where_there_is_none(tmp_path: Path) -> None:
     schedule = {"type": "cosine"}
     with Noted(settings(tmp_path, dir=str(tmp_path / "second"), scheduler=schedule)) as runner:
         assert runner.built is runner.scheduler is not None
+
+
+# What is left out of a load
+
+
+def resumed(root: Path, excluded: str, **more: Any) -> Line:
+    shared: dict[str, Any] = {"optim": {"type": "adam", "lr": 0.1}, "ema": {"enabled": True, "decay": 0.9}, **more}
+    if not (root / "run").exists():
+        with Line(settings(root, **shared)) as runner:
+            runner.train()
+    source = str(root / "run" / "checkpoints" / "latest.pth")
+    config = settings(root, dir=str(root / "second"), epochs=3, resume=source, **shared)
+    return Line(config | {"checkpoint": {"exclude_from_loading": ["model.bias", excluded]}})
+
+
+def test_averaged_weights_that_are_left_out_begin_at_the_models(tmp_path: Path) -> None:
+    with resumed(tmp_path, "ema.weights.bias") as runner:
+        assert torch.equal(runner.ema.weights["bias"], runner.model.bias)
+        assert not torch.equal(runner.ema.weights["weight"], runner.model.weight)
+        assert runner.ema.num_updates == 8
+        runner.train()
+
+
+def test_an_optimizer_without_its_state_keeps_its_stored_options(tmp_path: Path) -> None:
+    with resumed(tmp_path, "optimizer.state", scheduler={"type": "steplr", "step_size": 1, "gamma": 0.5}) as runner:
+        assert runner.optimizer_state_dict()["state"] == {}
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**8)
+        runner.train()
+
+
+@pytest.mark.parametrize("name", ["dataloaders.train", "dataloader.train"])
+def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> None:
+    with resumed(tmp_path, name) as runner:
+        assert runner.sources["train"].epoch == 0 and runner.state.train.epoch == 2
+        runner.train()
+        assert runner.state.train.global_step == 12
+
+
+@pytest.mark.parametrize("name", ["optimizer.param_groups", "ema.weights", "state.train"])
+def test_what_a_component_cannot_do_without_is_not_left_out(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"Received: '{name}'. Name '{name.partition('.')[0]}' to leave out all"):
+        resumed(tmp_path, name)
+
+
+# Errors that say what to do
+
+
+def test_weights_of_another_program_cannot_be_resumed_from(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 1).state_dict(), tmp_path / "plain.pt")
+    with pytest.raises(CheckpointDamaged, match=r"plain.pt.sha256 is missing. If another program .* `pretrained`"):
+        Line(settings(tmp_path, resume=str(tmp_path / "plain.pt")))
+
+
+def test_an_unknown_platform_is_answered_with_platforms() -> None:
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ValueError, match="'auto', 'torch', 'deepspeed', 'accelerate'"),
+    ):
+        dl.RunnerConfig({"platform": "xyz"})
+
+
+class Numbers(Line):
+    """Returns figures of several kinds."""
+
+    extra: Any = torch.tensor(2.0)
+
+    def summarize(self, split: str, totals: Any) -> dict[str, float]:
+        """Add what is no float."""
+        return {**super().summarize(split, totals), "count": numpy.int64(3), "extra": self.extra}
+
+
+def test_figures_may_be_of_any_kind_of_number(tmp_path: Path) -> None:
+    with Numbers(settings(tmp_path)) as runner:
+        result = runner.train()[2]["val"]
+        assert (result["count"], result["extra"]) == (3.0, 2.0) and type(result["count"]) is float
+        runner.extra = [1, 2]
+        with pytest.raises(ValueError, match=r"`summarize` to return single numbers. Received: extra=\[1, 2\]"):
+            runner.evaluate("val")
+        with pytest.raises(ValueError, match=r"steps=-1"):
+            runner.evaluate_steps("val", -1)
+
+
+def test_seeding_may_be_left_to_the_user(tmp_path: Path) -> None:
+    class Unseeded(Line):
+        def set_seed(self) -> None:
+            torch.manual_seed(5)
+
+    with Unseeded(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.state.train.epoch == 2
+
+
+# Settings that do nothing
+
+
+def test_settings_of_checkpoints_and_loaders_that_nothing_reads_are_named(tmp_path: Path, caplog: Any) -> None:
+    idle = {"enable_ft_dataloader_checkpoints": True, "ft_replica_id": "a", "async_mode": "async_with_pinned_mem"}
+    with Line(settings(tmp_path, checkpoint=idle, dataloader={"batch_size": 4, "snapshot_every_n_steps": 7})):
+        pass
+    said = "\n".join(caplog.messages)
+    for name in ("enable_ft_dataloader_checkpoints", "ft_replica_id"):
+        assert f"checkpoint.{name} has no effect: ft.enabled is not set" in said
+    assert "dataloader.snapshot_every_n_steps has no effect" in said
+    assert "async_with_pinned_mem of checkpoint.async_mode has no effect" in said
+    assert said.count("has no effect") == 4
+
+
+@pytest.mark.parametrize("stack", ["ddp", "parallel"])
+def test_compiler_settings_that_no_stack_reads_are_named(stack: str, tmp_path: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="compile.memory_policy"),
+        Line(settings(tmp_path, stack=stack, compile={"memory_policy": "full"})),
+    ):
+        pass
+
+
+def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="score_split='train', which is trained on"):
+        Line(settings(tmp_path, score_split="train"))
+    with Line(settings(tmp_path, score_split="train", evaluate_splits=["train", "val"])) as runner:
+        results = runner.train()
+        assert runner.latest_score == results[2]["train"]["loss"]
+        inputs, targets = points().tensors
+        with torch.no_grad():
+            evaluated = float(runner.criterion(runner.unwrapped_model(inputs), targets))
+        assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)

@@ -97,7 +97,8 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     """Read weights that this library or another program wrote, onto the CPU. Runs nothing that is in the file.
 
     Args:
-        path: A file of `torch.save`, a `.safetensors` file, an index `*.safetensors.index.json`, or a directory with one of these.
+        path: A file of `torch.save` (a `state_dict`, alone or as `model` or `state_dict`), a `.safetensors` file, an index
+            `*.safetensors.index.json`, or a directory with one of these.
         which: `"model"`, or `"ema"` for averaged weights that `export_weights` wrote.
 
     Raises:
@@ -252,6 +253,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _state_dict(loaded: Any, path: Path, which: str) -> dict[str, Tensor]:
+    if isinstance(loaded, Mapping) and which == "model" and "model" not in loaded:
+        # As PyTorch Lightning and many published checkpoints have it.
+        loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded
     nested = isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping)
     found = loaded.get(which) if nested else loaded if which == "model" else None
     if nested and which == "ema" and isinstance(found, Mapping) and isinstance(found.get("weights"), Mapping):
@@ -259,8 +263,12 @@ def _state_dict(loaded: Any, path: Path, which: str) -> dict[str, Tensor]:
     if found is None:
         raise CheckpointNotFound(f"Expected weights ({which}). Received: {path}, which has none of that name.")
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        holds = (
+            f"a mapping with {sorted(map(str, loaded))[:8]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+        )
         raise CheckpointMismatch(
-            f"Expected a state_dict of tensors. Received: {path}, which holds {type(loaded).__name__}."
+            f"Expected a state_dict of tensors, alone or as 'model' or 'state_dict'. Received: {path}, which holds {holds}. Save "
+            "`model.state_dict()` with torch.save."
         )
     return dict(found)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# Without these nothing of the component can be loaded.
+_NEEDED = frozenset({"optimizer.param_groups", "ema.weights", "state.train"})
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
 
 
@@ -17,14 +19,18 @@ def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> 
             `lr_scheduler` are understood as `dataloaders` and `scheduler`.
 
     Raises:
-        ValueError: If an entry matches nothing.
+        ValueError: If an entry matches nothing, or a component cannot be loaded without it.
     """
     listed = [entries] if isinstance(entries, str) else list(entries or [])
     kept = dict(payload)
     excluded = set()
     for entry in listed:
-        head, dot, rest = entry.partition(".")
-        name = _ALIASES.get(head, head)
+        name, dot, rest = _canonical(entry)
+        if f"{name}{dot}{rest}" in _NEEDED:
+            raise ValueError(
+                f"Expected checkpoint.exclude_from_loading to leave out what its component can do without. Received: {entry!r}. Name "
+                f"{name!r} to leave out all of it."
+            )
         if name not in kept or (dot and not _drop(kept, name, rest)):
             raise ValueError(
                 f"Expected every entry of checkpoint.exclude_from_loading to match a part of the checkpoint, whose components are "
@@ -34,6 +40,17 @@ def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> 
             del kept[name]
         excluded.add(f"{name}{dot}{rest}")
     return kept, excluded
+
+
+def leaves_out(entries: str | Iterable[str] | None, path: str) -> bool:
+    """Whether an entry names a dotted path or what it lies in; see `exclude` for the entries."""
+    listed = [entries] if isinstance(entries, str) else list(entries or [])
+    return any(f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in listed)
+
+
+def _canonical(entry: str) -> tuple[str, str, str]:
+    head, dot, rest = entry.partition(".")
+    return _ALIASES.get(head, head), dot, rest
 
 
 def _drop(holder: dict[str, Any], name: str, path: str) -> bool:

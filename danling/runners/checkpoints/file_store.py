@@ -104,8 +104,14 @@ class FileStore(CheckpointStore):
 
     def verify(self, path: Path, level: str) -> None:
         """Compare a file with its sums; level `"none"` needs no sums."""
-        if level != "none":
-            read_manifest(path, level)
+        if level == "none":
+            return
+        if storage.size_of(_beside(path, SUMS)) is None and storage.size_of(_beside(path, NEXT)) is None:
+            raise CheckpointDamaged(
+                f"Expected a checkpoint with its sums beside it. Received: {path}; {path.name}{SUMS} is missing. If another program wrote "
+                "the file, load its weights with `pretrained`; if it is a copy, copy the sums too, or set checkpoint.verify to 'none'."
+            )
+        read_manifest(path, level)
 
     def delete(self, name: str) -> None:
         """Remove a file and its sums."""

@@ -70,6 +70,16 @@ def test_nothing_of_an_earlier_export_stays_beside_a_new_one(tmp_path: Path, pat
         import_weights(place, which="ema")
 
 
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_weights_under_a_key_are_found(key: str, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    torch.save({"epoch": 3, key: model.state_dict()}, tmp_path / "weights.pt")
+    assert _same(import_weights(tmp_path / "weights.pt"), model.state_dict())
+    torch.save({"epoch": 3, "weights": model.state_dict()}, tmp_path / "others.pt")
+    with pytest.raises(CheckpointMismatch, match=r"a mapping with \['epoch', 'weights'\]. Save `model.state_dict\(\)`"):
+        import_weights(tmp_path / "others.pt")
+
+
 def test_others_read_what_is_written(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     export_weights(tmp_path / "plain.pth", _weights(model))
