@@ -196,7 +196,10 @@ class Section(Config):
         """Merge mappings into this section."""
         self.merge(*args, **kwargs)
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+    def __or__(self, other: Any) -> Any:
+        return copy.deepcopy(self).merge(other) if isinstance(other, Mapping) else NotImplemented
+
+    def __ior__(self, other: Any) -> Any:
         return self.merge(other)
 
     # Defaults and validation

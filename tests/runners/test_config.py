@@ -372,6 +372,16 @@ class TestSetting:
             config.update({"checkpoint": {"intervall": 3}})
 
 
+def test_two_mappings_joined_are_a_configuration_of_their_own() -> None:
+    config = RunnerConfig(epochs=2, optim={"type": "sgd", "lr": 0.1})
+    joined = config | {"optim": {"lr": 0.2}, "checkpoint.interval": 3}
+    assert type(joined) is RunnerConfig
+    assert (joined.optim.type, joined.optim.lr, joined.checkpoint.interval) == ("sgd", 0.2, 3)
+    assert (config.optim.lr, config.checkpoint.interval) == (0.1, None)
+    with pytest.raises(ValueError, match="Did you mean 'epochs'"):
+        config | {"epoch": 3}
+
+
 class TestTypes:
     @pytest.mark.parametrize(
         ("key", "value", "kept"),
