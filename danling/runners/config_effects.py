@@ -11,8 +11,15 @@ _SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.
 _GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")
 _OTHER_STACKS: dict[str, tuple[str, ...]] = {
     "ddp": ("parallel", "fsdp", "deepspeed", *_GRAPH_PATHS),
-    "parallel": ("deepspeed", "compile.optimize_ddp"),
-    "deepspeed": ("parallel", "fsdp", "compile.optimize_ddp", "checkpoint.backend", *_SHARDED_CHECKPOINTS),
+    "parallel": ("deepspeed", "compile.optimize_ddp", *_GRAPH_PATHS),
+    "deepspeed": (
+        "parallel",
+        "fsdp",
+        "compile.optimize_ddp",
+        *_GRAPH_PATHS,
+        "checkpoint.backend",
+        *_SHARDED_CHECKPOINTS,
+    ),
 }
 
 _SWITCHES = {
@@ -87,6 +94,9 @@ def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
         degrees: The degree of each axis, `-1` filled in.
     """
     changed = list(flatten(config.changed()))
+    if config.parallel.activation_checkpointing or config.compile.enable:
+        # Blocks are also what is computed again, and compiled.
+        changed = [key for key in changed if not key.startswith("fsdp.blocks")]
     needs = {"fsdp": "shard", "parallel.pipeline_": "pipeline"}
     return _sentences(
         (key.startswith(prefix) and degrees[axis] == 1, key, f"parallel.axes.{axis} is 1")
