@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -169,6 +170,22 @@ def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
 def _only_holds(module: nn.Module) -> bool:
     listing = type(module) is nn.Sequential or isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return listing and not module._parameters and not module._buffers
+
+
+@contextmanager
+def copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Let a forward write to copies of the buffers, such as the statistics of a normalization, which stay as they are.
+
+    Buffers that were written back would count as changed under a backward still to come.
+    """
+    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    for module, buffers in before:
+        module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
 
 
 def is_meta(model: nn.Module) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils import _pytree as pytree
 
 from .domain import Domain
+from .model_parts import copied_buffers
 
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
@@ -124,7 +124,7 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id < self.real:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        with _copied_buffers(self.submod):
+        with copied_buffers(self.submod):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     # Stages of one rank hand on gradients to each other even in a forward without any, where there is nothing to hand on.
@@ -134,19 +134,6 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-
-@contextmanager
-def _copied_buffers(part: nn.Module) -> Iterator[None]:
-    """Let a forward write to copies: buffers that were written back would count as changed under the backwards still to come."""
-    before = [(module, dict(module._buffers)) for module in part.modules() if module._buffers]
-    for module, buffers in before:
-        module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
-    try:
-        yield
-    finally:
-        for module, buffers in before:
-            module._buffers.update(buffers)
 
 
 class Pipeline:

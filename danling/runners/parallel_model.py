@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from danling.distributed.model_parts import (
     ModelParts,
     check_meta,
     check_parts,
+    copied_buffers,
     even_parts,
     is_meta,
     take_part,
@@ -273,8 +275,14 @@ class ParallelModel(TorchRunner):
         if self.config.parallel.activation_checkpointing:
             blocks = {id(block) for block in find_blocks(part, self._blocks_here(part)).values()}
             apply_activation_checkpointing(
-                part, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in blocks
+                part, checkpoint_wrapper_fn=self._computed_again, check_fn=lambda module: id(module) in blocks
             )
+
+    def _computed_again(self, block: nn.Module) -> nn.Module:
+        # What a forward leaves in buffers it has left the first time. Compiled graphs see to that themselves.
+        if self.config.compile.enable or not any(True for _ in block.buffers()):
+            return checkpoint_wrapper(block)
+        return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
 
     def _note_recomputed(self, parts: Sequence[nn.Module]) -> None:
         wrapped = any(isinstance(module, CheckpointWrapper) for part in parts for module in part.modules())

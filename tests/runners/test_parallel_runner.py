@@ -179,9 +179,10 @@ def test_a_pipeline_leaves_statistics_alone_when_it_looks_for_shapes(tmp_path: P
 
 
 def test_micro_batches_that_weigh_nothing_leave_statistics_alone(tmp_path: Path) -> None:
-    """1F1B wants two micro-batches, and each batch is one."""
-    (one,) = run_processes(batch_norm, settings(tmp_path / "one", None), world_size=1, timeout=60)
-    config = settings(tmp_path / "mesh", PIPELINE, parallel={"pipeline_microbatch_size": 4})
+    """1F1B wants two micro-batches, and each batch is one; each forward is computed twice."""
+    one = batch_norm(settings(tmp_path / "one", None))
+    again = {"activation_checkpointing": True, "pipeline_microbatch_size": 4}
+    config = settings(tmp_path / "mesh", PIPELINE, parallel=again, fsdp={"blocks": ["Linear", "BatchNorm1d"]})
     for rank in run_processes(batch_norm, config, world_size=2, timeout=60):
         for name, value in rank.items():
             torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9)
