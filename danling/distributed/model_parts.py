@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -142,6 +142,8 @@ def _check_ties(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -
 def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> nn.Module:
     """Return the part of a model: every module that is not in it becomes `nn.Identity`, which leaves all other names alone.
 
+    Lists of modules stay lists, of as many.
+
     Args:
         model: The whole model, which is changed, unless `keep`.
         part: Names of the modules that the part consists of.
@@ -158,15 +160,55 @@ def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
         path = f"{prefix}{name}"
         if path in part:
             continue
-        if any(other.startswith(f"{path}.") for other in part):
+        # A container is kept, since `forward` may go through it: of what it holds nothing is left.
+        if any(other.startswith(f"{path}.") for other in part) or _only_holds(child):
             _prune(child, f"{path}.", part)
         else:
             setattr(module, name, nn.Identity())
 
 
+def _only_holds(module: nn.Module) -> bool:
+    listing = type(module) is nn.Sequential or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return listing and not module._parameters and not module._buffers
+
+
+@contextmanager
+def copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Let a forward write to copies of the buffers, such as the statistics of a normalization, which stay as they are.
+
+    Buffers that were written back would count as changed under a backward still to come.
+    """
+    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    for module, buffers in before:
+        module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
 def is_meta(model: nn.Module) -> bool:
     """Whether a model has tensors without memory."""
-    return any(tensor.device == torch.device("meta") for tensor in (*model.parameters(), *model.buffers()))
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def check_meta(model: nn.Module) -> None:
+    """Raise where a part of a model lies on the meta device and another has weights, which its initialisation would overwrite.
+
+    Raises:
+        ValueError: If there are both.
+    """
+    places = {
+        tensor.is_meta: name
+        for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters())
+    }
+    if len(places) > 1:
+        raise ValueError(
+            f"Expected a model that is on the meta device as a whole, or not at all. Received: {places[True]} on it, and {places[False]} "
+            "with values, which would be lost when the model is initialised. Build all of it there and set values in `init_weights()`, or "
+            "load them with `pretrained`."
+        )
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils import _pytree as pytree
 
 from .domain import Domain
+from .model_parts import copied_buffers
 
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
@@ -84,7 +85,7 @@ class Cut:
     Attributes:
         size: Samples of a micro-batch.
         real: Micro-batches with samples of the batch.
-        number: Micro-batches that run; those beyond `real` repeat the first and weigh nothing.
+        number: Micro-batches that run; those beyond `real` repeat the first, weigh nothing and leave buffers alone.
     """
 
     size: int
@@ -117,6 +118,15 @@ def cut_batch(samples: int, *, size: int, number: int | None, schedule: Any, ran
 
 
 class _Stage(PipelineStage):
+    real = 0
+    """Micro-batches with samples; those behind leave no trace in buffers."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if fwd_chunk_id < self.real:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with copied_buffers(self.submod):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     # Stages of one rank hand on gradients to each other even in a forward without any, where there is nothing to hand on.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
@@ -313,7 +323,7 @@ class Pipeline:
                 for shape, dtype, grad in shapes
             )
 
-        return _Stage(
+        stage = _Stage(
             part,
             index,
             self.num_stages,
@@ -322,6 +332,8 @@ class Pipeline:
             output_args=example(outputs),
             group=self.domain.group,
         )
+        stage.real = self._cut.real
+        return stage
 
     def _find_shapes(self) -> list[tuple[Any, Any]]:
         """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline."""

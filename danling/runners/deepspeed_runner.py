@@ -204,6 +204,17 @@ class DeepSpeedRunner(TorchRunner):
         )
         return engine_config(self.given_settings, facts)
 
+    def idle_settings(self) -> list[str]:
+        """Return a sentence for every setting that has no effect in this run.
+
+        No communication: may be called on one rank.
+        """
+        found = super().idle_settings()
+        mode = self.config.checkpoint.async_mode
+        if mode in ("async", "async_with_pinned_mem"):
+            found.append(f"checkpoint.async_mode={mode!r} has no effect: an engine's save is finished when it returns.")
+        return found
+
     def _source_of(self, attribute: str, section: str) -> str | None:
         """Where an optimizer or a scheduler comes from, for a message; `None` when there is none."""
         kind = (self.config.get(section, None) or {}).get("type", None)

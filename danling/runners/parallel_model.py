@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
@@ -18,7 +20,17 @@ from torch.optim import Optimizer
 from danling.data import derive_seed, preserved_random_state
 from danling.distributed import AXES, Axes, Domain, LaunchEnvironment, ParallelContext, Topology
 from danling.distributed.fsdp import find_blocks, resolve_dtype, shard, sharded_modules
-from danling.distributed.model_parts import ModelParts, check_parts, even_parts, is_meta, take_part, tie, tied_names
+from danling.distributed.model_parts import (
+    ModelParts,
+    check_meta,
+    check_parts,
+    copied_buffers,
+    even_parts,
+    is_meta,
+    take_part,
+    tie,
+    tied_names,
+)
 from danling.distributed.pipeline import V_SCHEDULES, Pipeline, resolve_schedule, stages_of_rank
 from danling.distributed.replicas import Replicas, equalize, mesh_axes
 from danling.utils.names import canonical_name
@@ -39,6 +51,7 @@ class ParallelModel(TorchRunner):
 
     stack = "parallel"
 
+    _recomputes = False
     _replicas: tuple[list[nn.Parameter], int, Replicas] | None = None
 
     # Topology
@@ -70,6 +83,13 @@ class ParallelModel(TorchRunner):
                 )
             self.num_stages, self.stages = 1, [0]
             return
+        reshard = self.config.fsdp.reshard_after_forward
+        if reshard and axes.degree("shard") > 1:
+            # Replicas with other numbers of micro-batches would wait for ever, and zero-bubble schedules give wrong gradients.
+            raise ValueError(
+                f"Expected fsdp.reshard_after_forward to be false or unset in a pipeline, where each micro-batch would gather all "
+                f"parameters again. Received: fsdp.reshard_after_forward={reshard!r}, {axes.describe()}. Unset it."
+            )
         each = 1 if settings.pipeline_schedule.lower().removeprefix("schedule") in _SINGLE_STAGE else 2
         self.num_stages = len(listed) if listed else each * size
         place = axes.index("pipeline", rank=LaunchEnvironment.read().rank)
@@ -80,7 +100,14 @@ class ParallelModel(TorchRunner):
 
         No communication: may be called on one rank.
         """
-        return super().idle_settings() + idle_mesh_settings(self.config, self.topology.axes.degrees)
+        found = super().idle_settings() + idle_mesh_settings(self.config, self.topology.axes.degrees)
+        asked = self.config.parallel.activation_checkpointing and not self._overrides("apply_activation_checkpointing")
+        if asked and not self._recomputes:
+            found.append(
+                "parallel.activation_checkpointing has no effect: the model has no ModuleList whose layers could be computed again. Name "
+                "classes or modules in fsdp.blocks."
+            )
+        return found
 
     def build_topology(self) -> Topology:
         """Return the place of this rank on the seven axes; override it for a mesh of your own. Called on all ranks."""
@@ -141,11 +168,18 @@ class ParallelModel(TorchRunner):
         axes = ("replicate", "shard", "context", "pipeline")
         return self.topology.axes.index(*axes, rank=self.rank), self.topology.axes.degree(*axes)
 
+    @property
+    def stream_layout(self) -> dict[str, int]:
+        """What has random streams of its own, and how many of it: data replicas, and the degrees above 1 that divide the model."""
+        axes = [axis for axis in AXES if axis not in ("replicate", "shard") and self.degree(axis) > 1]
+        return super().stream_layout | {axis: self.degree(axis) for axis in axes}
+
     # Model
 
     def materialize_model(self) -> None:
         """Cut, transform, checkpoint, compile, shard and initialise the model, in this order. Call on all ranks."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        check_meta(self.model)
         parts = self.build_pipeline_model_parts() if self.degree("pipeline") > 1 else [self.model]
         for part in parts:
             if not is_meta(part):
@@ -154,6 +188,7 @@ class ParallelModel(TorchRunner):
         self._check_divided(parts)
         for part in parts:
             self._place(part)
+        self._note_recomputed(parts)
         self.model = parts[0] if self.degree("pipeline") == 1 else ModelParts(parts)
         if isinstance(self.criterion, nn.Module):
             self._check_criterion(self.criterion)
@@ -235,13 +270,23 @@ class ParallelModel(TorchRunner):
     def apply_activation_checkpointing(self, part: nn.Module) -> None:
         """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again.
 
-        Called on all ranks.
+        The blocks are those of FSDP: the layers of every `ModuleList`, or what `fsdp.blocks` names. Called on all ranks.
         """
         if self.config.parallel.activation_checkpointing:
             blocks = {id(block) for block in find_blocks(part, self._blocks_here(part)).values()}
             apply_activation_checkpointing(
-                part, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in blocks
+                part, checkpoint_wrapper_fn=self._computed_again, check_fn=lambda module: id(module) in blocks
             )
+
+    def _computed_again(self, block: nn.Module) -> nn.Module:
+        # What a forward leaves in buffers it has left the first time. Compiled graphs see to that themselves.
+        if self.config.compile.enable or not any(True for _ in block.buffers()):
+            return checkpoint_wrapper(block)
+        return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
+
+    def _note_recomputed(self, parts: Sequence[nn.Module]) -> None:
+        wrapped = any(isinstance(module, CheckpointWrapper) for part in parts for module in part.modules())
+        self._recomputes = any(self.pipeline_domain.gather_objects(wrapped))
 
     def _compile_part(self, part: nn.Module) -> None:
         settings = self.config.compile
@@ -258,8 +303,7 @@ class ParallelModel(TorchRunner):
     def fsdp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `fully_shard`; override it to add some. Called on all ranks.
 
-        In a pipeline the gathered parameters stay until the backward by default: zero-bubble schedules give wrong gradients otherwise,
-        and the others gather again for each micro-batch.
+        In a pipeline the gathered parameters stay until the backward.
         """
         kwargs: dict[str, Any] = {"mp_policy": self.build_mixed_precision_policy()}
         offload = self.build_offload_policy()
@@ -267,19 +311,10 @@ class ParallelModel(TorchRunner):
             kwargs["offload_policy"] = offload
         reshard = self.config.fsdp.reshard_after_forward
         if self.degree("pipeline") > 1:
-            self._check_reshard(reshard)
-            reshard = bool(reshard)
+            reshard = False
         if reshard is not None:
             kwargs["reshard_after_forward"] = reshard
         return kwargs
-
-    def _check_reshard(self, reshard: Any) -> None:
-        single = self.config.parallel.pipeline_schedule.lower().removeprefix("schedule") in _SINGLE_STAGE
-        if reshard and not single:
-            raise ValueError(
-                f"Expected fsdp.reshard_after_forward to be false or unset with parallel.pipeline_schedule="
-                f"{self.config.parallel.pipeline_schedule!r}: such schedules give wrong gradients with it. Received: {reshard!r}. Unset it."
-            )
 
     def build_mixed_precision_policy(self) -> MixedPrecisionPolicy:
         """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name. Called on all ranks.

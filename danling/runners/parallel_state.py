@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from danling.distributed.replicas import equalize
 from danling.utils.names import canonical_name
 from danling.utils.tensors import shard_like
 
-from .checkpoints import CheckpointMismatch, FileCheckpointManager, TorchDistributedCheckpointManager
+from .checkpoints import CheckpointMismatch, FileCheckpointManager, TorchDistributedCheckpointManager, exclude
 from .parallel_model import ParallelModel
+
+logger = logging.getLogger("danling")
 
 
 class ParallelState(ParallelModel):
@@ -53,6 +56,32 @@ class ParallelState(ParallelModel):
         return [sorted({name for part in parts for name in part[index]}) for index in range(len(mine))]
 
     # Loading
+
+    @property
+    def allows_inexact_resume(self) -> bool:
+        """`parallel.allow_degree_change`."""
+        return bool(self.config.parallel.allow_degree_change)
+
+    def _check_config(self, payload: Mapping[str, Any]) -> None:
+        super()._check_config(payload)
+        state, _ = exclude({"state": payload.get("state", {})}, self._state_entries())
+        stored = state.get("state", {})
+        before, ranks = stored.get("elastic", {}).get("streams"), stored.get("rng", {})
+        if not before or before == self.stream_layout or not self._has_drawn(ranks):
+            return
+        change = f"{_described(before)}, now {_described(self.stream_layout)}"
+        if not self.allows_inexact_resume:
+            raise CheckpointMismatch(
+                "Expected the degrees that the checkpoint was made with: its run has drawn random numbers (dropout, or in its datasets), "
+                f"which others would draw otherwise. Received: stored {change}. Restore them, or set parallel.allow_degree_change=true to "
+                "go on with other numbers."
+            )
+        logger.warning("parallel.allow_degree_change: not exactly the run that was stored: %s.", change)
+
+    def _state_entries(self) -> list[str]:
+        entries = self.config.checkpoint.exclude_from_loading or []
+        listed = [entries] if isinstance(entries, str) else list(entries)
+        return [entry for entry in listed if entry.partition(".")[0] == "state"]
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
         """Return the verified payload of a checkpoint, of which this rank reads what it holds. Call on all ranks."""
@@ -109,6 +138,10 @@ class ParallelState(ParallelModel):
             f"{names[:5]} and nothing else. Restore optim.param_groups and the model, or add 'optimizer' to "
             "checkpoint.exclude_from_loading to start it afresh."
         )
+
+
+def _described(streams: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={number}" for name, number in streams.items())
 
 
 def _laid_out(value: Any, like: Any) -> Any:

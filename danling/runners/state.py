@@ -37,12 +37,14 @@ class ElasticState:
     Attributes:
         world_size: Number of processes of the attempt.
         data_replicas: How many of them read different samples.
+        streams: What has random streams of its own, and how many of it: data replicas, and the degrees above 1 that divide a model.
         restart_count: How often torchrun has restarted the group in this attempt.
         attempts: How many processes in a row have worked on the run, the first one counted.
     """
 
     world_size: int = 1
     data_replicas: int = 1
+    streams: dict[str, int] = field(default_factory=dict)
     restart_count: int = 0
     attempts: int = 1
 

@@ -157,6 +157,7 @@ class TorchComponents(BaseRunner):
     def _seed_forward(self) -> None:
         # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
         self.state.elastic.data_replicas = self.data_replicas
+        self.state.elastic.streams = self.stream_layout
         seed_streams(derive_seed(self.seed, "forward", self.stream_place[0]))
 
     # Model
@@ -376,6 +377,11 @@ class TorchComponents(BaseRunner):
     def data_replicas(self) -> int:
         """Number of ranks that read different samples to train on."""
         return self.data_domain.size
+
+    @property
+    def stream_layout(self) -> dict[str, int]:
+        """What has random streams of its own, and how many of it; runs in which it is the same draw the same numbers."""
+        return {"data": self.data_replicas}
 
     def data_place(self, split: str) -> tuple[int, int]:
         """Return which share of a split this rank reads, and how many shares there are.

@@ -458,7 +458,9 @@ class TorchReplicas(TorchEvaluation):
                 if leaves_out(excluded, f"dataloaders.{split}"):
                     continue
                 if split in states and (source.is_rank_local or step == self.state.train.global_step):
-                    source.load_state_dict(self._own_loader_state(split, states[split]))
+                    own = self._own_loader_state(split, states[split])
+                    if own is not None:
+                        source.load_state_dict(own)
 
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
         """Save this group's loader states, and the full state where no other group does. Call on all ranks of the group.

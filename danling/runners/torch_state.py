@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from danling.data import capture_random_state, derive_seed, restore_random_state, seed_streams
+from danling.data import (
+    capture_random_state,
+    derive_seed,
+    preserved_random_state,
+    restore_random_state,
+    seed_streams,
+)
 from danling.metrics import Meters
 from danling.optim.named_state import load_named_state_dict, named_state_dict
 from danling.optim.options import adopt_options, options_of
@@ -411,21 +417,31 @@ class TorchState(TorchComponents):
                     f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
                     f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
                 )
-            if states[split] is not None:
-                self.sources[split].load_state_dict(self._own_loader_state(split, states[split]))
+            own = self._own_loader_state(split, states[split]) if states[split] is not None else None
+            if own is not None:
+                self.sources[split].load_state_dict(own)
 
-    def _own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
         if "ranks" not in state:
             return state
         ranks = state["ranks"]
         if len(ranks) != self.data_domain.size:
+            received = f"the loader of split {split!r} keeps a state of its own on each of {len(ranks)} data replicas"
+            if self.allows_inexact_resume:
+                logger.warning("%s, and there are %d now: it starts anew.", received, self.data_domain.size)
+                return None
             raise CheckpointMismatch(
-                f"Expected {len(ranks)} data replicas: the loader of split {split!r} keeps a state of its own on each, which "
-                f"cannot be divided anew. Received: {self.data_domain.size}. Let the library build the loader from a "
-                "dataset, or exclude 'dataloaders' from loading."
+                f"Expected {len(ranks)} data replicas: {received}, which cannot be divided anew. Received: {self.data_domain.size}. Let "
+                "the library build the loader from a dataset, or exclude 'dataloaders' from loading."
             )
         own: Mapping[str, Any] = ranks[str(self.data_domain.rank)]
         return own
+
+    @property
+    def allows_inexact_resume(self) -> bool:
+        """Whether a run may go on where it cannot do so exactly; the parallel stack asks `parallel.allow_degree_change`."""
+        return False
 
     def _load_run_state(self, state: Mapping[str, Any]) -> None:
         self.state.load_state_dict(state)
@@ -444,7 +460,7 @@ class TorchState(TorchComponents):
         if not ranks:
             return
         index, number = self.stream_place
-        if len(ranks) != number and self.is_main_process:
+        if len(ranks) != number and self.is_main_process and self._has_drawn(ranks):
             logger.info(
                 "The checkpoint holds random streams of %d ranks and this run has %d: old ranks keep theirs, new ones are "
                 "seeded from (seed, step, rank).",
@@ -452,10 +468,20 @@ class TorchState(TorchComponents):
                 number,
             )
         own = ranks.get(str(index))
-        if own is None:
+        if own is None and self._has_drawn(ranks):
             seed_streams(derive_seed(self.seed, "resumed", self.state.train.global_step, index))
+        elif own is None:
+            seed_streams(derive_seed(self.seed, "forward", index))
         else:
             restore_random_state(own, self.device)
+
+    def _has_drawn(self, ranks: Mapping[str, Any]) -> bool:
+        """Whether the forward of a run has drawn random numbers, seen in its streams; one that has none goes on exactly with others."""
+        for index, state in ranks.items():
+            with preserved_random_state(self.device, seed=derive_seed(self.seed, "forward", int(index))):
+                if not _is_equal(state, capture_random_state(self.device)):
+                    return True
+        return False
 
     def load_pretrained(self, checkpoint: str | Path) -> None:
         """Load only the model; everything else starts afresh. Call on all ranks.
@@ -474,6 +500,13 @@ class TorchState(TorchComponents):
         if self.ema is not None:
             self.ema.reset()
         logger.info("Loaded the weights of %s.", checkpoint)
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Whether two nested states of random streams are equal."""
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(_is_equal(value, second[key]) for key, value in first.items())
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 
 def _listed(entries: Any) -> list[str]:

@@ -1068,6 +1068,8 @@ class TestWithoutEffect:
             ("deepspeed.zero_optimization.stage", 2, "parallel"),
             ("checkpoint.dedicated_async_process_group", False, "ddp"),
             ("checkpoint.backend", "dcp", "deepspeed"),
+            ("compile.memory_policy", "full", "parallel"),
+            ("compile.precompile_artifact_dir", "graphs", "deepspeed"),
         ],
     )
     def test_warns(self, key: str, value: Any, stack: str) -> None:

@@ -201,7 +201,9 @@ def without_launcher(root: Path) -> dict[str, Any]:
         with pytest.raises(ValueError) as caught:
             AnyStackRunner(settings(root / name, **changes), scaled=name == "criterion")
         found[name] = str(caught.value)
-    with AnyStackRunner(settings(root / "thaw", deepspeed=zero(1)), frozen=True) as runner:
+    waits = {"checkpoint.async_mode": "async_with_pinned_mem"}
+    with AnyStackRunner(settings(root / "thaw", deepspeed=zero(1), **waits), frozen=True) as runner:
+        found["idle"] = runner.idle_settings()
         runner.unwrapped_model[0].requires_grad_(True)
         with pytest.raises(ValueError) as caught:
             runner.train()
@@ -225,6 +227,7 @@ def test_without_a_launcher_and_what_is_refused(tmp_path: Path) -> None:
     assert "deepspeed.zero_optimization" in found["no section"]
     assert "CrossEntropyLoss" in found["criterion"]
     assert "0.weight" in found["thaw"]
+    assert any(line.startswith("checkpoint.async_mode=") for line in found["idle"])
     assert found["optimizer"] == []
     assert found["model"] != []
     assert found["left"] == []

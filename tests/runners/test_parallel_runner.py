@@ -12,8 +12,10 @@ from support.layouts import LayoutRunner, Sentences
 from support.processes import run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import danling as dl
+from danling.runners.checkpoints import CheckpointMismatch
 from danling.utils.tensors import is_sharded, local_part, whole
 
 
@@ -42,7 +44,7 @@ class PlainRunner(dl.Runner):
         self.datasets = {"train": Points(options.get("samples", 24)), "val": Points(options.get("held_out", 7))}
         self.metrics = {"acc": dl.metrics.accuracy}
         if options.get("loader"):
-            self.dataloaders["train"] = DataLoader(Points(22), batch_size=4)
+            self.dataloaders["train"] = options.get("loader_class", DataLoader)(Points(22), batch_size=4)
         if options.get("optimizer"):
             head = {"params": self.model[4].parameters(), "lr": 0.02}
             rest = [p for name, p in self.model.named_parameters() if not name.startswith("4.")]
@@ -51,7 +53,8 @@ class PlainRunner(dl.Runner):
     def build(self) -> nn.Sequential:
         """Return the model."""
         norm = nn.BatchNorm1d(8) if self.options.get("batch_norm") else nn.LayerNorm(8)
-        return nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+        between = nn.Dropout(0.3) if self.options.get("dropout") else nn.ReLU()
+        return nn.Sequential(nn.Linear(6, 8), norm, between, nn.Linear(8, 8), nn.Linear(8, 3))
 
 
 def settings(root: Path, axes: Mapping[str, int] | None, **more: Any) -> dict[str, Any]:
@@ -175,6 +178,16 @@ def test_a_pipeline_leaves_statistics_alone_when_it_looks_for_shapes(tmp_path: P
         assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
+def test_micro_batches_that_weigh_nothing_leave_statistics_alone(tmp_path: Path) -> None:
+    """1F1B wants two micro-batches, and each batch is one; each forward is computed twice."""
+    one = batch_norm(settings(tmp_path / "one", None))
+    again = {"activation_checkpointing": True, "pipeline_microbatch_size": 4}
+    config = settings(tmp_path / "mesh", PIPELINE, parallel=again, fsdp={"blocks": ["Linear", "BatchNorm1d"]})
+    for rank in run_processes(batch_norm, config, world_size=2, timeout=60):
+        for name, value in rank.items():
+            torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9)
+
+
 MICRO = {"pipeline_microbatch_size": 2}
 
 
@@ -197,6 +210,29 @@ def test_a_model_on_the_meta_device_is_initialised_where_it_lies(tmp_path: Path)
         assert not torch.equal(weights["3.weight"][:4], weights["3.weight"][4:]), (
             "shards draw from streams of their own"
         )
+
+
+class PartlyMeta(PlainRunner):
+    """A body without values under a head that has some."""
+
+    def build(self) -> nn.Sequential:
+        """Return the model."""
+        with torch.device("meta"):
+            body = nn.Linear(6, 8)
+        return nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_weights_beside_a_meta_device_are_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)0\.\w+ on it, and 2\.\w+ with values"):
+        PartlyMeta(settings(tmp_path, {}))
+
+
+def test_nothing_to_compute_again_is_said(tmp_path: Path) -> None:
+    parallel = {"activation_checkpointing": True}
+    with PlainRunner(settings(tmp_path / "none", {}, parallel=parallel)) as runner:
+        assert [line for line in runner.idle_settings() if "activation_checkpointing" in line and "fsdp.blocks" in line]
+    with PlainRunner(settings(tmp_path / "named", {}, parallel=parallel, fsdp={"blocks": ["Linear"]})) as runner:
+        assert runner.idle_settings() == []
 
 
 class HalfRunner(PlainRunner):
@@ -391,6 +427,13 @@ def test_bad_settings_are_refused_on_all_ranks(
         assert all(word in message for word in words), message
 
 
+def test_gathering_for_each_micro_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="fsdp.reshard_after_forward=True"):
+        PlainRunner(settings(tmp_path, {"pipeline": 2, "shard": 2}, fsdp={"reshard_after_forward": True}))
+
+
 def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     tied = refused(construct_tied, settings(tmp_path, PIPELINE))
     assert all("tied" in message and "0.weight" in message for message in tied)
@@ -413,6 +456,42 @@ def odd_lengths(config: Mapping[str, Any]) -> None:
     with LayoutRunner(config, model={}) as runner:
         tokens = Sentences(8)[0][0][:7].repeat(2, 1)
         runner.train_step(runner.to_device((tokens, tokens)))
+
+
+def save_each(cases: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+    found = []
+    for config, options in cases:
+        with PlainRunner(config, **options) as runner:
+            runner.train()
+            found.append(str(runner.workspace.checkpoints / "latest"))
+    return found
+
+
+def test_a_resume_at_other_degrees_that_cannot_be_exact_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Random streams, and states of a user's own loaders, belong to the ranks that saved them; without any a run goes on exactly."""
+    options = [{}, {"dropout": True}, {"loader": True, "loader_class": StatefulDataLoader}]
+    cases = [(settings(tmp_path / str(place), FSDP), option) for place, option in enumerate(options)]
+    plain, drawn, loaded = run_processes(save_each, cases, world_size=2, timeout=60)[0]
+
+    def resume(source: str, option: Mapping[str, Any], **more: Any) -> int:
+        allow = {"allow_degree_change": more.pop("allow", False)}
+        config = settings(tmp_path / "again", {"shard": 1}, resume=source, parallel=allow, **more)
+        with PlainRunner(config, **option) as runner:
+            return int(runner.state.train.global_step)
+
+    assert resume(plain, options[0]) == 4
+    with pytest.raises(CheckpointMismatch, match=r"data=2, now data=1.*parallel\.allow_degree_change=true"):
+        resume(drawn, options[1])
+    assert resume(drawn, options[1], checkpoint={"exclude_from_loading": ["state.rng"]}) == 4
+    with pytest.raises(CheckpointMismatch, match="cannot be divided anew"):
+        resume(loaded, options[2])
+    assert "allow_degree_change" not in caplog.text
+    assert resume(drawn, options[1], allow=True) == 4
+    assert "allow_degree_change" in caplog.text
+    assert resume(loaded, options[2], allow=True) == 4
+    assert "starts anew" in caplog.text
 
 
 def save_export(config: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:

@@ -177,7 +177,7 @@ def _completed(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Add what the optimizer does not hold, and DeepSpeed's conversion so leaves out: frozen weights under ZeRO 1, for one."""
     whole = path / _WHOLE_MODEL
     module = read_engine_file(whole if whole.is_file() else path / _FIRST_SHARE)["module"]
-    missing = [name for name in module if name not in weights]
+    missing = [name for name, value in module.items() if isinstance(value, Tensor) and name not in weights]
     if missing and not whole.is_file():
         raise CheckpointError(
             f"Expected all weights of the model in {path}. Received: none for {', '.join(missing[:5])} ({len(missing)} in all), which no "
