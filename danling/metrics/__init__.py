@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .collection import MetricSet
 from .functional import accuracy, mean_absolute_error, mean_squared_error, top_k_accuracy
-from .meters import Meter, Meters
+from .meters import Meter, Meters, as_number
 from .scores import ScoreBoard, infer_mode
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "MetricSet",
     "ScoreBoard",
     "accuracy",
+    "as_number",
     "infer_mode",
     "mean_absolute_error",
     "mean_squared_error",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,10 +40,14 @@ class Meters:
         >>> meters.update({"loss": 4.0}, weight=1)
         >>> meters.averages()
         {'loss': 2.5}
+
+    Args:
+        reserved: Names that are refused, since their figures come from elsewhere and would be mixed with these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reserved: Iterable[str] = ()) -> None:
         self._meters: dict[str, Meter] = {}
+        self._reserved = frozenset(reserved)
 
     def __getitem__(self, name: str) -> Meter:
         return self._meters[name]
@@ -64,28 +69,38 @@ class Meters:
             weight: What they are means over.
 
         Raises:
-            ValueError: If a value is not a single number.
+            ValueError: If a value is not a single number, or its name is reserved.
         """
-        if isinstance(weight, Tensor):
-            weight = _number(weight)
+        if type(weight) is not float:
+            weight = _number("weight", weight)
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                value = _number(value)
+            if type(value) is not float:
+                value = _number(name, value)
             self._add(name, value * weight, weight)
 
     def add_totals(self, name: str, sum: float | Tensor, weight: float | Tensor) -> None:
         """Take in a sum and its weight, both 0-dim; a sum of weight 0 leaves no trace.
 
         Raises:
-            ValueError: If one of them is not a single number.
+            ValueError: If one of them is not a single number, or the name is reserved.
         """
-        if isinstance(sum, Tensor):
-            sum = _number(sum)
-        if isinstance(weight, Tensor):
-            weight = _number(weight)
+        if type(sum) is not float:
+            sum = _number(name, sum)
+        if type(weight) is not float:
+            weight = _number("weight", weight)
         self._add(name, sum, weight)
 
+    def merge(self, others: Meters) -> None:
+        """Take in all that other meters of this rank have seen."""
+        for name, meter in others._meters.items():
+            self._add(name, meter.sum, meter.weight)
+
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        if name in self._reserved:
+            raise ValueError(
+                f"Expected a name out of use for a meter. Received: {name!r}, which the runner figures itself. Choose another "
+                f"name, such as 'my_{name}'."
+            )
         if isinstance(weight, Tensor):
             total = torch.where(weight != 0, torch.as_tensor(total, dtype=torch.float64, device=weight.device), 0.0)
         elif not weight:
@@ -137,21 +152,42 @@ class Meters:
         self._meters = {name: Meter(*values) for name, values in state.items()}
 
 
-def _number(value: Tensor) -> float | Tensor:
+def _number(name: str, value: Any) -> float | Tensor:
     """Return a 0-dim value as a float, or on an accelerator as a float64 tensor that is not waited for."""
-    if value.is_cpu:
+    if isinstance(value, Tensor) and not value.is_cpu:
+        if value.numel() != 1:
+            raise _not_a_number(name, value)
+        return value.detach().reshape(()).double()
+    return as_number(name, value)
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a figure as a float: a number of Python or numpy, or a tensor with one element, which is waited for.
+
+    Args:
+        name: What the figure is called in the error.
+        value: The figure.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if isinstance(value, Tensor):
         try:
-            return value.item()
-        except RuntimeError as error:
-            raise _not_a_number(value) from error
-    if value.numel() != 1:
-        raise _not_a_number(value)
-    return value.detach().reshape(()).double()
+            return float(value.item())
+        except (RuntimeError, TypeError) as error:
+            raise _not_a_number(name, value) from error
+    # Scalars of numpy and arrays without dimensions have a shape; strings, of which float() would read some, have none.
+    if isinstance(value, Real) or (getattr(value, "shape", None) == () and hasattr(value, "__float__")):
+        return float(value)
+    raise _not_a_number(name, value)
 
 
-def _not_a_number(value: Tensor) -> ValueError:
+def _not_a_number(name: str, value: Any) -> ValueError:
+    shape = getattr(value, "shape", None)
+    kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
+    received = f"{value!r} ({kind})" if shape is None else f"a {kind} of shape {tuple(shape)}"
     return ValueError(
-        f"Expected a single number for a meter. Received: a tensor of shape {tuple(value.shape)}. Reduce it, such as by .mean()."
+        f"Expected a single number for figure {name!r}. Received: {received}. Reduce what has more than one, such as by .mean()."
     )
 
 

@@ -47,6 +47,9 @@ logger = logging.getLogger("danling")
 Results = dict[int, dict[str, dict[str, float]]]
 """Evaluated and trained figures by completed epoch or global step, then by split."""
 
+RESERVED_FIGURES = ("loss",)
+"""Figures that the runner makes itself, and that a meter of the same name would change without a word."""
+
 
 class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
     """What is common to all stacks.
@@ -70,7 +73,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         dataloaders: Loaders by split; one that the user put there is used as it is.
         metrics: What evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
             `reset` (torchmetrics included), a mapping of these, or `None`.
-        meters: Running averages that a user may add to in `train_step`; logged and reset with the loss.
+        meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
         results: Figures by completed epoch or global step, then by split.
 
     Args:
@@ -104,7 +107,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
         self.metrics: Any = None
-        self.meters = Meters()
+        self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
         self.progress_bar: Progress | None = None
         self.checkpoint_manager: Any = None

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from danling.data import Batch, BatchSource, derive_seed, move_to_device, preserved_random_state
-from danling.metrics import Meters
+from danling.metrics import Meters, as_number
 from danling.training import call_model, count_samples, criterion_setting, criterion_weight, peek_target, unpack_batch
 
+from .base_runner import RESERVED_FIGURES
 from .torch_state import TorchState
 
 logger = logging.getLogger("danling")
@@ -170,17 +171,18 @@ class TorchEvaluation(TorchState):
 
     def _evaluate(self, split: str, limit: int | None) -> dict[str, float]:
         self.check_split(split)
-        totals = Meters()
+        totals, own = Meters(), Meters(reserved=RESERVED_FIGURES)
         self.metric_set.reset()
         # What `evaluate_step` puts into `meters` belongs to this evaluation, not to the epoch that is open.
-        training, self.meters = self.meters, totals
+        training, self.meters = self.meters, own
         try:
             with self._evaluating(split, "evaluate"), torch.no_grad():
                 for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
                     self._evaluate_batch(batch, totals)
         finally:
             self.meters = training
-        return {name: _figure(name, value) for name, value in self.summarize(split, totals).items()}
+        totals.merge(own)
+        return _checked(split, self.summarize(split, totals))
 
     def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; training heeds requests between them."""
@@ -215,7 +217,8 @@ class TorchEvaluation(TorchState):
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.
 
-        Call on all ranks. `super().summarize(split, totals)` returns means over all ranks, from which others follow:
+        Call on all ranks. Each figure is a number, or a tensor of one. `super().summarize(split, totals)` returns means over all
+        ranks, from which others follow:
         `result["perplexity"] = math.exp(result["loss"])`.
 
         Args:
@@ -366,14 +369,13 @@ def model_loss(pred: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _figure(name: str, value: Any) -> float:
-    """Return a figure as the number that can be saved, logged and compared."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
+def _checked(split: str, figures: Any) -> dict[str, float]:
+    """Return figures as floats: they go into checkpoints and files, which hold nothing else."""
+    if not isinstance(figures, Mapping):
         raise ValueError(
-            f"Expected `summarize` to return single numbers. Received: {name}={value!r} ({type(value).__name__})."
-        ) from None
+            f"Expected `summarize` to return figures by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}."
+        )
+    return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
 
 
 def _as_list(pred: Any, samples: int) -> list[Any]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.toys import TracingRunner
 
 CONFIG = {"epochs": 2, "seed": 3, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}, "dir": "run"}
@@ -57,3 +60,71 @@ def test_a_signal_that_comes_too_late_reaches_the_program(tmp_path: Path) -> Non
     finally:
         logging.getLogger("danling").removeHandler(handler)
         signal.signal(signal.SIGUSR1, before)
+
+
+class Adding(TracingRunner):
+    """Adds a figure to those of an evaluation."""
+
+    figure: Any = None
+
+    def summarize(self, split: str, totals: Any) -> dict[str, float]:
+        return {**super().summarize(split, totals), "mine": self.figure}
+
+
+NUMBERS = [
+    1.5,
+    np.float32(1.5),
+    np.array(1.5),
+    torch.tensor(1.5),
+    torch.tensor([1.5], requires_grad=True),
+    Fraction(3, 2),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+def test_a_figure_of_any_numeric_kind_is_a_float(tmp_path: Path, number: Any) -> None:
+    with Adding(CONFIG) as runner:
+        runner.figure = number
+        runner.meters.update({"metered": number})
+        assert runner.meters.state_dict() == {"metered": [1.5, 1.0]}
+        runner.train()
+        assert type(runner.results[1]["val"]["mine"]) is float and runner.results[1]["train"]["metered"] == 1.5
+    with Adding({**CONFIG, "auto_resume": True}) as again:
+        assert again.results[2]["val"]["mine"] == 1.5
+
+
+@pytest.mark.parametrize("odd", [None, "1.5", {"a": 1.0}, torch.ones(2), np.ones(2), torch.tensor(1j)], ids=repr)
+def test_a_figure_that_is_no_number_is_named(tmp_path: Path, odd: Any) -> None:
+    with Adding(CONFIG) as runner:
+        runner.figure = odd
+        with pytest.raises(ValueError, match="'val/mine'"):
+            runner.evaluate("val")
+        with pytest.raises(ValueError, match="'metered'"):
+            runner.meters.update({"metered": odd})
+
+
+class MeteringLoss(TracingRunner):
+    """Adds a loss of its own to the runner's, as other trainers want it."""
+
+    where = "train"
+
+    def train_step(self, data: Any) -> Any:
+        if self.where == "train":
+            self.meters.update({"loss": 7.0})
+        return super().train_step(data)
+
+    def evaluate_step(self, data: Any) -> Any:
+        pred, loss = super().evaluate_step(data)
+        self.meters.update({"loss" if self.where == "evaluate" else "own": loss}, 2)
+        return pred, loss
+
+
+def test_a_meter_cannot_change_the_loss(tmp_path: Path) -> None:
+    with MeteringLoss(CONFIG) as runner:
+        with pytest.raises(ValueError, match="'loss', which the runner figures itself"):
+            runner.train()
+        runner.where = "evaluate"
+        with pytest.raises(ValueError, match="'loss', which the runner figures itself"):
+            runner.evaluate("val")
+        runner.where = "nowhere"
+        assert set(runner.evaluate("val")["val"]) >= {"loss", "own"}
