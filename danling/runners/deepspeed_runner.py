@@ -110,7 +110,11 @@ class DeepSpeedRunner(TorchRunner):
         return model.module if self.engine is not None and model is self.engine else model
 
     def bind_optimizer(self) -> None:
-        """Build the engine around model and optimizer. Call on all ranks."""
+        """Build the engine around model and optimizer. Call on all ranks.
+
+        Raises:
+            ValueError: If a setting contradicts another one, such as averaged weights beside weights in bfloat16.
+        """
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
@@ -292,7 +296,11 @@ class DeepSpeedRunner(TorchRunner):
             torch._foreach_clamp_max_(shares, self.config.max_grad_value)
 
     def optimizer_step(self) -> None:
-        """Apply a committed update to the weights of all ranks. Called on all ranks."""
+        """Apply a committed update to the weights of all ranks. Called on all ranks.
+
+        Raises:
+            NonFiniteError: If the engine refuses the update.
+        """
         self.engine.step()
         if not self.engine.was_step_applied():
             raise NonFiniteError(
@@ -461,7 +469,14 @@ class DeepSpeedRunner(TorchRunner):
             self.engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
-        """Restore the optimizer's state by parameter name; what the engine read came with its model. Called on all ranks."""
+        """Restore the optimizer's state by parameter name; what the engine read came with its model. Called on all ranks.
+
+        Args:
+            state: `state` by parameter name and `param_groups`, or a tag of an engine.
+
+        Raises:
+            CheckpointMismatch: If the parameter groups are others.
+        """
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):

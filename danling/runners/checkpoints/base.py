@@ -74,7 +74,7 @@ class CheckpointManager(ABC):
     def save_checkpoint(
         self, payload: Mapping[str, Any], *, epoch: int, global_step: int, history: bool = False, best: bool = False
     ) -> None:
-        """Save a full state as `latest`, and under its history name and as `best` when asked to.
+        """Save a full state as `latest`, and under its history name and as `best` when asked to. Call on all ranks.
 
         Live tensors are copied before the call returns where the save goes on in the background. History and best are always
         written; another save that has not begun gives way to the next one.
@@ -95,7 +95,12 @@ class CheckpointManager(ABC):
         self._save(payload, [*names, "latest"], epoch=epoch, global_step=global_step)
 
     def export_model(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
-        """Write weights only, as `model`; `latest` is left alone.
+        """Write weights only, as `model`; `latest` is left alone. Call on all ranks.
+
+        Args:
+            payload: The weights; tensors and plain values.
+            epoch: Completed epochs.
+            global_step: Committed updates.
 
         Raises:
             CheckpointError: As `save_checkpoint`.
@@ -141,7 +146,7 @@ class CheckpointManager(ABC):
         template: Mapping[str, Any] | None = None,
         sections: Iterable[str] | None = None,
     ) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint, of this kind of manager or of another; in fresh memory on the CPU.
+        """Return the verified payload of a checkpoint, of this kind of manager or of another, in fresh CPU memory. Call on all ranks.
 
         Args:
             source: A name in the run's own directory, or a path.
@@ -177,7 +182,10 @@ class CheckpointManager(ABC):
         )
 
     def find_latest(self) -> str | None:
-        """Return the newest checkpoint of this run's line that verifies, as a source to load; what is passed over is logged."""
+        """Return the newest checkpoint of this run's line that verifies, as a source to load; what is passed over is logged.
+
+        Call on all ranks.
+        """
         return self.on_main(self._find_latest)
 
     def _find_latest(self) -> str | None:
@@ -197,7 +205,7 @@ class CheckpointManager(ABC):
         return None
 
     def check_directory(self) -> None:
-        """Refuse a directory in which another run saves; nothing is written.
+        """Refuse a directory in which another run saves; nothing is written. Call on all ranks.
 
         Raises:
             CheckpointMismatch: If there is a checkpoint of another run.
@@ -234,12 +242,16 @@ class CheckpointManager(ABC):
             return []
 
     def step_of(self, source: str | Path) -> int:
-        """Return the committed updates of a checkpoint, without reading it; see `load_checkpoint` for `source`."""
+        """Return the committed updates of a checkpoint, without reading it. Call on all ranks.
+
+        Args:
+            source: As in `load_checkpoint`.
+        """
         record = self.on_main(lambda: self._describe(source))
         return record.step if record is not None else 0
 
     def begin(self, source: str | Path) -> None:
-        """Hear which checkpoint the run goes on from.
+        """Hear which checkpoint the run goes on from. Call on all ranks.
 
         Retention spares it. When it is not the newest, the next save begins a new line, and what was saved after it is no longer
         part of the run; until then nothing changes on disk.
@@ -279,7 +291,7 @@ class CheckpointManager(ABC):
     # Ending
 
     def wait(self) -> None:
-        """Wait until everything is written.
+        """Wait until everything is written. Call on all ranks.
 
         Raises:
             CheckpointError: If something could not be.
