@@ -79,7 +79,11 @@ class TorchEvaluation(TorchState):
         """Return the loss of an evaluated batch: that of training, `None` where there is none.
 
         A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
-        have one, there is nothing to compare its prediction with.
+        have one, there is nothing to compare its prediction with. Called on every rank for each of its batches.
+
+        Args:
+            pred: What the model returned, any type.
+            target: The target of the batch, `None` without one.
         """
         own = self.criterion is not None or self._overrides("compute_loss")
         if own and (target is not None or self._trains_bare()):
