@@ -7,11 +7,12 @@ python examples/gpt.py --auto_resume true --steps 4800            # after the en
 python examples/gpt.py --resume experiments/.../latest.pth        # a checkpoint by its path
 torchrun --nproc-per-node 2 examples/gpt.py                       # two processes, 8 sequences an update on each
 torchrun --nproc-per-node 4 examples/gpt.py --stack parallel --parallel.axes.shard 2 --parallel.axes.tensor 2   # on a mesh
-torchrun --nproc-per-node 2 examples/gpt.py --stack parallel --parallel.axes.pipeline 2 --model.tied false       # a pipeline
-torchrun --nproc-per-node 2 examples/gpt.py --stack parallel --parallel.axes.expert 2 --model.experts 4 # a mixture of experts
+torchrun --nproc-per-node 2 examples/gpt.py --stack parallel --parallel.axes.pipeline 2 --model.tied false --steps 1000    # a pipeline
+torchrun --nproc-per-node 2 examples/gpt.py --stack parallel --parallel.axes.expert 2 --model.experts 4 --steps 1000        # experts
 python examples/gpt.py --model.width 384 --model.depth 6 --precision bf16     # any key; all of them: --help
 
-The first one ends at about 1.57 bits per character in validation; 4.69 is the entropy of single characters. The text is that
+The first one ends at about 1.57 bits per character in validation; 4.69 is the entropy of single characters. The pipeline ends at 2.47 bits
+after 134 s of processor time, the mixture of experts at 2.24 bits after 159 s. The text is that
 of the running Python, so the figures move a little with its version. Without --auto_resume or --resume a run starts from scratch.
 """
 
