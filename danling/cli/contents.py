@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from danling.runners.checkpoints.errors import CheckpointDamaged
 from .source import locate
 
 _HEADER_LIMIT = 100 << 20
+_MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ def read_contents(source: str | Path) -> Contents:
     path = Path(source)
     if path.suffix == ".safetensors" and path.is_file():
         return read_safetensors(path)
+    exported = _exported(path)
+    if exported:
+        parts = [read_safetensors(file) for file in exported]
+        return Contents("safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain)
     store, found = locate(path)
     target = store.target(found)
     contents = _read_sharded(target) if target.is_dir() else _read_file(target)
@@ -95,6 +101,12 @@ def read_contents(source: str | Path) -> Contents:
     names = ("run", "sequence", "step", "epoch")
     contents.record = {name: getattr(record, name) for name in names}
     return contents
+
+
+def _exported(path: Path) -> list[Path]:
+    """Return the files of weights in a directory as `danling export` and the Hugging Face libraries write them."""
+    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else []
+    return [file for file in files if _MODEL.fullmatch(file.name)]
 
 
 def read_safetensors(path: Path) -> Contents:

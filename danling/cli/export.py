@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from danling.runners.checkpoints.errors import CheckpointMismatch
+from danling.runners.checkpoints.file_store import SUMS
+from danling.runners.checkpoints.target_store import TARGETS
 
 from .output import OK, add_json, as_bytes, print_json
 from .source import locate
@@ -47,6 +49,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"Expected an output that is not there yet. Received: {str(options.output)!r}. Use --force to replace it."
         )
+    if options.max_shard_size is not None and options.output.suffix:
+        raise ValueError(
+            f"Expected a directory as the output with --max-shard-size. Received: {str(options.output)!r}, which is one file. "
+            "Leave its ending out, or the option."
+        )
+    _check_place(options.output, options.checkpoint)
     model, ema, step = read_weights(options.checkpoint, options.ema)
     import torch
 
@@ -68,6 +76,18 @@ def run(options: argparse.Namespace) -> int:
         for name, size in sizes.items():
             print(f"{name}: {as_bytes(size)}")
     return OK
+
+
+def _check_place(output: Path, checkpoint: str) -> None:
+    """Refuse to write among a run's checkpoints: bare weights in place of one could not be resumed from, and verify as damaged."""
+    source = locate(checkpoint)[1].resolve().parent
+    directory = source.parent if source.name == TARGETS else source
+    is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()
+    own = output.resolve()
+    if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + SUMS).exists():
+        raise ValueError(
+            f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."
+        )
 
 
 def read_weights(source: str, ema: str | None) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:

@@ -58,6 +58,11 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
     Raises:
         CheckpointNotFound: If there is no checkpoint.
     """
+    if path.is_file() and path.suffix != SUFFIX and not is_name(path.name):
+        raise CheckpointNotFound(
+            f"Expected a checkpoint of this library: {SUFFIX} files, names such as latest, or targets. Received: {str(path)!r}, which has "
+            "no sums to compare with. `danling inspect` shows weights of other programs."
+        )
     verdicts = [_verdict(found, level) for found in checkpoints_of(path)]
     if not verdicts:
         raise CheckpointNotFound(

@@ -23,6 +23,7 @@ from .user_loader import (
     set_generator_states,
     shares_evenly,
 )
+from .workers import end_with_process, keep_from_group_signals
 
 logger = logging.getLogger("danling")
 
@@ -121,6 +122,13 @@ class LiveCursor(Cursor):
         apart = (self.rank,) if order_is_of_rank(self.loader) else ()
         return preserved_random_state(seed=derive_seed(self.seed, "pass", self.split, self.epoch, *apart))
 
+    def _iterate(self) -> Iterator[Any]:
+        keep_from_group_signals(self.loader)
+        iterator: Iterator[Any] = iter(self.loader)
+        if getattr(self.loader, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
+            end_with_process(iterator)
+        return iterator
+
     def _first(self, iterator: Iterator[Any], *, again: bool = False) -> Iterator[Any]:
         """Fetch the first batch of a pass, since many samplers draw their order only then.
 
@@ -130,7 +138,7 @@ class LiveCursor(Cursor):
         """
         first = next(iterator, _END)
         if first is _END and again:
-            return self._first(iter(self.loader))
+            return self._first(self._iterate())
         return iterator if first is _END else chain([first], iterator)
 
     def _check_world_size(self, state: Mapping[str, Any]) -> None:
@@ -176,7 +184,7 @@ class CountedCursor(LiveCursor):
         self._generators = generator_states(self.loader)
         with self._seeded():
             equalize_draws(self.loader)
-            iterator = self._first(iter(self.loader))
+            iterator = self._first(self._iterate())
             for read in range(self.consumed):
                 if next(iterator, _END) is _END:
                     raise ValueError(
@@ -251,7 +259,7 @@ class StatefulCursor(LiveCursor):
         loaded = self._load_pending()
         with self._seeded():
             equalize_draws(self.loader)
-            iterator = iter(self.loader)
+            iterator = self._iterate()
             self._touched, self._fetched = True, self.consumed
             return iterator if self.consumed else self._first(iterator, again=loaded)
 

@@ -1,4 +1,4 @@
-"""Worker processes of loaders that the library builds: signals, and an orderly end."""
+"""Worker processes of loaders: signals, and an orderly end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 _IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
@@ -38,6 +40,18 @@ class WorkerInit:
             self.user(worker_id)
 
 
+def keep_from_group_signals(loader: Any) -> None:
+    """Make the workers of a user's torch loader ignore what is sent to the whole process group, as those of the library do.
+
+    Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that run already stay as they are.
+
+    Args:
+        loader: Any loader; others than those of torch are left alone.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, WorkerInit):
+        loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+
+
 def shut_down_workers(loader: Any) -> None:
     """End the worker processes of a loader; one that does not end within torch's time limit is killed.
 
@@ -48,6 +62,10 @@ def shut_down_workers(loader: Any) -> None:
     if iterator is None:
         return
     loader._iterator = None
+    _end_workers(iterator)
+
+
+def _end_workers(iterator: Any) -> None:
     workers = list(getattr(iterator, "_workers", ()))
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -60,7 +78,7 @@ _loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def end_with_process(loader: Any) -> None:
-    """Shut the workers of a loader down when this process ends.
+    """Shut the workers of a loader, or of an iterator that its loader does not keep, down when this process ends.
 
     `multiprocessing` terminates them by SIGTERM and waits: for workers that ignore it, it would wait for ever.
     """
@@ -74,7 +92,10 @@ def end_with_process(loader: Any) -> None:
 def _shut_down_all() -> None:
     for loader, owner in list(_loaders.items()):
         if owner == os.getpid():  # a forked process has copies of loaders that are not its own
-            shut_down_workers(loader)
+            if hasattr(loader, "_shutdown_workers"):
+                _end_workers(loader)
+            else:
+                shut_down_workers(loader)
 
 
 @contextmanager

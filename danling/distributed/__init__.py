@@ -22,6 +22,7 @@ from .environment import (
     set_collective_timeout,
 )
 from .fault_tolerance import QuorumError, ReplicaGroups, ReplicaSettings
+from .lighthouse import WaitAbandonedError
 from .topology import ParallelContext, Topology
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ReplicaSettings",
     "Topology",
     "Verdict",
+    "WaitAbandonedError",
     "agree",
     "check_divisible",
     "check_expert_width",

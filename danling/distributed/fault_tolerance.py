@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from danling.utils.tensors import local_part
 
 from .domain import Domain
-from .lighthouse import LIGHTHOUSE, Membership, lighthouse_address, reach, require_torchft
+from .lighthouse import LIGHTHOUSE, Membership, WaitAbandonedError, lighthouse_address, reach, require_torchft
 
 _BUCKET_BYTES = 32 << 20
 _PAUSE = 0.1
@@ -71,6 +71,7 @@ class ReplicaGroups:
         state_dict: Returns the state that another group heals from: of this rank, without communication. Called in a thread while
             `open` waits.
         load_state_dict: Takes such a state of the same rank of another group. Called in `open`.
+        asked_to_stop: Whether this rank is to stop, as after a signal. Called while `open` waits.
 
     Raises:
         ImportError: If torchft is not installed.
@@ -85,6 +86,7 @@ class ReplicaGroups:
         group: Domain,
         state_dict: Callable[[], Any],
         load_state_dict: Callable[[Any], None],
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         require_torchft()
         self.settings = settings
@@ -97,6 +99,7 @@ class ReplicaGroups:
         self._group = group
         self._state_dict = state_dict
         self._load = load_state_dict
+        self._asked_to_stop = asked_to_stop
         self._healed = False
         self._healing = False
         self._device = group.device if settings.process_group == "nccl" else torch.device("cpu")
@@ -130,6 +133,7 @@ class ReplicaGroups:
                 min_replica_size=settings.min_replica_size,
                 state_dict=self._state_dict,
                 load_state_dict=self._heal,
+                asked_to_stop=self._asked_to_stop,
             )
         except Exception as error:
             raise self._unreached(error) from error
@@ -145,11 +149,15 @@ class ReplicaGroups:
 
         Raises:
             QuorumError: If there is no agreement in time, as when the lighthouse is gone.
+            WaitAbandonedError: On all ranks, when one of them is asked to stop while they wait; this group has left the others.
         """
         self._healed = False
         self._join()
         try:
             self._manager.start_quorum()
+        except WaitAbandonedError:
+            self.leave()
+            raise
         except Exception as error:
             if self._healing:
                 raise

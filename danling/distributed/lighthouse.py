@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from .domain import Domain
+
+_SLICE = 0.5
+"""Seconds of waiting for a quorum between two looks at what this rank is asked."""
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """Environment variable with the address of the lighthouse."""
@@ -31,6 +39,7 @@ class Membership:
         min_replica_size: Groups that an update needs.
         state_dict: Returns the state that another group heals from.
         load_state_dict: Takes such a state.
+        asked_to_stop: Whether this rank is to stop waiting for the other groups.
     """
 
     def __init__(
@@ -45,15 +54,15 @@ class Membership:
         min_replica_size: int,
         state_dict: Callable[[], Any],
         load_state_dict: Callable[[Any], None],
+        asked_to_stop: Callable[[], bool],
     ) -> None:
-        from torchft import Manager
-
         host = address_towards(lighthouse)
         # A store of its own for every attempt: that of the launcher may still hold the addresses of an earlier one.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
         address, port = group.broadcast_object((host, self._store.port if self._store is not None else 0))
         self._process_group = _process_group(backend, timeout)
-        self.manager: Any = Manager(
+        self.manager: Any = _manager_class()(
+            lambda waits: _agree_to_wait(group, waits, waits and asked_to_stop()),
             pg=self._process_group,
             load_state_dict=load_state_dict,
             state_dict=state_dict,
@@ -78,6 +87,89 @@ class Membership:
         self.manager.shutdown(wait=False)
         self._process_group.shutdown()
         self._store = None
+
+
+class WaitAbandonedError(Exception):
+    """The ranks of this group have agreed to wait no longer for the other groups, since one of them was asked to stop."""
+
+
+def _agree_to_wait(group: Domain, waits: bool, stops: bool) -> bool:
+    """Return whether a rank of the group still waits for the quorum. Call on all ranks of the group.
+
+    Raises:
+        WaitAbandonedError: On all ranks, where one waits that is asked to stop.
+    """
+    waiting, stopping = group.all_reduce(torch.tensor([float(waits), float(stops)], dtype=torch.float64)).tolist()
+    if stopping:
+        raise WaitAbandonedError
+    return bool(waiting)
+
+
+class DaemonExecutor(Executor):
+    """Runs calls one after the other in a thread that the end of the process does not wait for."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=_run_calls, args=(self._calls,), name="danling-quorum", daemon=True).start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        """Put a call at the end of the queue and return its future."""
+        future: Future[Any] = Future()
+        self._calls.put((future, partial(fn, *args, **options)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after the calls that were put in before; it is not waited for."""
+        self._calls.put(None)
+
+
+def _run_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (call := calls.get()) is not None:
+        future, function = call
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _manager_class() -> Any:
+    from torchft import Manager
+
+    class InterruptibleManager(Manager):  # type: ignore[misc, unused-ignore]
+        """Waits for the quorum of a new update in slices, between which the ranks of the group agree to go on waiting.
+
+        The wait itself is for the timeout of the quorum, which is longer than the time that schedulers leave after SIGTERM.
+        """
+
+        _executor: Any
+
+        def __init__(self, agree_to_wait: Callable[[bool], bool], **options: Any) -> None:
+            self._agree_to_wait = agree_to_wait
+            self._in_start = False
+            super().__init__(**options)
+            # Python waits at its exit for the threads of the other kind, and a request to a lighthouse that is gone takes its time.
+            self._executor.shutdown()
+            self._executor = DaemonExecutor()
+
+        def start_quorum(self, *args: Any, **options: Any) -> None:
+            self._in_start = True
+            try:
+                super().start_quorum(*args, **options)
+            finally:
+                self._in_start = False
+
+        def wait_quorum(self) -> None:
+            if self._in_start:
+                # Once: what takes the state of another group asks for the quorum again, and not on all ranks.
+                self._in_start = False
+                while self._agree_to_wait(not self._is_settled()):
+                    continue
+            super().wait_quorum()
+
+        def _is_settled(self) -> bool:
+            return bool(wait([self._quorum_future], timeout=_SLICE).done)
+
+    return InterruptibleManager
 
 
 def require_torchft() -> None:

@@ -67,6 +67,13 @@ class TorchReplicas(TorchEvaluation):
         self._has_joined = False
         self._before: _Before | None = None
 
+    def asked_to_stop(self) -> bool:
+        """Whether this rank has been asked to stop since the last boundary, as by a signal.
+
+        No communication: may be called on one rank.
+        """
+        return False
+
     # Construction
 
     def init_fault_tolerance(self) -> None:
@@ -80,7 +87,11 @@ class TorchReplicas(TorchEvaluation):
         if not self.config.ft.enabled:
             return
         self.fault_tolerance = ReplicaGroups(
-            self.replica_settings(), group=self.world, state_dict=self.healing_state, load_state_dict=self.heal
+            self.replica_settings(),
+            group=self.world,
+            state_dict=self.healing_state,
+            load_state_dict=self.heal,
+            asked_to_stop=self.asked_to_stop,
         )
         self._closers.callback(self.fault_tolerance.leave)
 

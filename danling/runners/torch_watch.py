@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from danling.data import Batch
-from danling.distributed import QuorumError, agree, set_collective_timeout
+from danling.distributed import QuorumError, WaitAbandonedError, agree, set_collective_timeout
 from danling.supervision import (
     EXIT_CODES,
     Profiler,
@@ -84,6 +84,14 @@ class TorchWatch(TorchUpdate):
             self._asked.add(self.signals.request or "terminate")
         if time.monotonic() >= self._deadline:
             self._asked.add("stop")
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank has been asked to stop since the last boundary: by a signal, by `stop()`, or by `max_time`.
+
+        No communication: may be called on one rank.
+        """
+        self._note_requests()
+        return not self._asked.isdisjoint(_PRECEDENCE)
 
     def _requests(self) -> frozenset[str]:
         self._note_requests()
@@ -164,6 +172,8 @@ class TorchWatch(TorchUpdate):
                 yield
             except EvaluationStopped:
                 logger.debug("An evaluation was left; it is made anew when the run is resumed.")
+            except WaitAbandonedError:
+                self._heed(agree(self.optimizer_domain, self._requests()))
             self._in_session = False
             self._finish_session()
         except Exception as error:

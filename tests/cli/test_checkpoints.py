@@ -122,7 +122,24 @@ def test_export_replaces_nothing_unasked_and_nothing_damaged(run: Path, capsys: 
         flip_bit(path, path.stat().st_size // 2)
     assert main(["export", str(run), "new.pth"]) == 1
     assert not Path("new.pth").exists()
-    assert main(["export", str(run), "new.pth", "--max-shard-size", "1"]) == 1
+    assert main(["export", str(run), "new", "--max-shard-size", "1"]) == 1
+    assert main(["export", str(run), "new.pth", "--max-shard-size", "1"]) == 2
+
+
+def test_an_export_stays_out_of_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [run / "checkpoints", run / "checkpoints" / "latest.pth", run / "checkpoints" / "weights.safetensors"]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for place in places:
+        assert main(["export", str(run), str(place), "--force"]) == 2
+        assert "outside of the run's checkpoints" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_an_exported_directory_is_inspected_and_estimated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = weights_of(run, "model")
+    assert main(["export", str(run), "weights", "--ema", "beside", "--max-shard-size", "200B"]) == 0
+    assert {entry.name for entry in read_contents("weights").entries} == set(model)
+    assert main(["inspect", "weights"]) == 0 and main(["estimate", "weights"]) == 0
 
 
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,3 +150,6 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "bad.safetensors" in errors and "bad.pth" in errors
     torch.save({"a.weight": torch.ones(2, 3)}, "foreign.pth")
     assert read_contents("foreign.pth").kind == "torch file" and main(["inspect", "foreign.pth"]) == 0
+    torch.save({"a.weight": torch.ones(2, 3)}, "old.pth", _use_new_zipfile_serialization=False)
+    assert [entry.shape for entry in read_contents("old.pth").entries] == [(2, 3)]
+    assert main(["verify", "bad.safetensors"]) == 3 and "DAMAGED" not in capsys.readouterr().out

@@ -32,12 +32,17 @@ def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
 
 def test_env_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("TORCH_TOKEN", "hush")
     done = danling("env", "--json")
     facts = json.loads(done.stdout)
     assert done.returncode == 0 and facts["danling"] == package.__version__
     assert facts["packages"]["torch"] == version("torch") and facts["packages"]["pyyaml"] == version("pyyaml")
-    assert facts["variables"]["NCCL_DEBUG"] == "INFO" and "hush" not in done.stdout
+    assert (
+        facts["variables"]["NCCL_DEBUG"] == "INFO"
+        and facts["variables"]["NCCL_P2P_DISABLE"] == "1"
+        and "hush" not in done.stdout
+    )
     assert version("torch") in danling("env").stdout
 
 

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -368,3 +371,16 @@ def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
         torch.save(source.state_dict(), tmp_path / "state.pt")
         torch.load(tmp_path / "state.pt", weights_only=True)
         source.close()
+
+
+@pytest.mark.parametrize("kind", [TorchDataLoader, StatefulDataLoader])
+def test_workers_of_a_users_loader_survive_a_signal_to_the_group(kind: Any) -> None:
+    before = set(multiprocessing.active_children())
+    source = source_of(kind(Augmented(LENGTH), batch_size=4, num_workers=1))
+    batches = source.batches()
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGTERM)
+    assert len(list(batches)) == 5
+    source.close()

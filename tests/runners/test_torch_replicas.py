@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -261,6 +264,27 @@ def test_losing_the_lighthouse_ends_in_a_checkpoint_and_an_error(tmp_path: Path)
     (latest,) = tmp_path.rglob("latest.pth")
     saved = torch.load(latest, weights_only=True)["state"]["train"]["global_step"]
     assert saved == int(board.read_text())
+
+
+def train_while_waiting(root: Path) -> Any:
+    """Train where the other group never comes; the last rank alone is sent a signal while both wait for it."""
+    patient = {"comm": {"train_timeout_seconds": 600.0}}
+    with TracingRunner(settings(root, **patient)) as runner:
+        if runner.rank == 1:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(SystemExit) as end:
+            runner.train()
+        return end.value.code, runner.state.train.global_step
+
+
+@needs_torchft
+def test_a_signal_is_heard_while_a_group_waits_for_the_others(tmp_path: Path) -> None:
+    with Lighthouse(min_replicas=2) as lighthouse:
+        environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
+        ended = run_processes(train_while_waiting, tmp_path, world_size=2, environment=environment)
+    assert ended == [(143, 0), (143, 0)]
+    (latest,) = tmp_path.rglob("latest.pth")
+    assert torch.load(latest, weights_only=True)["state"]["train"]["global_step"] == 0
 
 
 # Coming late

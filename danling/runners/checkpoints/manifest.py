@@ -117,6 +117,6 @@ def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
 def damaged(problems: Iterable[str], source: Path) -> CheckpointDamaged:
     """Return the error for a checkpoint that does not verify."""
     return CheckpointDamaged(
-        f"Expected {source} as it was written. Received: {'; '.join(dict.fromkeys(problems))}. Resume from another checkpoint, or set "
-        "auto_resume to find the newest one that verifies."
+        f"Expected {source} as it was written. Received: {'; '.join(dict.fromkeys(problems))}. Use another checkpoint; a "
+        "run with auto_resume finds the newest one that verifies."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
         CheckpointDamaged: If torch cannot read it.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        # The older format of torch.save is no zip file, and can only be read whole.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zipfile(path))
     except Exception as error:
         raise CheckpointDamaged(
             f"Expected a readable file. Received: {path}, on which torch.load fails: {error}"
