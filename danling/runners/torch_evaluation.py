@@ -76,10 +76,10 @@ class TorchEvaluation(TorchState):
         return found
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
-        """Return the loss of an evaluated batch: that of training, `None` where there is none.
+        """Return the loss of an evaluated batch: that of training, `None` where there is none. Called on all ranks.
 
         A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
-        have one, there is nothing to compare its prediction with. Called on every rank for each of its batches.
+        have one, there is nothing to compare its prediction with.
 
         Args:
             pred: What the model returned, any type.
