@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/telemetry.py                   # about a minute
     OMP_NUM_THREADS=1 python benchmarks/telemetry.py --rounds 10 --json telemetry.json
 
-Two runners train the same model on the same batches: one with the log file, the JSONL file and lines at the default
-interval of a run of 2000 steps (every 20), the other without a log line. Blocks of updates are
-interleaved; each round of the first is divided by the round of the second beside it. Medians and quartiles over the rounds, of
-processor time, so that other programs of the machine count as little as they can.
+Three runners train the same model on the same batches: one with telemetry, the log file, the JSONL file and lines at the default
+interval of a run of 2000 steps (every 20), one with telemetry and without a line, one without either: nothing is timed or counted
+there. Blocks of updates are interleaved; each round of the first two is divided by the round of the last one beside it. Medians and
+quartiles over the rounds, of processor time, so that other programs of the machine count as little as they can.
 """
 
 from __future__ import annotations
@@ -50,21 +50,57 @@ class Benchmarked(dl.TorchRunner):
         self.dataloaders = {"train": list(zip(inputs, targets))}
 
 
-def make_runner(root: str, width: int, *, telemetry: bool, tensorboard: bool = False) -> Benchmarked:
+class NoTelemetry:
+    """Takes the place of the telemetry and does nothing."""
+
+    tokens = 0.0
+
+    def timed(self, batches: Any) -> Any:
+        """Return the batches as they are."""
+        return batches
+
+    def stepped(self, *, committed: bool) -> None:
+        """Count nothing."""
+
+    def aside(self) -> Any:
+        """Time nothing."""
+        return contextlib.nullcontext()
+
+    def summary(self, global_step: int, samples: float) -> str:
+        """Say nothing."""
+        return ""
+
+
+class Bare(Benchmarked):
+    """The same without telemetry and bar."""
+
+    def _open_progress(self) -> None:
+        super()._open_progress()
+        self._close_progress()
+        self.telemetry = NoTelemetry()  # type: ignore[assignment]
+
+    def count_tokens(self, data: Any) -> float:
+        """Count none."""
+        return 0.0
+
+
+def make_runner(
+    root: str, width: int, *, lines: bool, tensorboard: bool = False, kind: type[Benchmarked] = Benchmarked
+) -> Benchmarked:
     """Return a runner that never evaluates or saves."""
     config = {
         "seed": 0,
         "steps": 0,
         "max_grad_norm": 1.0,
         "optim": {"type": "adamw", "lr": 1e-3},
-        "log": telemetry,
+        "log": lines,
         "tensorboard": tensorboard,
-        "log_interval": DEFAULT_INTERVAL if telemetry else 10**9,
+        "log_interval": DEFAULT_INTERVAL if lines else 10**9,
         "evaluate_interval": 10**9,
-        "workspace_root": f"{root}/{telemetry}",
+        "workspace_root": f"{root}/{kind.__name__}-{lines}",
         "checkpoint": {"load_only": True},
     }
-    return Benchmarked(width, config)
+    return kind(width, config)
 
 
 def measure_block(runner: Benchmarked) -> float:
@@ -85,18 +121,23 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
-        quiet = make_runner(root, arguments.width, telemetry=False)
-        telling = make_runner(root, arguments.width, telemetry=True, tensorboard=arguments.tensorboard)
-        pairs = [(measure_block(quiet), measure_block(telling)) for _ in range(arguments.rounds + 1)][1:]
-        quiet.close()
-        telling.close()
-    low, ratio, high = statistics.quantiles([with_ / without for without, with_ in pairs], n=4)
-    step = statistics.median(without for without, _ in pairs)
-    print(
-        f"an update without: {step:.0f} us; with telemetry and logging every {DEFAULT_INTERVAL}: x {ratio:.4f} ({low:.4f}-{high:.4f})"
-    )
+        bare = make_runner(root, arguments.width, lines=False, kind=Bare)
+        quiet = make_runner(root, arguments.width, lines=False)
+        telling = make_runner(root, arguments.width, lines=True, tensorboard=arguments.tensorboard)
+        runners = (bare, quiet, telling)
+        rounds = [[measure_block(runner) for runner in runners] for _ in range(arguments.rounds + 1)][1:]
+        for runner in runners:
+            runner.close()
+    step = statistics.median(measured[0] for measured in rounds)
+    figures: dict[str, float] = {"step_us": step}
+    print(f"an update without either: {step:.0f} us")
+    for name, place in (("telemetry", 1), (f"telemetry and lines every {DEFAULT_INTERVAL}", 2)):
+        low, ratio, high = statistics.quantiles([measured[place] / measured[0] for measured in rounds], n=4)
+        print(f"with {name}: x {ratio:.4f} ({low:.4f}-{high:.4f})")
+        prefix = "telemetry_" if place == 1 else ""
+        figures |= {f"{prefix}ratio": ratio, f"{prefix}low": low, f"{prefix}high": high}
     if arguments.json:
-        arguments.json.write_text(json.dumps({"step_us": step, "ratio": ratio, "low": low, "high": high}, indent=2))
+        arguments.json.write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

@@ -69,20 +69,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip", nargs="+", default=[], choices=("train", "dcp", "compile", "nccl", "extras"), help="leave out"
     )
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds that one check may take (default: 180)")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=180.0, help="seconds that one check may take (default: 180)"
+    )
     add_json(parser)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"Expected a number of seconds above 0. Received: {text!r}.")
+    return seconds
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the checks one after the other; print each as it ends."""
     checks = []
-    for check in examine(set(options.skip), options.timeout):
-        checks.append(check)
-        if not options.json:
-            print(f"{check.state:7} {check.name:24} {check.detail}  ({check.seconds:.1f} s)", flush=True)
+    with _ended_by_sigterm():
+        for check in examine(set(options.skip), options.timeout):
+            checks.append(check)
+            if not options.json:
+                print(f"{check.state:7} {check.name:24} {check.detail}  ({check.seconds:.1f} s)", flush=True)
     if options.json:
         print_json({"checks": [asdict(check) for check in checks]})
     return DAMAGED if any(check.state == "failed" for check in checks) else OK
+
+
+class _Sigterm:
+    """Lets SIGTERM end the doctor as an exception does: its processes and its directory go with it."""
+
+    def __init__(self) -> None:
+        self._held = self._came = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self._came = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._came and not self._held:
+            sys.exit(128 + signal.SIGTERM)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Put it off: a process that is being started is known to nobody yet."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self._leave()
+
+
+_sigterm = _Sigterm()
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, _sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def examine(skip: set[str], timeout: float) -> Iterator[Check]:
@@ -96,9 +146,7 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="danling-doctor-") as name:
         place = Path(name)
         if "train" not in skip:
-            yield _timed(
-                "train (gloo)", lambda: ("ok", f"{_train(place / 'whole', 'file', timeout)[:12]} on {RANKS} processes")
-            )
+            yield _timed("train (gloo)", lambda: _whole(place, timeout))
             yield _timed("kill and resume (file)", lambda: _resume(place, "file", timeout))
         if not skip & {"train", "dcp"}:
             yield _timed("kill and resume (dcp)", lambda: _resume(place, "dcp", timeout))
@@ -196,11 +244,12 @@ def _pair(directory: Path, backend: str, *arguments: str) -> Iterator[list[subpr
             # Beside the run directory's own files: what was said is shown when something fails.
             with (directory / f"output-{rank}.txt").open("wb") as output:
                 environment = _environment(rank, port)
-                processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                with _sigterm.held():
+                    processes.append(
+                        subprocess.Popen(
+                            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                        )
                     )
-                )
         yield processes
     finally:
         for process in processes:

@@ -248,10 +248,10 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
         config = self.config
         self.workspace = self.locate_workspace()
         self.workspace.create()
-        handler = open_run_log(
+        self._run_log = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
-        self._closers.callback(close_run_log, handler)
+        self._closers.callback(close_run_log, self._run_log)
 
     @property
     def workspace_part(self) -> str | None:

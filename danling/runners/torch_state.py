@@ -459,7 +459,8 @@ class TorchState(TorchComponents):
     def _load_random_state(self, ranks: Mapping[str, Any]) -> None:
         if not ranks:
             return
-        index, number = self.stream_place
+        index, number = self.stream_place[0], self.own_stream_place[1]
+        # Each replica group saves its own ranks, and begins with new streams where another one has saved.
         if len(ranks) != number and self.is_main_process and self._has_drawn(ranks):
             logger.info(
                 "The checkpoint holds random streams of %d ranks and this run has %d: old ranks keep theirs, new ones are "

@@ -25,7 +25,7 @@ from danling.supervision import (
     write_memory_snapshot,
 )
 from danling.training import UpdateOutcome, count_tokens
-from danling.workspace import Progress
+from danling.workspace import Progress, speaking_for
 
 from .config import RunnerConfig
 from .torch_update import TorchUpdate
@@ -153,6 +153,12 @@ class TorchWatch(TorchUpdate):
 
     @contextmanager
     def _session(self) -> Iterator[None]:
+        """Train: what is logged meanwhile is of this run, whichever others are open."""
+        with speaking_for(self._run_log), self._watched():
+            yield
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
         self._stop_for = None
         self._update_open = False
@@ -203,6 +209,9 @@ class TorchWatch(TorchUpdate):
 
     def _finish_session(self) -> None:
         self.settle()
+        if self.heartbeat is not None:
+            # The epoch has been counted since the last update.
+            self.heartbeat.beat(self.state.train.global_step, self.state.train.epoch)
         # What was asked for in the last update, which an accelerator hands out with the next one.
         late = self.ballot.settle()
         self._stop_for = self._stop_for or next((name for name in _PRECEDENCE if name in late), None)
@@ -275,12 +284,13 @@ class TorchWatch(TorchUpdate):
                 self._log(outcome)
             if self.progress_bar is not None:
                 self.progress_bar.update(step)
-            if self.heartbeat is not None:
-                self.heartbeat.beat(step, self.state.train.epoch)
-            if self.gc_pacer is not None:
-                self.gc_pacer.step()
-            if self._profiler is not None:
-                self._profiler.step(step)
+        # A skipped update is work that was done as well, on all ranks.
+        if self.heartbeat is not None:
+            self.heartbeat.beat(step, self.state.train.epoch)
+        if self.gc_pacer is not None:
+            self.gc_pacer.step()
+        if self._profiler is not None:
+            self._profiler.step(step)
         # Where an evaluation is due first, the checkpoint follows it, so that a resumed run does not leave the evaluation out.
         if self._save_asked and not (self.is_step_mode and outcome.committed and self.evaluation_due()):
             self.save_checkpoint()

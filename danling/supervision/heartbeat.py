@@ -55,7 +55,7 @@ class Heartbeat:
         self._thread.start()
 
     def beat(self, global_step: int, epoch: int) -> None:
-        """Say that a step is done; called at every update, costs a fraction of a microsecond and writes nothing.
+        """Say that a step is done, be it that it was skipped; called at every update, costs a fraction of a microsecond and writes nothing.
 
         Args:
             global_step: Optimizer updates committed.

@@ -8,7 +8,7 @@ from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from .identity import CodeIdentity, make_timestamp, run_id
-    from .logging import RunLog, close_run_log, open_run_log
+    from .logging import RunLog, close_run_log, open_run_log, speaking_for
     from .printing import Printer
     from .progress import Progress, format_duration, format_number, format_scores
     from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker, read_jsonl
@@ -18,7 +18,7 @@ else:
         __name__,
         {
             "identity": ("CodeIdentity", "make_timestamp", "run_id"),
-            "logging": ("RunLog", "close_run_log", "open_run_log"),
+            "logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
             "printing": ("Printer",),
             "progress": ("Progress", "format_duration", "format_number", "format_scores"),
             "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_jsonl"),
@@ -44,4 +44,5 @@ __all__ = [
     "open_run_log",
     "read_jsonl",
     "run_id",
+    "speaking_for",
 ]

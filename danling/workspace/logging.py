@@ -6,6 +6,9 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from .printing import bar_is_open, beside_bar
@@ -18,6 +21,7 @@ _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(message)s"
 _lock = threading.Lock()
 _open_logs: list[RunLog] = []
+_speaking: ContextVar[RunLog | None] = ContextVar("danling_speaking", default=None)
 
 
 class RunLog:
@@ -27,6 +31,8 @@ class RunLog:
         self.console = console
         self.file_handler = file_handler
         self.level_before = LOGGER.level
+        if file_handler is not None:
+            file_handler.addFilter(lambda record: _speaking.get() in (None, self))
 
     @property
     def file(self) -> Path | None:
@@ -98,6 +104,16 @@ def open_run_log(
             LOGGER.setLevel(level)
         _open_logs.append(log)
     return log
+
+
+@contextmanager
+def speaking_for(log: RunLog) -> Iterator[None]:
+    """Keep lines that are written in this context, such as those of a training, out of the files of other runs that are open."""
+    token = _speaking.set(log)
+    try:
+        yield
+    finally:
+        _speaking.reset(token)
 
 
 def close_run_log(log: RunLog) -> None:

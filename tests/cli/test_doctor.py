@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.job import Job
 from support.recorded import danling
 
 from danling.cli import doctor
@@ -32,6 +35,17 @@ def test_packages_are_imported_and_not_only_named(monkeypatch: pytest.MonkeyPatc
     found = {check.name: check for check in doctor.examine({"train", "dcp", "compile", "nccl"}, 60)}
     assert found["safetensors"].state == "ok" and found["no-such-package"].state == "absent"
     assert found["tensorboard"].state == "failed" and "a broken library" in found["tensorboard"].detail
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    def places() -> list[Path]:
+        return list(tmp_path.glob("danling-doctor-*"))
+
+    with Job([sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}) as job:
+        job.wait_until(lambda: any(list(place.glob("whole/output-1.txt")) for place in places()))
+        job.signal(signal.SIGTERM)
+        assert job.wait().exit_code == 143
+    assert not places()
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def test_env_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> N
         (["runs", "."], 3),
         (["plot", ".", "-o", "curves.pdf"], 2),
         (["estimate"], 2),
+        (["doctor", "--timeout", "-1"], 2),
         (["bogus"], 2),
         ([], 2),
     ],

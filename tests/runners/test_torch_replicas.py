@@ -274,7 +274,9 @@ def train_while_waiting(root: Path) -> Any:
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(SystemExit) as end:
             runner.train()
-        return end.value.code, runner.state.train.global_step
+        ended = end.value.code, runner.state.train.global_step
+    with TracingRunner(settings(root, **patient, auto_resume=True)):
+        return ended
 
 
 @needs_torchft
@@ -285,6 +287,8 @@ def test_a_signal_is_heard_while_a_group_waits_for_the_others(tmp_path: Path) ->
     assert ended == [(143, 0), (143, 0)]
     (latest,) = tmp_path.rglob("latest.pth")
     assert torch.load(latest, weights_only=True)["state"]["train"]["global_step"] == 0
+    logs = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
+    assert "Resumed" in logs and "random streams of" not in logs, logs
 
 
 # Coming late

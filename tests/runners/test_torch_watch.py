@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from support.toys import TracingRunner
+
+from danling.supervision import GcPacer, Heartbeat, Profiler
 
 CONFIG = {"epochs": 2, "seed": 3, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}, "dir": "run"}
 
@@ -128,3 +131,40 @@ def test_a_meter_cannot_change_the_loss(tmp_path: Path) -> None:
             runner.evaluate("val")
         runner.where = "nowhere"
         assert set(runner.evaluate("val")["val"]) >= {"loss", "own"}
+
+
+def test_each_of_two_open_runners_has_a_log_of_its_own(tmp_path: Path) -> None:
+    with TracingRunner({**CONFIG, "dir": "first"}) as first, TracingRunner({**CONFIG, "dir": "second"}) as second:
+        first.train()
+        second.train()
+        texts = [runner.workspace.log_file.read_text() for runner in (first, second)]
+    assert [text.count("Training from") for text in texts] == [text.count("Finished") for text in texts] == [1, 1]
+
+
+def test_the_last_heartbeat_counts_the_last_epoch(tmp_path: Path) -> None:
+    with TracingRunner({**CONFIG, "heartbeat": {"enabled": True}}) as runner:
+        runner.train()
+        step = runner.state.train.global_step
+    last = json.loads(Path("run/heartbeats/rank-0.json").read_text())
+    assert (last["status"], last["global_step"], last["epoch"]) == ("stopped", step, 2)
+
+
+class Diverged(TracingRunner):
+    """Has no update that could be committed."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step({**data, "input": data["input"] / 0.0})
+
+
+def test_skipped_updates_are_steps_for_those_who_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = {"heartbeat": {"enabled": True}, "gc": {"interval": 1}, "epochs": 1, "skip_nonfinite_grad": True}
+    seen: list[str] = []
+    monkeypatch.setattr(Heartbeat, "beat", lambda *_: seen.append("beat"))
+    monkeypatch.setattr(GcPacer, "step", lambda *_: seen.append("collect"))
+    monkeypatch.setattr(Profiler, "step", lambda *_: seen.append("profile"))
+    with Diverged({**CONFIG, **watched, "profiling": {"enabled": True}}) as runner:
+        runner.train()
+        skipped = runner.state.train.skipped_updates
+    assert skipped > 1
+    assert [seen.count(name) for name in ("collect", "profile")] == [skipped, skipped]
+    assert seen.count("beat") > skipped
