@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from .domain import Domain
@@ -47,6 +48,24 @@ def resolve_schedule(name: str) -> Any:
     if short not in map(str.lower, names):
         raise ValueError(f"Expected a pipeline schedule out of {names}. Received: parallel.pipeline_schedule={name!r}.")
     return get_schedule_class(short)
+
+
+def check_schedule(schedule: type, device: torch.device, version: str = torch.__version__) -> None:
+    """Refuse a schedule that this torch cannot start on this device. May be called on one rank; the same answer on all.
+
+    Args:
+        schedule: The class.
+        device: Where the stages are.
+        version: That of torch.
+
+    Raises:
+        ValueError: If torch 2.11 is asked for a V schedule over gloo: its first exchange of shapes breaks the connection.
+    """
+    if schedule in V_SCHEDULES and device.type == "cpu" and TorchVersion(version) < "2.12":
+        raise ValueError(
+            f"Expected torch 2.12 or newer to run {schedule.__name__} over gloo. Received: torch {version}. Upgrade torch, or "
+            "choose another parallel.pipeline_schedule, such as 1F1B."
+        )
 
 
 def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:

@@ -122,6 +122,24 @@ def check_mapping(name: str, value: Any) -> None:
         )
 
 
+def check_metrics(metrics: Any, reserved: Iterable[str]) -> None:
+    """Refuse a metric by the name of a figure that the library computes itself.
+
+    Args:
+        metrics: What the user assigned.
+        reserved: Those names.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    taken = [name for name in reserved if isinstance(metrics, Mapping) and name in metrics]
+    if taken:
+        raise ValueError(
+            f"Expected metrics by names of their own. Received: a metric called {taken[0]!r}, which is what the criterion returns. Call it "
+            f"'{taken[0]}_of_...', or override `compute_loss`."
+        )
+
+
 def misnamed(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
     """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not.
 

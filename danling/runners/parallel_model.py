@@ -31,7 +31,7 @@ from danling.distributed.model_parts import (
     tie,
     tied_names,
 )
-from danling.distributed.pipeline import V_SCHEDULES, Pipeline, resolve_schedule, stages_of_rank
+from danling.distributed.pipeline import V_SCHEDULES, Pipeline, check_schedule, resolve_schedule, stages_of_rank
 from danling.distributed.replicas import Replicas, equalize, mesh_axes
 from danling.utils.names import canonical_name
 from danling.utils.tensors import is_sharded
@@ -60,6 +60,7 @@ class ParallelModel(TorchRunner):
         """Check the axes before anything is allocated, then join the process group and build the mesh. Called on all ranks."""
         self._plan_pipeline(Axes.resolve(self._degrees(), world_size=LaunchEnvironment.read().world_size))
         super().init_distributed()
+        check_schedule(self._schedule_class, self.device)
         self.topology = self.build_topology()
         self.init_model_parallel_groups()
 

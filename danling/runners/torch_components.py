@@ -19,8 +19,9 @@ from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metr
 from danling.training import EMA, Precision, Window
 from danling.utils.names import canonical_name
 
+from .base_runner import RESERVED_FIGURES
 from .checkpoints import FileCheckpointManager
-from .component_checks import check_criterion, check_mapping, check_model, check_optimizer, misnamed
+from .component_checks import check_criterion, check_mapping, check_metrics, check_model, check_optimizer, misnamed
 from .config_effects import idle_settings
 from .config_foreign import foreign_settings
 from .torch_supervision import TorchSupervision
@@ -116,6 +117,7 @@ class TorchComponents(TorchSupervision):
     def _check_components(self) -> None:
         check_model(self.model, vars(self))
         check_criterion(self.criterion)
+        check_metrics(self.metrics, RESERVED_FIGURES)
         check_mapping("datasets", self.datasets)
         check_mapping("dataloaders", self.dataloaders)
         check_optimizer(self.optimizer, self.named_parameters())

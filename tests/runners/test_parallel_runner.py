@@ -552,3 +552,17 @@ def test_autocast_passes_between_stages(tmp_path: Path) -> None:
     ranks = run_processes(single, settings(tmp_path / "mesh", PIPELINE, precision="bf16"), world_size=2, timeout=60)
     assert ranks == pytest.approx([one, one], abs=2e-2)
     assert one == pytest.approx(1.0, abs=0.3)
+
+
+def test_a_schedule_that_this_torch_cannot_start_is_refused() -> None:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+
+    from danling.distributed.pipeline import check_schedule
+
+    with pytest.raises(
+        ValueError, match=r"torch 2.12 or newer to run ScheduleZBVZeroBubble over gloo. Received: torch 2.11.0"
+    ):
+        check_schedule(ScheduleZBVZeroBubble, torch.device("cpu"), "2.11.0+cpu")
+    check_schedule(ScheduleZBVZeroBubble, torch.device("cuda"), "2.11.0+cpu")
+    check_schedule(ScheduleZBVZeroBubble, torch.device("cpu"), "2.12.0+cpu")
+    check_schedule(Schedule1F1B, torch.device("cpu"), "2.11.0+cpu")

@@ -570,6 +570,7 @@ SLIPS = {
     "class": (lambda r: setattr(r, "criterion", nn.MSELoss), r"the class MSELoss. Write MSELoss\(\)"),
     "dataset": (lambda r: setattr(r, "datasets", points()), r"self.datasets = \{'train'"),
     "optimizers": (lambda r: setattr(r, "optimizer", [torch.optim.SGD(r.model.parameters())]), "JointOptimizer"),
+    "metric": (lambda r: setattr(r, "metrics", {"loss": dl.metrics.accuracy}), "a metric called 'loss'"),
     "another model": (
         lambda r: setattr(r, "optimizer", torch.optim.SGD(nn.Linear(3, 1).parameters())),
         r"over 2 others, which would train nothing",
