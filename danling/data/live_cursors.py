@@ -23,7 +23,7 @@ from .user_loader import (
     set_generator_states,
     shares_evenly,
 )
-from .workers import end_with_process, keep_from_group_signals
+from .workers import end_with_process, kept_from_group_signals
 
 logger = logging.getLogger("danling")
 
@@ -123,8 +123,8 @@ class LiveCursor(Cursor):
         return preserved_random_state(seed=derive_seed(self.seed, "pass", self.split, self.epoch, *apart))
 
     def _iterate(self) -> Iterator[Any]:
-        keep_from_group_signals(self.loader)
-        iterator: Iterator[Any] = iter(self.loader)
+        with kept_from_group_signals(self.loader):
+            iterator: Iterator[Any] = iter(self.loader)
         if getattr(self.loader, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
             end_with_process(iterator)
         return iterator

@@ -8,7 +8,7 @@ from typing import Any
 from .cursors import Batch, Cursor, PositionCursor
 from .live_cursors import CountedCursor, StatefulCursor
 from .loader import DataLoader
-from .user_loader import first_sample
+from .user_loader import describe, describe_dataset
 
 
 class BatchSource:
@@ -55,10 +55,14 @@ class BatchSource:
         self._cursor = _choose_cursor(loader)(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._cursor.shared = shared
 
-    def sample_of(self, batch: Batch) -> Any:
-        """Return something that tells whether other ranks read the same data: a sample, else the batch."""
-        sample = first_sample(self.loader)
-        return batch.data if sample is None else sample
+    def described(self, batch: Batch) -> Any:
+        """Return something that is equal where other ranks read the same data: what the dataset holds, else the batch.
+
+        Args:
+            batch: The first one of a pass.
+        """
+        held = describe_dataset(self.loader)
+        return describe(batch.data) if held is None else held
 
     reads: bool = True
     """Whether batches are read on this rank."""

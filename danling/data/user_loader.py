@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from .randomness import preserved_random_state
+_VALUES = 64
+"""How many values of a tensor or a list are looked at."""
 
 
 def call_set_epoch(loader: Any, epoch: int) -> None:
@@ -58,18 +61,34 @@ def order_is_of_rank(loader: Any) -> bool:
     return type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
 
 
-def first_sample(loader: Any) -> Any:
-    """Return the first sample of the dataset, where the loader reads all of it in an order of its own; else `None`.
+def describe_dataset(loader: Any) -> Any:
+    """Return what a dataset holds, as far as it can be told without reading it, where the loader reads all of it; else `None`.
 
-    Random streams are left as they are.
+    Reading a sample would open files in this process that only workers are to open.
     """
     if not isinstance(loader, TorchDataLoader) or type(loader.sampler) not in (RandomSampler, SequentialSampler):
         return None
-    try:
-        with preserved_random_state(seed=0):
-            return loader.dataset[0]
-    except (LookupError, TypeError, NotImplementedError):
-        return None
+    return describe(loader.dataset, depth=4)
+
+
+def describe(value: Any, depth: int = 4) -> Any:
+    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another.
+
+    Args:
+        value: A batch, or what a dataset holds.
+        depth: How deep to look.
+    """
+    if isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "ravel")):
+        return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
+    if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
+        return repr(value)
+    if depth == 0:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return [(repr(name), describe(item, depth - 1)) for name, item in islice(value.items(), _VALUES)]
+    if isinstance(value, (list, tuple)):
+        return len(value), [describe(item, depth - 1) for item in value[:_VALUES]]
+    return type(value).__name__, describe(getattr(value, "__dict__", {}), depth - 1)
 
 
 def shares_evenly(loader: Any) -> bool:

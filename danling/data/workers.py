@@ -40,16 +40,25 @@ class WorkerInit:
             self.user(worker_id)
 
 
-def keep_from_group_signals(loader: Any) -> None:
-    """Make the workers of a user's torch loader ignore what is sent to the whole process group, as those of the library do.
+@contextmanager
+def kept_from_group_signals(loader: Any) -> Iterator[None]:
+    """Make workers that a user's torch loader starts inside ignore what is sent to the whole process group.
 
-    Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that run already stay as they are.
+    Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that he starts himself are left as
+    they are: nothing would end those with the process.
 
     Args:
         loader: Any loader; others than those of torch are left alone.
     """
-    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, WorkerInit):
-        loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+    if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
+        yield
+        return
+    users = loader.worker_init_fn
+    loader.worker_init_fn = WorkerInit(users)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = users
 
 
 def shut_down_workers(loader: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -172,19 +171,27 @@ def _only_holds(module: nn.Module) -> bool:
     return listing and not module._parameters and not module._buffers
 
 
-@contextmanager
-def copied_buffers(model: nn.Module) -> Iterator[None]:
+class copied_buffers:
     """Let a forward write to copies of the buffers, such as the statistics of a normalization, which stay as they are.
 
-    Buffers that were written back would count as changed under a backward still to come.
+    Buffers that were written back would count as changed under a backward still to come. One object can be entered again and again, as
+    it is where a block is computed anew for each of several backwards.
+
+    Args:
+        model: Whose buffers.
     """
-    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    for module, buffers in before:
-        module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
-    try:
-        yield
-    finally:
-        for module, buffers in before:
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        modules = [module for module in self.model.modules() if module._buffers]
+        self.before = [(module, dict(module._buffers)) for module in modules]
+        for module, buffers in self.before:
+            module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
+
+    def __exit__(self, *_: object) -> None:
+        for module, buffers in self.before:
             module._buffers.update(buffers)
 
 

@@ -278,7 +278,7 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             own.merge(stored)
         else:
             own = cls.config_class(stored)
-        own.merge(dict(config or {}))
+        own.merge(config.changed() if isinstance(config, RunnerConfig) else dict(config or {}))
         own.resume = str(checkpoint)
         runner: Self = cls(own)
         return runner

@@ -154,7 +154,7 @@ def misnamed(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) 
         meant = _ELSEWHERE.get(name) or slip_of(name, sorted(known))
         made_anyway = meant in ("build_optimizer", "build_scheduler") and meant.removeprefix("build_") not in unset
         if meant is not None and meant not in own and not made_anyway:
-            sentences.append(f"The method {name!r} is called by nobody: did you mean `{meant}`?")
+            sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
     for component in unset:
         hint = _did_you_mean(component, assigned)
         sentences += [f"`self.{component}` is not set.{hint}"] if hint else []

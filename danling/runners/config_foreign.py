@@ -43,14 +43,15 @@ def foreign_settings(config: Any, *, builds_loaders: bool, builds_optimizer: boo
     """
     try:
         usual = type(config)()
-    except TypeError:
-        return []  # it takes arguments, so that nobody can tell what it declares
+    except Exception:
+        return []  # it asks for arguments or settings, so that nobody can tell what it declares
     needs = {"dataloader": builds_loaders, "optim": builds_optimizer}
     return [
         f"{name} is a key of your own, which the library does not read: its key is {key}."
         for key, names in _KEYS.items()
         for name in names
         if name in config
+        and config[name] not in (None, False)
         and name not in usual
         and needs.get(key.partition(".")[0], True)
         and not _is_set(config, usual, key)
@@ -59,5 +60,7 @@ def foreign_settings(config: Any, *, builds_loaders: bool, builds_optimizer: boo
 
 def _is_set(config: Any, usual: Any, key: str) -> bool:
     section, _, name = key.rpartition(".")
+    if key in ("steps", "epochs"):
+        return config.steps is not None or config.epochs is not None  # the two exclude one another
     own, other = (config.get(section) or {}, usual.get(section) or {}) if section else (config, usual)
     return name in own and (name not in other or own[name] != other[name])

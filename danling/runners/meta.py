@@ -37,7 +37,7 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
     try:
         runner.__init__(*args, **kwargs)
     except AttributeError as error:
-        if "_closers" in vars(runner):
+        if "_closers" in vars(runner) or error.obj is not runner:
             raise
         forgotten = error
     if "_closers" not in vars(runner):

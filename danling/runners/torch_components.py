@@ -77,7 +77,12 @@ class TorchComponents(TorchSupervision):
                     "set scheduler.monitor to a figure of training, such as 'train.loss'."
                 )
         if self.is_main_process:
-            for message in self.idle_settings():
+            try:
+                messages = self.idle_settings()
+            except Exception:  # on one rank only, and a hint must not end a run
+                logger.debug("The settings could not be looked through.", exc_info=True)
+                messages = []
+            for message in messages:
                 logger.warning("%s", message)
 
     def idle_settings(self) -> list[str]:
@@ -140,8 +145,8 @@ class TorchComponents(TorchSupervision):
     def _refuse_early_step(self, optimizer: Any, *_: Any) -> None:
         if self._in_train_step:
             raise RuntimeError(
-                f"Expected `train_step` to leave the update to the runner. Received: a step of {type(optimizer).__name__} inside of it, "
-                "which would apply the gradient twice. Remove optimizer.step(); override `optimizer_step` for an update of your own."
+                "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a step of "
+                f"{type(optimizer).__name__} inside of it. Remove optimizer.step(); an update of your own goes into `optimizer_step`."
             )
 
     def _overrides(self, hook: str) -> bool:

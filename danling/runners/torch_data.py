@@ -202,7 +202,7 @@ class TorchData(BaseRunner):
         if split is None:
             return
         self.check_split(split)
-        if split in self.train_splits and split not in (config.evaluate_splits or ()):
+        if split in self.train_splits and split not in self.evaluate_splits:
             raise ValueError(
                 f"Expected score_split to be a split that is evaluated: the mean over training is of weights that were left behind. "
                 f"Received: score_split={split!r}, which is trained on. Name it in evaluate_splits too, or choose another."

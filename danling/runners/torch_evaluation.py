@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any, Literal, overload
 
@@ -16,6 +16,7 @@ from danling.metrics import Meters, as_number
 from danling.training import call_model, count_samples, criterion_setting, criterion_weight, peek_target, unpack_batch
 
 from .base_runner import RESERVED_FIGURES
+from .component_checks import check_metrics
 from .torch_state import TorchState
 
 logger = logging.getLogger("danling")
@@ -85,21 +86,26 @@ class TorchEvaluation(TorchState):
             pred: What the model returned, any type.
             target: The target of the batch, `None` without one.
         """
-        own = self.criterion is not None or self._overrides("compute_loss")
-        if own and (target is not None or self._trains_bare()):
+        overridden = self._overrides("compute_loss")
+        if target is not None:
+            scored = self.criterion is not None or overridden
+        else:
+            bare = self._trains_bare()
+            scored = overridden if bare is None else bare and (self.criterion is not None or overridden)
+        if scored:
             return self.compute_loss(pred, target)
         return model_loss(pred) if self.criterion is None else None
 
-    _bare: bool | None = None
-    """Whether the batches to train on come without a target; `None` before it is known."""
-
-    def _trains_bare(self) -> bool:
-        if self._bare is None:
-            dataset: Any = next((self.datasets[split] for split in self.train_splits if split in self.datasets), None)
-            # A stream cannot be looked into without taking a sample from it.
-            known = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) > 0
-            with preserved_random_state(self.device):
-                self._bare = known and peek_target(dataset[0]) is None
+    def _trains_bare(self) -> bool | None:
+        """Whether the batches to train on come without a target, `None` where nobody can tell before the first one."""
+        split = next((name for name in self.train_splits if name in self.datasets and name in self.sources), None)
+        if self._bare is not None or split is None or self._overrides("train_step"):
+            return self._bare
+        settings = self.loader_settings(split)
+        # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
+        if self.sources[split].kind == "position" and not (settings.get("num_workers") or settings.get("collate_fn")):
+            with preserved_random_state(self.device), suppress(Exception):
+                self._bare = peek_target(self.datasets[split][0]) is None
         return self._bare
 
     def _weigh(self, batch: Batch, data: Any) -> tuple[float | Tensor, float]:
@@ -108,7 +114,7 @@ class TorchEvaluation(TorchState):
             return 0.0, 0.0
         samples = count_samples(data) if batch.samples is None else batch.samples
         target = peek_target(data)
-        if self.mode == "train":
+        if self._bare is None and self.mode == "train" and not self._overrides("train_step"):
             self._bare = target is None
         return self.batch_weight(data, target), samples
 
@@ -229,9 +235,9 @@ class TorchEvaluation(TorchState):
             split: The split that was evaluated.
             totals: Sums and weights of this rank.
         """
-        result = totals.averages(self.figures_domain)
-        result.update(self.metric_set.compute(self.figures_domain))
-        return result
+        result, metrics = totals.averages(self.figures_domain), self.metric_set.compute(self.figures_domain)
+        check_metrics(metrics, RESERVED_FIGURES)
+        return result | metrics
 
     @contextmanager
     def _evaluating(self, split: str, mode: Literal["evaluate", "infer"]) -> Iterator[None]:
@@ -395,7 +401,7 @@ def _as_list(pred: Any, samples: int) -> list[Any]:
         return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [pred]
     if isinstance(pred, tuple) and pred and all(_has_samples(part, samples) for part in pred):
         return list(zip(*(_as_list(part, samples) for part in pred)))
-    return list(pred)[:samples] if isinstance(pred, (list, tuple)) else [pred]
+    return list(pred)[:samples] if isinstance(pred, list) else [pred]
 
 
 def _has_samples(value: Any, samples: int) -> bool:

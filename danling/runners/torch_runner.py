@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from danling.data import Batch, BatchSource
+from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import agree
 from danling.optim import needs_metric
-from danling.training import UpdateOutcome, fingerprint
+from danling.training import UpdateOutcome
 from danling.workspace import format_scores
 
 from .base_runner import Results
@@ -269,7 +269,7 @@ class TorchRunner(TorchWatch):
         self._compared.add(source.split)
         if self._ends_together(source) or batch is None or self.data_domain.size == 1:
             return
-        seen = self.data_domain.gather_objects(fingerprint(source.sample_of(batch)))
+        seen = self.data_domain.gather_objects(source.described(batch) if batch.data is not PLACEHOLDER else None)
         if seen[0] is not None and seen.count(seen[0]) == len(seen) and self.is_main_process:
             logger.warning(
                 "All ranks read the same data in split %r. A loader of your own, or over a stream, is not divided for you: divide "

@@ -43,6 +43,9 @@ class TorchState(TorchComponents):
         self.open_result: dict[str, dict[str, float]] = {}
         """Figures of the epoch that is not finished yet."""
 
+    _bare: bool | None = None
+    """Whether the batches to train on come without a target; `None` before it is known, and where `train_step` reads them otherwise."""
+
     def meter_totals(self) -> dict[str, tuple[float, float]]:
         """Return sums and weights of `meters` over all ranks. Call on all ranks."""
         return self.meters.totals(self.figures_domain)
@@ -153,6 +156,7 @@ class TorchState(TorchComponents):
         state = self.state.state_dict()
         state["results"] = {str(index): result for index, result in self.results.items()}
         state["open_result"] = dict(self.open_result)
+        state["bare"] = self._bare
         state["meters"] = self.meters.state_dict()
         state["losses"] = self.losses.state_dict()
         state["scores"] = self.scoreboard.state_dict() if self.scoreboard is not None else {}
@@ -274,6 +278,9 @@ class TorchState(TorchComponents):
         excluded = _listed(self.config.checkpoint.exclude_from_loading)
         return any(f"runner.{key}.".startswith(f"{entry}.") for entry in excluded)
 
+    def _is_option_changed_on_purpose(self, name: str) -> bool:
+        return any(self._is_changed_on_purpose(f"optim.{key}") for key in (name, "param_groups"))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a payload: model, EMA, optimizer, scheduler, loaders, counters, and the random streams last. Called on all ranks.
 
@@ -300,9 +307,7 @@ class TorchState(TorchComponents):
         if self.scheduler is not None and "scheduler" in payload:
             self.load_scheduler(payload["scheduler"])
         if self.optimizer is not None and "optimizer" in payload:
-            regrouped = self._is_changed_on_purpose("optim.param_groups")
-            wanted = lambda name: regrouped or self._is_changed_on_purpose(f"optim.{name}")  # noqa: E731
-            adopt_options(self.optimizer, self.scheduler, options, wanted)
+            adopt_options(self.optimizer, self.scheduler, options, self._is_option_changed_on_purpose)
         if "dataloaders" in payload:
             fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
             self.load_dataloaders({**payload["dataloaders"], **fresh})
@@ -448,6 +453,7 @@ class TorchState(TorchComponents):
         self.window.agreed_reference = self.state.train.weight_reference
         self.results = {int(index): result for index, result in state.get("results", {}).items()}
         self.open_result = dict(state.get("open_result", {}))
+        self._bare = state.get("bare")
         # Sums over all ranks were saved: one of those that add up takes them over.
         self.meters.load_state_dict(state.get("meters", {}) if self.figures_domain.rank == 0 else {})
         self.losses.load_state_dict(state.get("losses", {}))

@@ -368,12 +368,14 @@ class TorchWatch(TorchUpdate):
         if batch.samples != 0 and self.telemetry is not None:
             self.telemetry.tokens += self.count_tokens(batch.data)
         self._in_train_step = True
-        if self._measures_flops and samples:
-            self._measures_flops = False
-            self._measured_flops = counted(lambda: self.train_step(data)) / samples
-        else:
-            self.train_step(data)
-        self._in_train_step = False
+        try:
+            if self._measures_flops and samples:
+                self._measures_flops = False
+                self._measured_flops = counted(lambda: self.train_step(data)) / samples
+            else:
+                self.train_step(data)
+        finally:
+            self._in_train_step = False
         self.state.train.micro_step += 1
 
     _measures_flops: bool = False

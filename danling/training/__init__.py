@@ -8,7 +8,6 @@ from .batches import (
     count_tokens,
     criterion_setting,
     criterion_weight,
-    fingerprint,
     peek_target,
     unpack_batch,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "count_tokens",
     "criterion_setting",
     "criterion_weight",
-    "fingerprint",
     "gradients_of",
     "nonfinite_parameters",
     "peek_target",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 
 def unpack_batch(data: Any) -> tuple[Any, Any]:
@@ -92,17 +91,6 @@ def count_tokens(data: Any) -> int:
         ):
             return value.numel()
     return 0
-
-
-def fingerprint(data: Any, values: int = 256) -> list[Any] | None:
-    """Return the shapes and first values of the tensors of a batch, to compare it with another; `None` without a tensor.
-
-    Args:
-        data: The batch.
-        values: How many values of each tensor at most.
-    """
-    tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
-    return [(tuple(tensor.shape), tensor.flatten()[:values].tolist()) for tensor in tensors] or None
 
 
 def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:

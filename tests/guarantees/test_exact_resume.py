@@ -49,7 +49,7 @@ def resume_from_each(config: dict[str, Any], root: str, stops: list[int]) -> lis
     ("workers", "every"),
     [
         pytest.param(0, 1, id="no workers"),
-        pytest.param(2, 4, id="workers"),
+        pytest.param(2, 5, id="workers"),
         pytest.param(2, 1, id="workers, every step", marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from danling.runners.parallel_runner import ParallelRunner
 from danling.utils.tensors import whole
 
-KILLS = int(os.environ.get("CHAOS_KILLS", "5"))
+KILLS = int(os.environ.get("CHAOS_KILLS", "3"))
 
 
 class SlowRunner(TracingRunner):

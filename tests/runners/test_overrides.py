@@ -12,11 +12,13 @@ import numpy
 import pytest
 import torch
 import yaml
+from support.kill import run_python
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import danling as dl
+from danling.distributed.model_parts import copied_buffers
 from danling.runners.checkpoints import CheckpointDamaged
 
 
@@ -441,3 +443,73 @@ def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
         with torch.no_grad():
             evaluated = float(runner.criterion(runner.unwrapped_model(inputs), targets))
         assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)
+
+
+# Around a run
+
+
+class OwnBare(BareOwnLoss):
+    """Reads bare inputs through loaders of its own, and stops in an evaluation when told to."""
+
+    stops = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.dataloaders = {split: DataLoader(inputs, batch_size=4) for split, inputs in self.datasets.items()}
+        self.datasets = {}
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Ask for a stop first."""
+        if self.stops:
+            self.stop()
+        return super().evaluate_step(data)
+
+
+def test_a_run_without_targets_goes_on_after_a_stop_in_an_evaluation(tmp_path: Path) -> None:
+    with OwnBare(settings(tmp_path)) as runner:
+        runner.stops = True
+        runner.train()
+        assert runner.results == {}
+    with OwnBare(settings(tmp_path, auto_resume=True)) as runner:
+        assert all("loss" in result["val"] for result in runner.train().values())
+
+
+def test_a_run_that_only_loads_may_take_the_weights_of_the_directory_it_looks_at(tmp_path: Path) -> None:
+    with Line(settings(tmp_path)) as runner:
+        runner.train()
+        trained = runner.evaluate("val")
+        best = runner.workspace.checkpoints / "latest.pth"
+    other = settings(tmp_path, optim={"type": "sgd", "lr": 0.2}, checkpoint={"load_only": True}, pretrained=str(best))
+    with Line(other) as runner:
+        assert runner.evaluate("val") == trained
+
+
+def test_a_loader_of_ones_own_is_left_as_it_was_and_lets_the_program_end(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, danling as dl\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "loader = DataLoader(TensorDataset(torch.randn(8, 2), torch.randn(8, 1)), batch_size=4, num_workers=1)\n"
+        "class Own(dl.TorchRunner):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.model, self.criterion = torch.nn.Linear(2, 1), torch.nn.MSELoss()\n"
+        "        self.dataloaders = {'train': loader}\n"
+        "with Own({'steps': 2, 'optim': {'type': 'sgd', 'lr': 0.1}, 'dir': 'own', 'log': False}) as runner:\n"
+        "    runner.train()\n"
+        "assert loader.worker_init_fn is None\n"
+        "kept = iter(loader)\n"
+        "next(kept)\n"
+        "print('end')\n"
+    )
+    done = run_python(program)
+    assert done.exit_code == 0 and "end" in done.output
+
+
+def test_what_is_computed_again_may_be_gone_back_through_twice() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    again = copied_buffers(model)
+    for _ in range(2):
+        with again:
+            model(torch.randn(4, 2))
+    assert int(model[1].num_batches_tracked) == 0

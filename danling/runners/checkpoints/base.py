@@ -229,7 +229,7 @@ class CheckpointManager(ABC):
         raise CheckpointMismatch(
             f"Expected {self.directory} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
             + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
-            + " this run a directory of its own."
+            + " this run a directory of its own, in which `resume` and a path go on from there; checkpoint.load_only only looks."
         )
 
     def _differences(self, record: Record, store: CheckpointStore) -> list[str]:
@@ -268,7 +268,7 @@ class CheckpointManager(ABC):
 
     def _record_of(self, store: CheckpointStore, path: Path) -> Record | None:
         record = store.describe(path)
-        if record is not None:
+        if record is not None and not self.settings.load_only:
             self._refuse_foreign([(record, store)])
         return record
 
