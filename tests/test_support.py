@@ -142,7 +142,7 @@ _RANKED = """
 import os, time
 from torch import distributed as dist
 dist.init_process_group("gloo")
-print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="", flush=True)  # in one write, since the ranks share a file
 time.sleep(float(os.environ.get("PAUSE", "0")))
 dist.destroy_process_group()
 """
