@@ -298,6 +298,8 @@ def _enter(
 ) -> None:
     die_with_parent()
     os.setpgid(0, 0)
+    # What it starts itself, such as workers of a loader, starts as in any other program: not by a server of its own.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(directory)
