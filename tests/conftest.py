@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from support.processes import server_processes
 
 torch.set_num_threads(1)
 adopt_orphans()
+# A shell that starts this in the background has it ignore SIGINT, and so would every program of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,7 @@ def test_bfloat16_and_offload(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stopped_at_every_step_and_resumed(world_size: int, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
     changes = {"ema": {"enabled": True, "decay": 0.9}}

@@ -22,6 +22,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -51,7 +52,12 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
         "torchft",
-        "danling",
+        "danling.runners.torch_runner",
+        "danling.runners.parallel_runner",
+        # What the metrics are compared with: seconds in every process otherwise.
+        "sklearn.datasets",
+        "sklearn.metrics",
+        "torchmetrics.classification",
     ]
 )
 
@@ -191,10 +197,16 @@ def _launch_variables(world_size: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of 127.0.0.1 that is free at this moment.
+
+    It lies below those that the kernel hands out by itself, so that no connection made meanwhile takes it.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("Expected a free port between 15000 and 32000. Received none in 100 tries.")
 
 
 def server_processes() -> set[int]:
@@ -286,6 +298,8 @@ def _enter(
 ) -> None:
     die_with_parent()
     os.setpgid(0, 0)
+    # What it starts itself, such as workers of a loader, starts as in any other program: not by a server of its own.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(directory)
