@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -38,20 +37,17 @@ from danling.workspace import (
 
 from .checkpoints import CheckpointError, read_config
 from .config import RunnerConfig
+from .facts import Results, RunnerFacts
 from .meta import MetaRunner
-from .state import ElasticState, RngState, RunnerState, TrainState
-from .verbs import RunnerVerbs
+from .state import ElasticState, RunnerState
 
 logger = logging.getLogger("danling")
-
-Results = dict[int, dict[str, dict[str, float]]]
-"""Evaluated and trained figures by completed epoch or global step, then by split."""
 
 RESERVED_FIGURES = ("loss",)
 """Figures that the runner makes itself, and that a meter of the same name would change without a word."""
 
 
-class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
+class BaseRunner(RunnerFacts, metaclass=MetaRunner):
     """What is common to all stacks.
 
     A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
@@ -312,188 +308,6 @@ class BaseRunner(RunnerVerbs, metaclass=MetaRunner):
             CheckpointDamaged: If it cannot be read.
         """
         return read_config(Path(checkpoint))
-
-    # Scores
-
-    @property
-    def scores(self) -> dict[int, float]:
-        """The monitored figure by completed epoch or global step, of evaluations only.
-
-        Override it for a score of your own, such as one made of several figures in `self.results`, in the order of the
-        evaluations: the best and the latest score, `best`, early stopping and metric schedulers go by it. No communication: the same
-        on all ranks.
-        """
-        return dict(self.scoreboard.scores) if self.scoreboard is not None else {}
-
-    @property
-    def best_index(self) -> int | None:
-        """Completed epoch or global step of the best score; `None` before the first evaluation. Override it to choose another."""
-        if self.scoreboard is None or not self._scores_itself:
-            return self.scoreboard.best_index if self.scoreboard is not None else None
-        return self.scoreboard.best_of(self.scores)
-
-    @property
-    def _scores_itself(self) -> bool:
-        return type(self).scores is not BaseRunner.scores
-
-    @property
-    def best_score(self) -> float | None:
-        """The best score so far."""
-        index = self.best_index
-        return self.scores.get(index) if index is not None else None
-
-    @property
-    def latest_score(self) -> float | None:
-        """The score of the last evaluation."""
-        scores = self.scores
-        return scores[next(reversed(scores))] if scores else None
-
-    @property
-    def evaluations_since_best(self) -> int:
-        """Number of evaluations after the best one."""
-        indices = list(self.scores)
-        best = self.best_index
-        return len(indices) - 1 - indices.index(best) if best in indices else len(indices)
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the last evaluation gave the best score."""
-        scores = self.scores
-        return bool(scores) and self.best_index == next(reversed(scores))
-
-    @property
-    def latest_result(self) -> dict[str, dict[str, float]] | None:
-        """The last entry of `results`."""
-        return self.results[next(reversed(self.results))] if self.results else None
-
-    @property
-    def best_result(self) -> dict[str, dict[str, float]] | None:
-        """The entry of `results` with the best score."""
-        return self.results.get(self.best_index) if self.best_index is not None else None
-
-    # Where the run stands
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return self.launch.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.launch.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self.launch.local_rank
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.launch.world_size > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is global rank 0."""
-        return self.launch.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its machine."""
-        return self.launch.local_rank == 0
-
-    @property
-    def data_domain(self) -> Domain:
-        """Ranks that read different data, and over which losses and metrics are reduced."""
-        return self.world
-
-    @property
-    def optimizer_domain(self) -> Domain:
-        """Ranks that decide an update together."""
-        return self.world
-
-    @property
-    def figures_domain(self) -> Domain:
-        """Ranks whose losses and metrics add up to those of all data; the data domain, unless one sample lies on several ranks."""
-        return self.data_domain
-
-    @property
-    def reports(self) -> tuple[bool, bool]:
-        """Whether the loss of this rank counts, and its samples: of the ranks that compute the same, one does."""
-        return True, True
-
-    @property
-    def own_stream_place(self) -> tuple[int, int]:
-        """Index and number of the random streams of a forward among the ranks that share process groups."""
-        return self.data_domain.rank, self.data_domain.size
-
-    @property
-    def stream_place(self) -> tuple[int, int]:
-        """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
-        return self.own_stream_place
-
-    @property
-    def name(self) -> str:
-        """Name of the run: `config.name`, else lineage, experiment and id."""
-        config = self.config
-        return str(config.name) if config.name else f"{config.lineage}-{config.experiment}-{self.id}"
-
-    @property
-    def train_state(self) -> TrainState:
-        """Counters of training."""
-        return self.state.train
-
-    @property
-    def elastic_state(self) -> ElasticState:
-        """Attempts of the run."""
-        return self.state.elastic
-
-    @property
-    def rng_state(self) -> RngState:
-        """Random streams by rank, as of the last checkpoint."""
-        return self.state.rng
-
-    @property
-    def epochs(self) -> int | None:
-        """Number of epochs after which training ends; `None` in step mode."""
-        return self.config.epochs
-
-    @property
-    def steps(self) -> int | None:
-        """Number of optimizer updates after which training ends; `None` when it is not known."""
-        return self.config.steps
-
-    @property
-    def is_step_mode(self) -> bool:
-        """Whether the budget counts updates instead of epochs."""
-        return self.config.epochs is None
-
-    @property
-    def accum_steps(self) -> int:
-        """Micro-batches of an update on each rank."""
-        return int(self.config.accum_steps)
-
-    @property
-    def progress(self) -> float:
-        """Share of the budget that is done, in [0, 1]; 0 without a budget."""
-        if self.epochs:
-            return min(self.state.train.epoch / self.epochs, 1.0)
-        return min(self.state.train.global_step / self.steps, 1.0) if self.steps else 0.0
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Epochs or updates between periodic checkpoints: `checkpoint.interval`, each epoch, or a twentieth of the steps."""
-        if self.config.checkpoint.interval is not None:
-            return int(self.config.checkpoint.interval)
-        return 1 if not self.is_step_mode else max(math.ceil((self.steps or 0) / 20), 1)
-
-    @property
-    def log_interval(self) -> int:
-        """Updates between log lines: `log_interval`, about a hundredth of the run, or 1024 when its length is unknown."""
-        if self.config.log_interval is not None:
-            return int(self.config.log_interval)
-        return max(self.steps // 100, 1) if self.steps else 1024
 
     # Speaking and ending
 

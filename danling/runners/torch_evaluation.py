@@ -17,12 +17,12 @@ from danling.training import call_model, count_samples, criterion_setting, crite
 
 from .base_runner import RESERVED_FIGURES
 from .component_checks import check_metrics
-from .torch_state import TorchState
+from .torch_loading import TorchLoading
 
 logger = logging.getLogger("danling")
 
 
-class TorchEvaluation(TorchState):
+class TorchEvaluation(TorchLoading):
     """Evaluation and inference of a torch runner."""
 
     # What a batch means

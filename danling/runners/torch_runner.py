@@ -14,8 +14,8 @@ from danling.optim import needs_metric
 from danling.training import UpdateOutcome
 from danling.workspace import format_scores
 
-from .base_runner import Results
 from .config import RunnerConfig
+from .facts import Results
 from .torch_replicas import UNCOMMITTED
 from .torch_watch import TorchWatch
 
