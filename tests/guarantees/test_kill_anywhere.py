@@ -68,7 +68,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     [
         ("file", "disabled", 1, None),
         ("file", "async", 2, None),
-        ("dcp", "disabled", 2, None),
+        pytest.param("dcp", "disabled", 2, None, marks=pytest.mark.slow),
         ("dcp", "async", 2, None),
         ("dcp", "async", 2, {"shard": 2}),
         ("dcp", "async", 2, {"pipeline": 2}),
