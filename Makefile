@@ -1,7 +1,7 @@
 # Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
 #   make train   set up .venv and train a small GPT for about two minutes
 #   make test    set up .venv and run the tests; make test-all the slow ones too
-#   make chaos   kill runs N times at random instants and compare their ends; make bench measures what the library costs
+#   make chaos   kill runs N times at random instants and compare their ends; make bench measures what the library costs (figures in build/bench)
 PYTHON ?= python3
 VENV ?= .venv
 TRAIN_ARGS ?=
@@ -31,9 +31,10 @@ chaos: $(VENV)/.dev
 	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py tests/guarantees/test_replica_groups.py
 
 bench: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py
+	mkdir -p build/bench
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --json build/bench/peers.json --plot build/bench/peers.png
 	for name in step_cost evaluation telemetry keyed_randomness checkpoints resume_time; do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || failed=1; \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json build/bench/$$name.json || failed=1; \
 	done; exit $${failed:-0}
 
 lint: $(VENV)/.dev docs

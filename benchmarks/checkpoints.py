@@ -9,6 +9,8 @@ checkpoints are verified at 500 MB/s or more; exits with 1 if one is missed. A r
 
 from __future__ import annotations
 
+import argparse
+import json
 import resource
 import statistics
 import sys
@@ -83,6 +85,9 @@ def measure(directory: Path) -> tuple[dict[str, list[float]], float]:
 
 def main() -> int:
     """Print the figures and return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    target = parser.parse_args().json
     with tempfile.TemporaryDirectory(dir=".") as directory:
         times, added = measure(Path(directory).absolute())
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -91,6 +96,8 @@ def main() -> int:
         extra = f"{MEGABYTES / value:6.0f} MB/s" if name.startswith("verify") else f"{value / bare:6.0%} of torch.save"
         print(f"{name:12s} {value * 1e3:7.1f} ms  {extra}")
     print(f"{'memory':12s} {added:7.1f} MB added by a save of {MEGABYTES:.0f} MB in the background")
+    if target:
+        target.write_text(json.dumps({"seconds": medians, "megabytes": MEGABYTES, "megabytes_added": added}))
     slow = [name for name in ("file async", "dcp async") if medians[name] > 0.25 * bare]
     slow += [name for name in medians if name.startswith("verify") and MEGABYTES / medians[name] < 500]
     print(f"missed: {', '.join(slow)}" if slow else "all targets met")

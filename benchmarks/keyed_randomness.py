@@ -9,9 +9,12 @@ it is missed. A run takes about 15 seconds.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,11 +82,19 @@ def source_over_users_loader() -> float:
 
 def main() -> None:
     """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    target = parser.parse_args().json
     cost = read_items()
+    figures = {"seeding_us_a_sample": cost}
     print(f"seeding torch, NumPy and random     {cost:6.2f} us a sample   (target {TARGET:.0f})")
     for batch_size in (4, 16, 64):
-        print(f"loader of this process, batches {batch_size:3d} {read_batches(batch_size):6.2f} us a sample")
-    print(f"BatchSource on a user's loader      {source_over_users_loader():6.2f} us a batch, commit included")
+        figures[f"loader_batches_of_{batch_size}_us_a_sample"] = each = read_batches(batch_size)
+        print(f"loader of this process, batches {batch_size:3d} {each:6.2f} us a sample")
+    figures["source_us_a_batch"] = over = source_over_users_loader()
+    print(f"BatchSource on a user's loader      {over:6.2f} us a batch, commit included")
+    if target:
+        target.write_text(json.dumps(figures))
     raise SystemExit(cost > TARGET)
 
 

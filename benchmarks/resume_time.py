@@ -6,10 +6,12 @@ OMP_NUM_THREADS=1 python benchmarks/resume_time.py --samples 1000000
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     logging.getLogger("danling").setLevel(logging.ERROR)
     seconds: dict[float, list[float]] = {0.01: [], 0.99: []}
@@ -84,6 +87,9 @@ def main() -> None:
             f"at {share:.0%} of an epoch: {1e3 * statistics.median(found):.0f} ms ({1e3 * min(found):.0f}-{1e3 * max(found):.0f})"
         )
     print(f"samples read for the first batch: {sorted(reads)}")
+    if options.json:
+        medians = {str(share): statistics.median(found) for share, found in seconds.items()}
+        options.json.write_text(json.dumps({"seconds_by_share_of_an_epoch": medians, "samples_read": sorted(reads)}))
 
 
 if __name__ == "__main__":

@@ -195,6 +195,8 @@ def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, Any]:
     # The engine ties parameters to their state in the first update of a process, which a run that has just been resumed has not made.
     link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None and _state_like(engine):
+        # It does so with the step of the first group, and takes those of the others for done.
+        engine.optimizer._hp_optimizer_states_linked = False
         link()
     state: dict[str, Any] = {}
     for key, value in _state_like(engine).items():

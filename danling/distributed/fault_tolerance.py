@@ -164,8 +164,8 @@ class ReplicaGroups:
             asked = "the lighthouse" if self._group.rank == 0 else "rank 0 of this group, which asks the lighthouse"
             raise QuorumError(
                 f"Expected {asked} at {self._lighthouse}, to name the replica groups of the next update within "
-                f"{self.settings.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs, and start the replica "
-                "groups again: they go on from the last checkpoint."
+                f"{self.settings.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
+                "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
             ) from error
         return self._healed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +16,8 @@ from danling.optim.named_state import parameter_names
 from danling.training import Precision
 
 from .torch_runner import TorchRunner
+
+_LOOKS_AT_SHAPES = ("Adafactor", "Muon")
 
 
 class DeepSpeedModel(TorchRunner):
@@ -67,6 +70,7 @@ class DeepSpeedModel(TorchRunner):
         if self.optimizer is None and "optimizer" not in settings:
             return
         self._check_criterion()
+        self._check_optimizer(settings)
         if uses_bf16_weights(settings) and self.ema is not None:
             raise ValueError(
                 "Expected weights in float32 to average. Received: deepspeed.bf16.enabled=True, ema.enabled=True. Set precision='bf16' "
@@ -95,6 +99,15 @@ class DeepSpeedModel(TorchRunner):
         if self.data_domain.size > 1:
             for tensor in self._criterion_tensors("parameters"):
                 self.world.broadcast(tensor.data)
+
+    def _check_optimizer(self, settings: Mapping[str, Any]) -> None:
+        """Refuse an optimizer whose update depends on the shape of a parameter, of which ZeRO makes flat pieces."""
+        kind = type(self.optimizer).__name__
+        if zero_stage(settings) and kind in _LOOKS_AT_SHAPES:
+            raise ValueError(
+                f"Expected an optimizer that treats every element of a parameter alike, since ZeRO divides flat parameters. Received: "
+                f"{kind} with deepspeed.zero_optimization.stage={zero_stage(settings)}. Set the stage to 0, or choose another optimizer."
+            )
 
     def _trained_names(self) -> set[str]:
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}

@@ -80,12 +80,13 @@ class DeepSpeedRunner(DeepSpeedState):
         return gradients
 
     def _unscale_shares(self, gradients: list[Tensor]) -> None:
-        # The scaler looks for infinities where it unscales: here in one share, so all ranks are shown what any of them has.
-        if not math.isfinite(float(self.gradient_norm(gradients))):
-            for gradient in gradients:
-                gradient.fill_(torch.inf)
-        holders = [torch.empty_like(gradient) for gradient in gradients] or [torch.zeros(1, device=self.device)]
-        for holder, gradient in zip(holders, gradients or holders):
+        # The scaler looks for infinities where it unscales: here in one share, so all ranks are shown what any of them has. In a gradient
+        # of its own, since nothing clears the padding at the end of a share again.
+        finite = math.isfinite(float(self.gradient_norm(gradients)))
+        flag = torch.full((1,), 0.0 if finite else torch.inf, device=self.device)
+        shown = [*gradients, flag]
+        holders = [torch.empty_like(gradient) for gradient in shown]
+        for holder, gradient in zip(holders, shown):
             holder.grad = gradient
         assert self.precision.scaler is not None
         self.precision.scaler.unscale_(_Holders(holders))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.optim import Optimizer
 
 from danling.data import derive_seed, preserved_random_state
+from danling.distributed.axes import check_micro_batches
 from danling.distributed.fsdp import find_blocks, resolve_dtype, shard, sharded_modules
 from danling.distributed.model_parts import (
     ModelParts,
@@ -69,6 +70,7 @@ class ParallelModel(ParallelTopology):
         """Cut, transform, checkpoint, compile, shard and initialise the model, in this order. Call on all ranks."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
+        self._check_micro_batches()
         parts = self.build_pipeline_model_parts() if self.degree("pipeline") > 1 else [self.model]
         for part in parts:
             if not is_meta(part):
@@ -87,6 +89,14 @@ class ParallelModel(ParallelTopology):
         self._rebind_optimizer(names)
         self._build_ema()
         self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
+
+    def _check_micro_batches(self) -> None:
+        """Refuse a setting that no full batch can be cut by; the last batch of an epoch is cut as it comes."""
+        settings = self.config.parallel
+        if self.degree("pipeline") == 1 or self.batch_size is None:
+            return
+        size, number = int(settings.pipeline_microbatch_size), settings.pipeline_n_microbatches
+        check_micro_batches(self.topology.axes, self.batch_size, micro_batch_size=size, number=number)
 
     def _transform(self, part: nn.Module) -> None:
         if any(self.degree(axis) > 1 for axis in _TRANSFORMED):

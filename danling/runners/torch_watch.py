@@ -190,7 +190,9 @@ class TorchWatch(TorchFigures):
 
     def _save_before_leaving(self) -> None:
         """Save where the replica groups have lost each other: this group stands between two updates."""
-        logger.error("Lost the other replica groups after step %d; saving.", self.state.train.global_step)
+        logger.error(
+            "Lost the other replica groups, or a rank of this one, after step %d; saving.", self.state.train.global_step
+        )
         try:
             self.save_checkpoint()
             self.checkpoint_manager.wait()

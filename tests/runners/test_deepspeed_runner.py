@@ -80,6 +80,48 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
 
 @needs_deepspeed
 @pytest.mark.timeout(200)
+def test_an_overflow_of_float16_is_left_out_and_forgotten(tmp_path: Path) -> None:
+    """With an offloaded optimizer the engine keeps the shares of the gradient, padding included, from one update to the next."""
+    changes: dict[str, Any] = {"precision": "fp16", "skip_nonfinite_grad": True}
+    offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    sections = [zero(1), zero(3), zero(1, **offloaded), zero(2, **offloaded)]
+    how = {"poisoned": 2, "norm": False}
+    cases = [(settings(tmp_path / "ddp", "ddp", **changes), how)]
+    cases += [(settings(tmp_path / str(i), deepspeed=section, **changes), how) for i, section in enumerate(sections)]
+    for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
+        reference = ranks[0]["state"]
+        assert reference["state"]["train"]["skipped_updates"] == 1
+        for found in ranks[1:]:
+            assert found["state"]["state"]["train"] == reference["state"]["train"]
+            for name, weight in reference["model"].items():
+                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_groups_of_parameters_train_and_their_state_is_told(tmp_path: Path) -> None:
+    optim = {"type": "adamw", "lr": 1e-2, "param_groups": [{"pattern": "^0", "lr_multiplier": 0.1}]}
+    cases = [(settings(tmp_path / "ddp", "ddp", optim=optim), {"norm": False})]
+    cases += [(settings(tmp_path / str(s), deepspeed=zero(s), optim=optim), {"norm": False}) for s in (1, 2, 3)]
+    for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
+        reference = ranks[0]["state"]
+        for found in ranks[1:]:
+            for name, weight in reference["model"].items():
+                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+            for name, entry in reference["optimizer"]["state"].items():
+                moment = found["state"]["optimizer"]["state"][name]["exp_avg"]
+                torch.testing.assert_close(moment, entry["exp_avg"], rtol=1e-4, atol=1e-6)
+
+
+@needs_deepspeed
+def test_an_optimizer_that_looks_at_shapes_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, deepspeed=zero(1), optim={"type": "adafactor", "lr": 1e-2})
+    (outcome,) = run_outcomes(train, config, world_size=1, timeout=60)
+    assert "Received: Adafactor" in str(outcome.error)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
 def test_an_update_that_is_not_finite_ends_all_ranks(tmp_path: Path) -> None:
     for stage in (1, 3):
         config = settings(tmp_path / str(stage), deepspeed=zero(stage))

@@ -427,6 +427,14 @@ def test_bad_settings_are_refused_on_all_ranks(
         assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("setting", ["pipeline_n_microbatches", "pipeline_microbatch_size"])
+def test_micro_batches_that_no_batch_divides_into_are_refused(setting: str, tmp_path: Path) -> None:
+    config = settings(tmp_path, PIPELINE)
+    config["parallel"] = {**config["parallel"], setting: 8}
+    for message in refused(construct, config, {}):
+        assert f"parallel.{setting}=8" in message and "batch_size=4" in message
+
+
 def test_gathering_for_each_micro_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")

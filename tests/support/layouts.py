@@ -48,8 +48,9 @@ class LayoutRunner(dl.Runner):
 
     def build(self, model: Mapping[str, Any]) -> nn.Module:
         """Return the model; its weights follow from the seed."""
-        settings = {"context": LENGTH, "width": 16, "depth": 2, "heads": 4, "tied": False, **model}
-        return GPT(VOCABULARY, **settings).double()
+        settings = {"context": LENGTH, "width": 16, "depth": 2, "heads": 4, "tied": False, "dtype": "float64", **model}
+        dtype: torch.dtype = getattr(torch, settings.pop("dtype"))
+        return GPT(VOCABULARY, **settings).to(dtype)
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the mean over the targets that count; 0 where there is none, which leaves NaN out of a weighted sum."""
