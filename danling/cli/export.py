@@ -13,10 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from danling.runners.checkpoints.errors import CheckpointMismatch
-from danling.runners.checkpoints.file_store import SUMS
+from danling.runners.checkpoints.errors import CheckpointDamaged, CheckpointMismatch
+from danling.runners.checkpoints.file_store import SUMS, FileStore
 from danling.runners.checkpoints.target_store import TARGETS
 
+from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json
 from .source import locate
 
@@ -101,16 +102,25 @@ def read_weights(source: str, ema: str | None) -> tuple[dict[str, Any], dict[str
         CheckpointDamaged: If it does not verify.
         CheckpointMismatch: If it has no weights of the kind asked for.
     """
+    from danling.runners.checkpoints.deepspeed_files import is_engine_target
     from danling.runners.checkpoints.reading import read_payload
 
     store, found = locate(source)
+    if isinstance(store, FileStore) and not store.has_sums(found):
+        raise CheckpointDamaged(
+            f"Expected a checkpoint with its sums beside it. Received: {found}; {found.name}{SUMS} is missing. If it is a copy, copy the "
+            "sums too; if another program wrote it, it is no checkpoint of this library, and a run loads it with `pretrained`."
+        )
     store.verify(found, "full")
-    payload = read_payload(store.target(found), sections=["model", "ema"] if ema else ["model"])
+    target = store.target(found)
+    payload = read_payload(target, sections=["model", "ema"] if ema else ["model"])
     model: Any = payload.get("model")
     averaged: Any = (payload.get("ema") or {}).get("weights")
     if model is None or (ema and averaged is None):
         wanted = "a model" if model is None else "averaged weights; leave --ema out"
-        raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {sorted(payload)}.")
+        # The payload has only what was asked for.
+        held = sorted(payload if is_engine_target(target) else read_contents(found).sections())
+        raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {held}.")
     step = store.record(found).step
     if ema == "instead":
         return dict(averaged), None, step

@@ -6,10 +6,12 @@ Example: danling plot experiments/digits --figure loss acc --smooth 0.9 --output
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from danling.utils.files import write_atomically
-from danling.workspace.plots import draw_curves, png
+from danling.workspace.plots import draw_curves, group, png
 from danling.workspace.report import html_report
 from danling.workspace.runs import Run, find_runs
 
@@ -37,15 +39,41 @@ def run(options: argparse.Namespace) -> int:
     if suffix not in (".png", ".html"):
         raise ValueError(f"Expected --output to end in .png or .html. Received: {str(options.output)!r}.")
     runs = collect(options.paths)
+    drawn = with_curves(runs, options.figure, options.by)
+    if not drawn:
+        return name_problems(runs)
     drawing = {"figures": options.figure, "by": options.by, "smooth": options.smooth, "log_scale": options.log_scale}
     content: bytes | str
     content = (
-        html_report(runs, title=options.title, **drawing) if suffix == ".html" else png(draw_curves(runs, **drawing))
+        html_report(runs, title=options.title, **drawing) if suffix == ".html" else png(draw_curves(drawn, **drawing))
     )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, content)
-    print(f"{options.output}: {len(runs)} run{'s' if len(runs) != 1 else ''}")
+    print(f"{options.output}: {len(drawn)} run{'s' if len(drawn) != 1 else ''}")
     return name_problems(runs)
+
+
+def with_curves(runs: Sequence[Run], figures: Sequence[str], by: str) -> list[Run]:
+    """Return the runs that have something to draw, and name the others on stderr. None are left where what was logged cannot
+    be read.
+
+    Raises:
+        FileNotFoundError: If no run has figures, and none has a file that cannot be read.
+        ValueError: If runs have figures, but not those asked for.
+    """
+    logged = [run for run in runs if run.figures]
+    if not logged:
+        if any(run.problems for run in runs):
+            return []
+        raise FileNotFoundError(
+            f"Expected runs with figures in metrics.jsonl. Received: {[str(run.path) for run in runs]}. Name runs that have logged."
+        )
+    names = [name for panel in group(logged, figures).values() for name in panel]
+    drawn = [run for run in logged if any(run.curve(name, by=by)[0] for name in names)] or logged
+    for run in runs:
+        if run not in drawn and not run.problems:
+            print(f"danling: not drawn, since it has no such figures: {run.path}", file=sys.stderr)
+    return drawn
 
 
 def collect(paths: list[str]) -> list[Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -314,13 +315,35 @@ class TorchRunner(TorchWatch):
         scores = self.scoreboard if self.scoreboard is not None and self.scoreboard.split in result else None
         if scores is not None and (scores.finds(result) or not self._scores_itself):
             scores.record(self.index, result)
+            self._say_not_finite(scores.scores[self.index])
         if self.scheduler is not None and not self._steps_scheduler:
             self._advance_scheduler(boundary, result)
         if scores is not None and self._gave_up():
             self._stop_for = "patience"
-            logger.info("Stopping early: no better score than %s since %s.", self.best_score, self.best_index)
+            if self.best_score is None:
+                logger.info("Stopping early: no evaluation had a score that can be the best.")
+            else:
+                logger.info("Stopping early: no better score than %s since %s.", self.best_score, self.best_index)
         self.write_results()
         self._report(result)
+
+    _said_not_finite: bool = False
+    """Whether a score that is not finite was warned of; once is enough."""
+
+    def _say_not_finite(self, score: float) -> None:
+        if self._said_not_finite or math.isfinite(score) or self.scoreboard is None:
+            return
+        self._said_not_finite = True
+        if self.is_main_process:
+            logger.warning(
+                "Expected the score %s.%s to be finite. Received: %s at %s.%s See to it that the metric is defined on the whole "
+                "split, or set score_name to another figure.",
+                self.scoreboard.split,
+                self.scoreboard.name,
+                score,
+                self.index,
+                " NaN is never the best, and counts against patience." if math.isnan(score) else "",
+            )
 
     def _advance_scheduler(self, boundary: str, result: dict[str, dict[str, float]]) -> None:
         interval = self.scheduler_interval()

@@ -35,7 +35,8 @@ class SignalWatcher:
     """Notes signals and does nothing else: a handler interrupts anything, also a collective or a save half-way.
 
     The first signal stands, but SIGTERM and SIGINT replace a SIGUSR1. A second SIGINT raises `KeyboardInterrupt` at
-    once, for users who do not want to wait. A signal that was ignored before (`nohup`, a background job of a shell
+    once, for users who do not want to wait, whatever came before the two; one after a SIGTERM does not, since a launcher
+    may send both. A signal that was ignored before (`nohup`, a background job of a shell
     script) stays ignored.
 
     Python runs handlers between bytecodes of the main thread: a signal that arrives during a blocking collective is
@@ -50,6 +51,7 @@ class SignalWatcher:
         self.signals = tuple(signals)
         self.received: signal.Signals | None = None
         """The signal to heed, `None` so far. A plain attribute: reading it at every step costs nothing."""
+        self._interrupted = False
         self._previous: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._wakeup_before = -1
@@ -109,11 +111,14 @@ class SignalWatcher:
     def clear(self) -> None:
         """Forget what was received."""
         self.received = None
+        self._interrupted = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        if received is signal.SIGINT and self.received is signal.SIGINT:
-            raise KeyboardInterrupt
+        if received is signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         if self.received not in (signal.SIGTERM, signal.SIGINT):
             self.received = received
 

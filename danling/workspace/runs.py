@@ -73,7 +73,11 @@ class Run:
         """The lines of `metrics.jsonl`."""
         file = self.path / "metrics.jsonl"
         try:
-            return read_jsonl(file) if file.is_file() else []
+            records = read_jsonl(file) if file.is_file() else []
+            # A kill may leave the only line unfinished; a whole one that cannot be read is something else.
+            if not records and file.is_file() and b"\n" in file.read_bytes():
+                self.problems.append(f"{file}: none of its lines is a record of figures")
+            return records
         except OSError as error:
             self.problems.append(f"{file}: {error}")
             return []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.recorded import danling, record_run
+from torch import nn
 
 from danling.cli.contents import read_contents
 from danling.cli.main import main
@@ -153,3 +154,35 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.Ca
     torch.save({"a.weight": torch.ones(2, 3)}, "old.pth", _use_new_zipfile_serialization=False)
     assert [entry.shape for entry in read_contents("old.pth").entries] == [(2, 3)]
     assert main(["verify", "bad.safetensors"]) == 3 and "DAMAGED" not in capsys.readouterr().out
+
+
+def test_what_torch_cannot_read_is_said_in_one_plain_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text.pth").write_text("epoch,loss\n1,0.5\n")
+    Path("empty.pth").touch()
+    Path("bytes.pth").write_bytes(b"\x80\x02nothing")
+    torch.save(nn.Linear(2, 2), "module.pth")
+    for name in ("text.pth", "empty.pth", "bytes.pth", "module.pth"):
+        assert main(["inspect", name]) == 1
+        told = capsys.readouterr().err
+        assert name in told and told.count("\n") == 1 and "\x1b" not in told and "weights_only" not in told
+    assert "torch.nn.modules.linear.Linear" in told and "state_dict()" in told
+    if not is_sharded(run):
+        (run / "checkpoints" / "latest.pth").write_bytes(b"nothing")
+        assert main(["inspect", str(run)]) == 1
+        assert "danling verify" in capsys.readouterr().err
+
+
+def test_export_without_sums_advises_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a.weight": torch.ones(2, 3)}, "foreign.pth")
+    assert main(["export", "foreign.pth", "out.pth"]) == 1
+    told = capsys.readouterr().err
+    assert "foreign.pth.sha256 is missing" in told and "checkpoint.verify" not in told
+
+
+def test_export_of_averages_that_are_not_there_names_what_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = record_run(tmp_path / "bare", ema={"enabled": False})
+    assert main(["export", str(bare), "out.pth", "--ema"]) == 2
+    told = capsys.readouterr().err
+    assert "leave --ema out" in told and "'model'" in told and "'optimizer'" in told

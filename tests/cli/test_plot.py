@@ -54,3 +54,26 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["plot", str(root)]) == 4
     assert "danling[plots]" in capsys.readouterr().err
+
+
+def test_runs_that_are_not_drawn_are_named_and_not_counted(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = next(root.glob("low*/*"))
+    silent, broken = tmp_path / "silent", tmp_path / "broken"
+    for run in (silent, broken):
+        run.mkdir()
+        (run / "results.json").write_text("{}")
+    (broken / "metrics.jsonl").write_bytes(b"\xff\xfe\n\x80\n")
+    assert main(["plot", str(silent), str(drawn), "-o", "one.png"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "one.png: 1 run\n" and str(silent) in err and str(drawn) not in err
+    assert main(["plot", str(silent), str(broken), str(drawn), "-o", "two.png"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "two.png: 1 run\n" and str(silent) in err and err.count(str(broken)) == 1
+    assert main(["plot", str(broken), "-o", "none.png"]) == 1
+    assert str(broken) in capsys.readouterr().err
+    assert main(["plot", str(silent), "-o", "none.png"]) == 3
+    assert "Expected runs with figures" in capsys.readouterr().err and not Path("none.png").exists()
+    assert main(["runs", str(tmp_path)]) == 1
+    assert str(broken) in capsys.readouterr().err

@@ -271,6 +271,20 @@ def test_early_stop_and_best() -> None:
     assert list(again.results) == [1, 2, 3, 4, 5]
 
 
+def test_a_score_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Undefined(Classifier):
+        def summarize(self, split: str, totals: Any) -> dict[str, float]:
+            return {**super().summarize(split, totals), "q": math.nan}
+
+    with caplog.at_level("INFO", logger="danling"), Undefined(settings(epochs=6, patience=2, score_name="q")) as runner:
+        runner.train()
+    assert list(runner.results) == [1, 2] and runner.best_score is None
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("val.q to be finite. Received: nan at 1." in message for message in warned) == 1
+    stopped = [message for message in caplog.messages if message.startswith("Stopping early")]
+    assert len(stopped) == 1 and "None" not in stopped[0]
+
+
 def test_an_absent_score_is_an_error_that_names_those_present() -> None:
     with Classifier(settings(score_name="f1")) as runner, pytest.raises(ValueError, match=r"val\.acc"):
         runner.train()

@@ -59,6 +59,24 @@ def test_a_second_sigint_ends_at_once() -> None:
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1], ids=str)
+def test_two_sigints_after_another_signal_end_at_once(first: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt), SignalWatcher() as watcher:
+        raised(watcher, first)
+        signal.raise_signal(signal.SIGINT)
+        assert watcher.received is (signal.SIGTERM if first is signal.SIGTERM else signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_is_forgotten_counts_no_more() -> None:
+    with SignalWatcher() as watcher:
+        signal.raise_signal(signal.SIGINT)
+        watcher.clear()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert watcher.received is signal.SIGTERM
+
+
 FORKING = """
 import os, signal, sys, time
 from danling.supervision.signals import SignalWatcher

@@ -106,12 +106,16 @@ class FileStore(CheckpointStore):
         """Compare a file with its sums; level `"none"` needs no sums."""
         if level == "none":
             return
-        if storage.size_of(_beside(path, SUMS)) is None and storage.size_of(_beside(path, NEXT)) is None:
+        if not self.has_sums(path):
             raise CheckpointDamaged(
                 f"Expected a checkpoint with its sums beside it. Received: {path}; {path.name}{SUMS} is missing. If another program wrote "
                 "the file, load its weights with `pretrained`; if it is a copy, copy the sums too, or set checkpoint.verify to 'none'."
             )
         read_manifest(path, level)
+
+    def has_sums(self, path: Path) -> bool:
+        """Whether there is something to compare a file with."""
+        return any(storage.size_of(_beside(path, suffix)) is not None for suffix in (SUMS, NEXT))
 
     def delete(self, name: str) -> None:
         """Remove a file and its sums."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,23 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zipfile(path))
     except Exception as error:
         raise CheckpointDamaged(
-            f"Expected a readable file. Received: {path}, on which torch.load fails: {error}"
+            f"Expected a file of torch.save. Received: {path}, {_why_unreadable(path, error)}"
         ) from error
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    # torch answers with paragraphs, colours and the advice to run what is in the file.
+    if path.with_name(path.name + SUMS).is_file():
+        return f"which torch cannot read; `danling verify {path}` tells whether it is damaged."
+    forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
+    if forbidden:
+        return f"which holds an object of {forbidden[1]}, and objects of classes are not read; save its state_dict() instead."
+    reason = (
+        str(error).splitlines()[0] if str(error) and isinstance(error, (OSError, RuntimeError, MemoryError)) else ""
+    )
+    if reason and "weights_only" not in reason and "\x1b" not in reason:
+        return f"which torch cannot read: {reason.rstrip('.')}."
+    return "which is damaged, or something else."
 
 
 def check_format(payload: Any, path: Path) -> dict[str, Any]:
