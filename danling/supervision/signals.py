@@ -131,16 +131,29 @@ class SignalWatcher:
 
 
 _pipes: set[int] = set()
+_forking = threading.local()
+
+
+def _hold_interrupts() -> None:
+    # A child that gets one before it has left the pipe would count it there.
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _pipes else None
+
+
+def _release_interrupts() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _leave_pipe() -> None:
     # A worker of a loader gets the Ctrl-C of its terminal as well, and would count it into the pipe that it shares.
     if _pipes:
         signal.set_wakeup_fd(-1)
+    _release_interrupts()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_pipe)
+    os.register_at_fork(before=_hold_interrupts, after_in_parent=_release_interrupts, after_in_child=_leave_pipe)
 
 
 def _end_at_second_interrupt(read: int) -> None:
