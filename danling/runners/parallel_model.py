@@ -188,14 +188,9 @@ class ParallelModel(ParallelTopology):
         self._recomputes = any(self.pipeline_domain.gather_objects(wrapped))
 
     def _compile_part(self, part: nn.Module) -> None:
-        settings = self.config.compile
-        if not settings.enable:
-            return
-        options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
-        options = {name: value for name, value in options.items() if value is not None}
         # Block by block: one graph serves all, and FSDP's hooks stay outside.
-        for module in find_blocks(part, self._blocks_here(part)).values() or [part]:
-            module.compile(**options)
+        if self.config.compile.enable:
+            self.compile_modules(find_blocks(part, self._blocks_here(part)).values() or [part])
 
     # FSDP
 

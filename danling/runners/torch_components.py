@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from danling.data import DataLoader, derive_seed, seed_streams
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
-from danling.training import EMA, Precision, Window
+from danling.training import EMA, Compilation, Precision, Window
 from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES
@@ -170,8 +170,8 @@ class TorchComponents(TorchSupervision):
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(self.device)
         self._build_ema()
-        self._compile_model()
-        self.model = self.wrap_model(self.model)
+        self.compile_modules([self.model])
+        self._wrap()
         self._wrapped_for = self._trained_count()
         if isinstance(self.model, DistributedDataParallel):
             # As the wrapper does with the model's.
@@ -183,15 +183,25 @@ class TorchComponents(TorchSupervision):
         if self.config.ema.enabled and self.ema is None:
             self.ema = EMA(self.model, **settings)
 
-    def _compile_model(self) -> None:
+    compilation: Compilation | None = None
+    """What was compiled; `None` unless `compile.enable`."""
+
+    def compile_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Compile modules in place when `compile.enable`; they are left uncompiled by `close`. Called on all ranks.
+
+        Args:
+            modules: Those that training calls: the model, or blocks of it.
+        """
         settings = self.config.compile
         if not settings.enable:
             return
-        options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
-        if self.distributed and settings.optimize_ddp is not None:
-            torch._dynamo.config.optimize_ddp = settings.optimize_ddp  # type: ignore[assignment]
-        # In place: torch.compile(model) would put `_orig_mod.` before every name.
-        self.model.compile(**{name: value for name, value in options.items() if value is not None})
+        if self.compilation is None:
+            options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
+            given = {name: value for name, value in options.items() if value is not None}
+            self.compilation = Compilation(given, optimize_ddp=settings.optimize_ddp if self.distributed else None)
+            self._closers.callback(self.compilation.close)
+        for module in modules:
+            self.compilation.compile(module)
 
     def _trained_count(self) -> int:
         return sum(parameter.requires_grad for parameter in self.unwrapped_model.parameters())
@@ -202,8 +212,14 @@ class TorchComponents(TorchSupervision):
         DistributedDataParallel reduces what required a gradient at construction, and nothing else.
         """
         if self.distributed and self._wrapped_for is not None and self._trained_count() != self._wrapped_for:
-            self.model = self.wrap_model(self.unwrap(self.model))
+            self.model = self.unwrap(self.model)
+            self._wrap()
             self._wrapped_for = self._trained_count()
+
+    def _wrap(self) -> None:
+        # DistributedDataParallel reads the compiler's setting as well.
+        with self.compilation.settings() if self.compilation is not None else nullcontext():
+            self.model = self.wrap_model(self.model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks.

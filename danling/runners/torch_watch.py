@@ -297,6 +297,8 @@ class TorchWatch(TorchFigures):
         return step % self._evaluate_every == 0 or step == self.steps
 
     def _tighten_timeout(self) -> None:
+        if self.compilation is not None and self.is_main_process:
+            self.compilation.warn_without_graph()
         # Compilation and the first data make the first update slow; the limit that catches a hang begins after it, everywhere.
         self._first_update_done = True
         limit = self.config.comm.train_timeout_seconds

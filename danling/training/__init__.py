@@ -11,6 +11,7 @@ from .batches import (
     peek_target,
     unpack_batch,
 )
+from .compilation import Compilation
 from .ema import EMA
 from .gradients import (
     average_gradients,
@@ -27,6 +28,7 @@ from .window import Window
 
 __all__ = [
     "EMA",
+    "Compilation",
     "NonFiniteError",
     "Precision",
     "UpdateOutcome",

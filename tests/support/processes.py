@@ -45,6 +45,7 @@ _CONTEXT.set_forkserver_preload(
         "pytest",
         "numpy",
         "torch",
+        "torch._dynamo",
         "torch.distributed",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
