@@ -33,6 +33,9 @@ _KEPT_SCHEDULES = 16
 
 _ANY_NUMBER = (ScheduleGPipe, ScheduleLoopedBFS)
 
+_REFUSED = -1
+"""Stands for the number of samples where the rank with the first stage cannot take the input."""
+
 LossFunction = Callable[[Tensor, int], Tensor]
 """Takes the output of a micro-batch and its place in the batch; returns what is back-propagated."""
 
@@ -230,12 +233,18 @@ class Pipeline:
 
         Returns:
             How the batch is cut, the same on all ranks.
+
+        Raises:
+            ValueError: On all ranks, if the input is anything else.
         """
-        args = _as_args(inputs) if self.has_first else ()
-        signature, samples = self._signature(args) if self.has_first else (None, 0)
+        wrong = _wrong_inputs(inputs) if self.has_first else None
+        args = _as_args(inputs) if self.has_first and wrong is None else ()
+        signature, samples = self._signature(args) if args else (None, _REFUSED)
         known = self._signatures.index(signature) if signature in self._signatures else -1
         header = self.domain.broadcast(torch.tensor([samples, known]), source=self.rank_of_stage[0]).tolist()
         samples, self._known = int(header[0]), int(header[1])
+        if samples == _REFUSED:
+            raise ValueError(self.domain.broadcast_object(wrong, source=self.rank_of_stage[0]))
         cut = cut_batch(
             samples,
             size=self.microbatch_size,
@@ -355,15 +364,31 @@ class Pipeline:
         return stage
 
     def _find_shapes(self) -> list[tuple[Any, Any]]:
-        """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline."""
+        """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline.
+
+        Raises:
+            ValueError: On all ranks, if a stage raises an error or returns something that cannot be handed on.
+        """
         found: dict[int, tuple[Any, Any]] = {}
         shapes: Any = tuple((*entry, False) for entry in self._signatures[self._known])
         for stage in range(self.num_stages):
+            failure: Exception | None = None
+            answer: Any = None
             if stage in self.indices:
-                outputs = self._shapes_after(self.parts[self.indices.index(stage)], stage, shapes)
-                found[stage] = (shapes, outputs)
-                shapes = outputs
-            shapes = self.domain.broadcast_object(shapes, source=self.rank_of_stage[stage])
+                try:
+                    answer = self._shapes_after(self.parts[self.indices.index(stage)], stage, shapes)
+                    found[stage] = (shapes, answer)
+                except Exception as error:
+                    # The other ranks wait for this stage's answer, and are told why there is none.
+                    failure, answer = error, f"{type(error).__name__}: {error}"
+            shapes = self.domain.broadcast_object(answer, source=self.rank_of_stage[stage])
+            if failure is not None:
+                raise failure
+            if isinstance(shapes, str):
+                raise ValueError(
+                    f"Expected stage {stage} of {self.num_stages}, on rank {self.rank_of_stage[stage]} of the pipeline, to run "
+                    f"forward. Received: {shapes}"
+                )
         return [found[index] for index in self.indices]
 
     def _shapes_after(self, part: nn.Module, stage: int, shapes: Any) -> Any:
@@ -384,18 +409,30 @@ class Pipeline:
             if not isinstance(output, Tensor) or not output.ndim or output.shape[0] != self._cut.size:
                 received = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
-                    f"Expected stage {stage} to return tensors with samples in dimension 0, {self._cut.size} here. Received: "
-                    f"{received}. Cut the model where tensors pass."
+                    f"Expected stage {stage} of {self.num_stages} ({_described(part)}) to return tensors with samples in dimension "
+                    f"0, {self._cut.size} here. Received: {received}. Cut the model where tensors pass."
                 )
         return tuple((tuple(o.shape[1:]), o.dtype, o.is_floating_point()) for o in found)
 
 
-def _as_args(inputs: Any) -> tuple[Tensor, ...]:
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    if not args or not all(isinstance(arg, Tensor) and arg.ndim for arg in args):
-        raise ValueError(
-            f"Expected the input of a pipeline to be a tensor, or a tuple of tensors, with samples in dimension 0. Received: "
-            f"{type(inputs).__name__}. Keyword arguments would be needed on every stage, and stages in the middle read no data: pass "
-            "tensors by position, and on from stage to stage what a later one needs."
-        )
-    return args
+def _described(part: nn.Module) -> str:
+    """Return the modules of a stage as a user knows them."""
+    names = [name for name, _ in part.named_children()]
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{type(part).__name__} of {shown}" if names else type(part).__name__
+
+
+def _wrong_inputs(inputs: Any) -> str | None:
+    """Return what is wrong with the input of a pipeline, `None` if nothing is."""
+    args = _as_args(inputs)
+    if args and all(isinstance(arg, Tensor) and arg.ndim for arg in args):
+        return None
+    return (
+        "Expected the input of a pipeline to be a tensor, or a tuple of tensors, with samples in dimension 0, for stage 0. Received: "
+        f"{type(inputs).__name__}. Keyword arguments would be needed on every stage, and stages in the middle read no data: pass "
+        "tensors by position, and on from stage to stage what a later one needs."
+    )
+
+
+def _as_args(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

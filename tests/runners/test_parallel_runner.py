@@ -353,6 +353,38 @@ class Keywords(PlainRunner):
         self.datasets["train"] = [({"input": torch.ones(6)}, 1)] * 8
 
 
+class Averages(nn.Module):
+    """Loses the samples' dimension."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the mean over the batch."""
+        return inputs.mean(0)
+
+
+class Stubborn(nn.Module):
+    """Raises an error of the user's own."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Raise."""
+        raise RuntimeError("the third layer is not to be called")
+
+
+class BrokenStage(PlainRunner):
+    """A chain with one module that a pipeline cannot run."""
+
+    def build(self) -> nn.Sequential:
+        """Return the model."""
+        broken: nn.Module = Averages() if self.options["broken"] == "averages" else Stubborn()
+        at = self.options["at"]
+        layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)]
+        return nn.Sequential(*layers[:at], broken, *layers[at:])
+
+
+def train_broken(config: Mapping[str, Any], broken: str, at: int) -> None:
+    with BrokenStage(config, broken=broken, at=at) as runner:
+        runner.train()
+
+
 def construct_tied(config: Mapping[str, Any]) -> None:
     with Tied(config):
         pass
@@ -451,8 +483,29 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     assert all("divide parameters over tensor" in message for message in undivided)
     lost = refused(construct_lost, settings(tmp_path, FSDP))
     assert all("train nothing" in message for message in lost)
-    outcomes = run_outcomes(train_keywords, settings(tmp_path, PIPELINE), world_size=2, timeout=40)
-    assert "by position" in str(outcomes[0].error)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        (train_keywords, (), ["stage 0", "by position", "dict"]),
+        (train_broken, ("averages", 1), ["stage 0 of 2", "samples in dimension 0"]),
+        (train_broken, ("averages", 4), ["stage 1 of 2", "samples in dimension 0"]),
+    ],
+)
+def test_what_a_pipeline_cannot_hand_on_is_refused_on_every_rank(
+    function: Any, options: tuple[Any, ...], words: list[str], tmp_path: Path
+) -> None:
+    for message in refused(function, settings(tmp_path, PIPELINE), *options):
+        assert all(word in message for word in words), message
+
+
+def test_an_error_in_a_stage_reaches_every_rank(tmp_path: Path) -> None:
+    outcomes = run_outcomes(train_broken, settings(tmp_path, PIPELINE), "stubborn", 4, world_size=2, timeout=40)
+    assert isinstance(outcomes[1].error, RuntimeError), "the user's own error, where it was raised"
+    assert isinstance(outcomes[0].error, ValueError)
+    assert all("the third layer is not to be called" in str(outcome.error) for outcome in outcomes)
+    assert "stage 1 of 2" in str(outcomes[0].error)
 
 
 def test_a_sequence_that_does_not_divide_is_refused(tmp_path: Path) -> None:
