@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,18 @@ from torch.utils._pytree import tree_map_only
 from danling.utils.tensors import local_part
 
 from .domain import Domain
-from .lighthouse import LIGHTHOUSE, Membership, WaitAbandonedError, lighthouse_address, reach, require_torchft
+from .lighthouse import (
+    LIGHTHOUSE,
+    Membership,
+    OtherSizeMet,
+    ReplicaSizeError,
+    WaitAbandonedError,
+    lighthouse_address,
+    reach,
+    require_torchft,
+)
+
+logger = logging.getLogger("danling")
 
 _BUCKET_BYTES = 32 << 20
 _PAUSE = 0.1
@@ -149,15 +161,35 @@ class ReplicaGroups:
 
         Raises:
             QuorumError: If there is no agreement in time, as when the lighthouse is gone.
+            ReplicaSizeError: If this group has another number of ranks than the others, which go on without it.
             WaitAbandonedError: On all ranks, when one of them is asked to stop while they wait; this group has left the others.
         """
         self._healed = False
+        end = time.monotonic() + self.settings.quorum_timeout
+        while not self._met(may_wait=time.monotonic() < end):
+            time.sleep(_LONGEST_PAUSE)
+        return self._healed
+
+    def _met(self, *, may_wait: bool) -> bool:
+        """Return whether there is a quorum; not where a group of another size is about to leave it."""
         self._join()
         try:
             self._manager.start_quorum()
-        except WaitAbandonedError:
+        except (WaitAbandonedError, ReplicaSizeError):
             self.leave()
             raise
+        except OtherSizeMet as error:
+            # It ends with an error of its own; without it this group would wait for ranks that are not there.
+            self.leave()
+            logger.warning("A replica group of another size has come, and is refused; trying again without it.")
+            if self._group.size > 1:
+                may_wait = bool(self._group.all_reduce(torch.tensor([float(may_wait)]), "min").item())
+            if not may_wait:
+                raise QuorumError(
+                    "Expected replica groups of one size. Received: a group of another size that does not leave. Stop it, and "
+                    "start it again with as many processes as the others have."
+                ) from error
+            return False
         except Exception as error:
             if self._healing:
                 raise
@@ -167,7 +199,7 @@ class ReplicaGroups:
                 f"{self.settings.quorum_timeout:g} seconds. Received: {error}. See that the lighthouse runs and that "
                 "all ranks of this group do, and start what has ended again: it goes on from the last checkpoint."
             ) from error
-        return self._healed
+        return True
 
     def _heal(self, state: Any) -> None:
         self._healing = True

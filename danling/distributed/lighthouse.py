@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from datetime import timedelta
 from functools import partial
@@ -77,7 +77,7 @@ class Membership:
             store_addr=address,
             store_port=port,
             lighthouse_addr=lighthouse,
-            replica_id=replica_id,
+            replica_id=sized_replica_id(replica_id, group.size),
             hostname=host,
             checkpoint_transport=_transport(host, quorum_timeout),
         )
@@ -103,6 +103,60 @@ def _agree_to_wait(group: Domain, waits: bool, stops: bool) -> bool:
     if stopping:
         raise WaitAbandonedError
     return bool(waiting)
+
+
+class ReplicaSizeError(ValueError):
+    """Replica groups of different sizes have met, and this one is to leave."""
+
+
+class OtherSizeMet(Exception):
+    """Replica groups of different sizes have met, and another one is to leave."""
+
+
+def sized_replica_id(name: str, ranks: int) -> str:
+    """Return the name under which a group is known to the others, which tells them how many ranks it has."""
+    return f"{name}-ranks-{ranks}"
+
+
+def check_sizes(own: str, ids: Sequence[str], *, is_behind: bool, groups_ahead: int) -> None:
+    """Raise an error where the groups that meet have different numbers of ranks: the ranks without a partner would wait for one.
+
+    All ranks of a group decide alike, from what all of them are told. A group that trains stays; where groups begin together, those
+    stay that have as many ranks as the one with the lowest name.
+
+    Args:
+        own: The name of this group, from `sized_replica_id`.
+        ids: The names of all groups that meet, each with what TorchFT adds to it.
+        is_behind: Whether another group has made more updates than this one.
+        groups_ahead: How many groups have made the most updates.
+
+    Raises:
+        ReplicaSizeError: If it is this group that does not fit.
+        OtherSizeMet: If it is another one.
+    """
+    names = sorted(member.partition(":")[0] for member in ids)
+    sizes = [_ranks_of(name) for name in names]
+    mine = _ranks_of(own)
+    if len(set(sizes)) == 1:
+        return
+    counts = {size: sizes.count(size) for size in sizes}
+    if is_behind:
+        stays = all(counts[mine] > count for size, count in counts.items() if size != mine)
+    else:
+        stays = counts[mine] >= groups_ahead or mine == sizes[0]
+    if stays:
+        raise OtherSizeMet
+    others = ", ".join(
+        f"{name.partition('-ranks-')[0]} with {size}" for name, size in zip(names, sizes) if size != mine
+    )
+    raise ReplicaSizeError(
+        f"Expected replica groups of one size. Received: {own.partition('-ranks-')[0]} with {mine} ranks, and {others}. Start this "
+        "group with as many processes as the others have; they go on without it."
+    )
+
+
+def _ranks_of(name: str) -> int:
+    return int(name.rpartition("-ranks-")[2])
 
 
 class DaemonExecutor(Executor):
@@ -147,6 +201,7 @@ def _manager_class() -> Any:
             self._agree_to_wait = agree_to_wait
             self._in_start = False
             super().__init__(**options)
+            self._client: Any = _CheckedClient(self._client, options["replica_id"])
             # Python waits at its exit for the threads of the other kind, and a request to a lighthouse that is gone takes its time.
             self._executor.shutdown()
             self._executor = DaemonExecutor()
@@ -170,6 +225,24 @@ def _manager_class() -> Any:
             return bool(wait([self._quorum_future], timeout=_SLICE).done)
 
     return InterruptibleManager
+
+
+class _CheckedClient:
+    """Asks for the quorum as TorchFT's client does, and looks at the sizes of the groups before anything is made of it."""
+
+    def __init__(self, client: Any, own: str) -> None:
+        self._asked = client
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._asked, name)
+
+    def _quorum(self, *, step: int, **options: Any) -> Any:
+        quorum = self._asked._quorum(step=step, **options)
+        check_sizes(
+            self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=int(quorum.max_world_size)
+        )
+        return quorum
 
 
 def require_torchft() -> None:

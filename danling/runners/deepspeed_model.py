@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from danling.distributed import deepspeed_engine as engines
 from danling.distributed.deepspeed_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
+from danling.distributed.deepspeed_keys import check_keys
 from danling.optim.named_state import parameter_names
 from danling.training import Precision
 
@@ -64,11 +65,13 @@ class DeepSpeedModel(TorchRunner):
         """Build the engine around model and optimizer. Call on all ranks.
 
         Raises:
-            ValueError: If a setting contradicts another one, such as averaged weights beside weights in bfloat16.
+            ValueError: If DeepSpeed does not know a key, or a setting contradicts another one, such as averaged weights beside weights
+                in bfloat16.
         """
         settings = self.engine_settings()
         if self.optimizer is None and "optimizer" not in settings:
             return
+        check_keys(self.given_settings, settings)
         self._check_criterion()
         self._check_optimizer(settings)
         if uses_bf16_weights(settings) and self.ema is not None:
@@ -132,6 +135,7 @@ class DeepSpeedModel(TorchRunner):
 
     def _adopt_parts(self) -> None:
         self.optimizer = self.engine.basic_optimizer
+        engines.let_optimizer_tell_its_state(self.engine)
         if self.scheduler is None and self.engine.lr_scheduler is not None:
             self.scheduler = self.engine.lr_scheduler
         # The runner moves the schedule, with every committed update.

@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from danling.distributed import Domain, ReplicaGroups, ReplicaSettings
 from danling.distributed.fsdp import shard
-from danling.distributed.lighthouse import address_towards
+from danling.distributed.lighthouse import (
+    OtherSizeMet,
+    ReplicaSizeError,
+    address_towards,
+    check_sizes,
+    sized_replica_id,
+)
 from danling.utils.tensors import local_part, whole
 
 
@@ -114,3 +120,29 @@ def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine(tmp_path: P
     assert address_towards("localhost:29510") == "127.0.0.1"
     with pytest.raises(ValueError, match="29510"):
         address_towards("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own", "behind", "ahead", "ending"),
+    [
+        ([2, 2, 2], 0, False, 3, None),
+        ([2, 1], 0, False, 1, OtherSizeMet),  # trains, and one comes that does not fit
+        ([2, 1], 1, True, 1, ReplicaSizeError),
+        ([1, 2, 2], 1, False, 2, OtherSizeMet),  # the one that comes has the lowest name
+        ([1, 2, 2], 0, True, 2, ReplicaSizeError),
+        ([2, 1], 0, False, 2, OtherSizeMet),  # both begin: the lowest name decides
+        ([2, 1], 1, False, 2, ReplicaSizeError),
+        ([2, 2, 1], 1, True, 1, OtherSizeMet),  # comes back while one comes that does not fit
+        ([2, 2, 1], 2, True, 1, ReplicaSizeError),
+    ],
+)
+def test_which_group_leaves_where_sizes_differ(
+    sizes: list[int], own: int, behind: bool, ahead: int, ending: type[Exception] | None
+) -> None:
+    names = [sized_replica_id(f"replica-{index:06d}", size) for index, size in enumerate(sizes)]
+    ids = [f"{name}:an-id-of-torchft" for name in names]
+    if ending is None:
+        check_sizes(names[own], ids, is_behind=behind, groups_ahead=ahead)
+        return
+    with pytest.raises(ending):
+        check_sizes(names[own], ids, is_behind=behind, groups_ahead=ahead)

@@ -397,6 +397,28 @@ def test_a_group_joins_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         assert joined["results"][index]["val"] == pytest.approx(result["val"], rel=1e-6)
 
 
+def size_refused(root: Path, group: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        train_epochs(root, group)
+    return str(caught.value)
+
+
+@needs_torchft
+def test_a_group_of_another_size_is_refused_and_the_others_train_on(tmp_path: Path) -> None:
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(train_epochs, tmp_path, 0, world_size=2, lighthouse=lighthouse) as first,
+        ReplicaGroup(size_refused, tmp_path, 1, world_size=1, lighthouse=lighthouse) as second,
+    ):
+        (message,) = second.values()
+        steady = first.values()
+    assert "replica-000001 with 1 ranks, and replica-000000 with 2" in message
+    assert "go on without it" in message
+    # 24 samples in batches of two for two groups of two ranks: three updates an epoch, whoever is there.
+    assert [rank["step"] for rank in steady] == [18, 18]
+    assert differences(steady[0]["state"]["model"], steady[1]["state"]["model"]) == []
+
+
 # Who writes
 
 
