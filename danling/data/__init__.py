@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .batching import merge_settings
 from .build import build_dataloader
 from .cursors import Batch
 from .keyed import KeyedDataset
@@ -16,6 +17,7 @@ from .randomness import (
     seed_streams,
 )
 from .sampler import PositionedBatchSampler
+from .shares import Division
 from .source import BatchSource
 
 __all__ = [
@@ -23,12 +25,14 @@ __all__ = [
     "Batch",
     "BatchSource",
     "DataLoader",
+    "Division",
     "KeyedDataset",
     "PositionedBatchSampler",
     "ProxySource",
     "build_dataloader",
     "capture_random_state",
     "derive_seed",
+    "merge_settings",
     "move_to_device",
     "preserved_random_state",
     "restore_random_state",

@@ -14,13 +14,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.utils.suggest import did_you_mean
 
+from .batching import OWN, divide_updates
 from .loader import DataLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
 
 logger = logging.getLogger("danling")
 
-SETTINGS = frozenset(inspect.signature(StatefulDataLoader.__init__).parameters) - {"self", "dataset"}
-"""Valid names under `dataloader`: the arguments of `StatefulDataLoader`."""
+SETTINGS = (frozenset(inspect.signature(StatefulDataLoader.__init__).parameters) - {"self", "dataset"}) | OWN
+"""Valid names under `dataloader`: the arguments of `StatefulDataLoader`, and what an update is made of."""
 
 
 def build_dataloader(
@@ -33,6 +34,7 @@ def build_dataloader(
     rank: int = 0,
     world_size: int = 1,
     device: torch.device | None = None,
+    accum_steps: int = 1,
 ) -> Any:
     """Return the loader of one split.
 
@@ -43,13 +45,15 @@ def build_dataloader(
     Args:
         dataset: A dataset, or a loader.
         settings: Arguments of `StatefulDataLoader`. `shuffle` and `drop_last` default to `train`, `pin_memory` to
-            whether the device is CUDA. `batch_size` is that of one rank.
+            whether the device is CUDA. `batch_size` is that of one rank. `global_batch_size` makes updates of so many
+            samples over all ranks, of which a rank holds `micro_batch_size` at once.
         split: Name of the split, for messages.
         train: Whether the split is trained on: then each rank gets the same number of batches.
         seed: Base seed, the same on all ranks.
         rank: Coordinate of this process in the data domain.
         world_size: Size of the data domain.
         device: Where the batches will go.
+        accum_steps: Micro-batches of an update of `global_batch_size` samples.
 
     Raises:
         ValueError: If a setting is unknown or invalid, or the dataset is empty or too small.
@@ -57,7 +61,10 @@ def build_dataloader(
     if is_loader(dataset):
         return dataset
     _check_names(settings, split)
-    options = {"pin_memory": device is not None and device.type == "cuda", **settings}
+    given, division = divide_updates(settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps)
+    options = {"pin_memory": device is not None and device.type == "cuda", **given}
+    if division is not None:
+        _check_divisible(dataset, options, split)
     try:
         if isinstance(dataset, IterableDataset):
             return _build_iterable(dataset, options, split=split, train=train, world_size=world_size)
@@ -69,7 +76,7 @@ def build_dataloader(
             **_without_none(options),
         }
         placement: dict[str, Any] = {"split": split, "pad": train, "seed": seed, "rank": rank, "world_size": world_size}
-        return DataLoader(dataset, **options, **placement)
+        return DataLoader(dataset, **options, **placement, division=division)
     except ValueError as error:
         if str(error).startswith("Expected"):
             raise
@@ -96,6 +103,18 @@ def _check_names(settings: Mapping[str, Any], split: str) -> None:
                 f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
                 f"{did_you_mean(name, SETTINGS)}"
             )
+
+
+def _check_divisible(dataset: Any, options: Mapping[str, Any], split: str) -> None:
+    """Refuse to divide updates of data whose order is not the library's."""
+    received = type(dataset).__name__ if isinstance(dataset, IterableDataset) else None
+    received = next((f"a {name}" for name in ("batch_sampler", "sampler") if options.get(name) is not None), received)
+    if received is not None:
+        raise ValueError(
+            f"Expected a map-style dataset and the library's own order for split {split!r}: dataloader.global_batch_size "
+            f"divides every update over the ranks. Received: {received}, which divides itself. Set "
+            "dataloader.batch_size, the samples of a batch on each rank, instead."
+        )
 
 
 def _build_iterable(dataset: Any, options: dict[str, Any], *, split: str, train: bool, world_size: int) -> Any:

@@ -17,11 +17,13 @@ class Batch(NamedTuple):
         data: What the loader delivered.
         samples: Real samples on this rank, 0 for padding, `None` where only the data could tell.
         total: Real samples over all ranks, `None` where it is not known.
+        closes: Whether it is the last one of its update, `None` where `accum_steps` says so.
     """
 
     data: Any
     samples: int | None
     total: int | None
+    closes: bool | None = None
 
 
 class Cursor(ABC):
@@ -126,8 +128,9 @@ class PositionCursor(Cursor):
         """Yield the batches from the position on."""
         if not self.loader.remaining_batches:
             return
-        for data, (samples, total) in zip(self.loader, self.loader.counts(), strict=False):
-            yield Batch(data, samples, total)
+        placed = zip(self.loader, self.loader.counts(), self.loader.closings(), strict=False)
+        for data, (samples, total), closes in placed:
+            yield Batch(data, samples, total, closes)
 
     def commit(self, batches: int) -> None:
         """Move the position by so many batches of each rank."""

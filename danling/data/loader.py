@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing
 from .sampler import KeySampler, PositionedBatchSampler
+from .shares import Division
 from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
 
@@ -25,6 +26,7 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     Args:
         dataset: A map-style dataset.
         batch_size: Samples of a batch on each rank; `None` delivers items as they are, without collation.
+        division: How whole updates are divided over ranks and micro-batches; takes the place of `batch_size`.
         shuffle: Permute the samples anew in each epoch.
         drop_last: Leave out the last global batch if it is not full.
         pad: Give a rank for which nothing is left of the last global batch one sample of weight zero, instead of
@@ -48,6 +50,7 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         dataset: Any,
         *,
         batch_size: int | None = 1,
+        division: Division | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
         pad: bool = False,
@@ -66,6 +69,7 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self.positions = PositionedBatchSampler(
             length,
             batch_size=_checked_batch_size(batch_size, split),
+            division=division,
             shuffle=shuffle,
             drop_last=drop_last,
             pad=pad,
@@ -91,17 +95,21 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
                 **settings,
             )
         # torch forgets both when it is given a batch sampler, and refuses to have them set.
-        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
+        held = batch_size if division is None else division.micro_batch_size
+        self.__dict__.update(batch_size=held, drop_last=drop_last)
         if num_workers:
             end_with_process(self)
 
     def _check_not_empty(self) -> None:
         plan = self.positions
         if plan.drop_last and plan.length < plan.global_batch_size:
+            whole = plan.division.is_update
+            key = "global_batch_size" if whole else "batch_size"
+            factors = "" if whole else f" (batch_size {plan.batch_size} x {plan.world_size} ranks)"
             raise ValueError(
-                f"Expected split {self.split!r} to hold at least one global batch of {plan.global_batch_size} samples "
-                f"(batch_size {plan.batch_size} x {plan.world_size} ranks), since drop_last=True. Received: "
-                f"{plan.length} samples. Lower dataloader.batch_size, or set dataloader.drop_last to False."
+                f"Expected split {self.split!r} to hold at least one {'update' if whole else 'global batch'} of "
+                f"{plan.global_batch_size} samples{factors}, since drop_last=True. Received: {plan.length} samples. "
+                f"Lower dataloader.{key}, or set dataloader.drop_last to False."
             )
 
     # Position
@@ -130,6 +138,20 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     def remaining_batches(self) -> int:
         """Batches on this rank from the position to the end of the pass."""
         return self.positions.num_batches(self.consumed)
+
+    @property
+    def num_updates(self) -> int | None:
+        """Updates of a whole pass; `None` where another setting says how many batches make one."""
+        return self.positions.num_stretches(0) if self.positions.division.is_update else None
+
+    def hold_at_most(self, samples: int) -> None:
+        """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""
+        self.positions.division = self.positions.division.capped(samples)
+        self.__dict__.update(batch_size=self.positions.division.micro_batch_size)
+
+    def closings(self) -> Iterator[bool | None]:
+        """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""
+        return self.positions.closings()
 
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""

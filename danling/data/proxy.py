@@ -39,8 +39,9 @@ class ProxySource(BatchSource):
         """Yield placeholders from the position on."""
         if isinstance(self._cursor, PositionCursor):
             loader = self._cursor.loader
-            for samples, total in islice(loader.counts(), loader.remaining_batches):
-                yield Batch(PLACEHOLDER, samples, total)
+            counts = islice(loader.counts(), loader.remaining_batches)
+            for (samples, total), closes in zip(counts, loader.closings()):
+                yield Batch(PLACEHOLDER, samples, total, closes)
             return
         while True:
             yield Batch(PLACEHOLDER, None, None)

@@ -11,25 +11,27 @@ from torch.utils.data import Sampler
 
 from .keyed import Key
 from .randomness import derive_seed
+from .shares import Division
 
 
 class PositionedBatchSampler(Sampler[list[Key]]):
     """Batches of keys (epoch, index) of one rank, from any position of any epoch on.
 
-    The order of an epoch is a permutation drawn from (seed, epoch), or the dataset's own order. It is cut into global
-    batches of `batch_size * world_size` samples, of which rank r takes the r-th contiguous part. The position is the
-    number of samples of the order that are consumed, over all ranks: it means the same for another batch size and
-    another world size. Nothing before it is read.
+    The order of an epoch is a permutation drawn from (seed, epoch), or the dataset's own order. It is cut into
+    stretches, the samples of a global batch or of a whole update, which are divided over the ranks; see `Division`.
+    The position is the number of samples of the order that are consumed, over all ranks: it means the same for another
+    batch size and another world size. Nothing before it is read.
 
-    The last global batch may be ragged. It is divided as evenly as can be: sizes differ by at most one. A rank for
-    which nothing is left gets no batch, or, with `pad`, one sample of weight zero, so that every rank makes the same
-    number of updates.
+    The last stretch may be ragged; it is divided as evenly as can be. A rank for which nothing is left gets no batch,
+    or, with `pad`, one sample of weight zero, so that every rank makes the same number of updates.
 
     Args:
         length: Number of samples of the dataset.
-        batch_size: Samples of a batch on each rank.
+        batch_size: Samples of a batch on each rank; not read where `division` is given.
+        division: How a stretch is divided; `None` makes global batches of `batch_size` samples on each rank. That of
+            an update is always padded.
         shuffle: Permute the samples anew in each epoch.
-        drop_last: Leave out a ragged global batch.
+        drop_last: Leave out a ragged stretch.
         pad: Give a padding sample to a rank for which nothing is left.
         seed: Base seed, the same on all ranks.
         rank: Coordinate of this process among those that share the dataset.
@@ -41,6 +43,7 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         length: int,
         *,
         batch_size: int = 1,
+        division: Division | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
         pad: bool = False,
@@ -51,10 +54,10 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         if not 0 <= rank < world_size:
             raise ValueError(f"Expected 0 <= rank < world_size. Received: rank={rank}, world_size={world_size}.")
         self.length = length
-        self.batch_size = batch_size
+        self.division = division or Division.of_batch(batch_size, world_size)
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.pad = pad
+        self.pad = pad or self.division.is_update
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
@@ -62,9 +65,14 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         self.consumed = 0
 
     @property
+    def batch_size(self) -> int:
+        """The most samples of a batch on this rank."""
+        return self.division.micro_batch_size
+
+    @property
     def global_batch_size(self) -> int:
-        """Samples of a full batch over all ranks."""
-        return self.batch_size * self.world_size
+        """Samples of a full stretch over all ranks."""
+        return self.division.samples
 
     @property
     def even(self) -> bool:
@@ -78,41 +86,58 @@ class PositionedBatchSampler(Sampler[list[Key]]):
 
     def num_batches(self, consumed: int) -> int:
         """Return the number of batches on this rank from a position to the end of the pass."""
-        tail = self._tail(consumed)
-        return (self.length - consumed) // self.global_batch_size + (tail > 0 and self._tail_batch(tail) > 0)
+        full = (self.length - consumed) // self.division.samples
+        return full * self.division.micro_batches + len(self._cut(self._tail(consumed)))
+
+    def num_stretches(self, consumed: int) -> int:
+        """Return the number of stretches from a position to the end of the pass."""
+        return (self.length - consumed) // self.division.samples + (self._tail(consumed) > 0)
 
     def position_after(self, consumed: int, batches: int) -> int:
-        """Return the position when each rank has consumed `batches` more."""
-        return min(consumed + batches * self.global_batch_size, self.length)
+        """Return the position when each rank has consumed `batches` more.
+
+        Raises:
+            ValueError: If they are a part of an update only, which is divided as a whole.
+        """
+        stretches, rest = divmod(batches, self.division.micro_batches)
+        left = (self.length - consumed) // self.division.samples
+        if rest and self.division.is_update:
+            tail = self.division.count((self.length - consumed) % self.division.samples)
+            if (stretches, rest) != (left, tail):
+                raise ValueError(
+                    f"Expected the batches of whole updates, {self.division.micro_batches} of each rank. Received: "
+                    f"{batches}. Move the position once an update is made."
+                )
+            return self.length
+        return min(consumed + stretches * self.division.samples, self.length)
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """Return (samples on this rank, over all ranks) of each batch from the position on; padding counts nothing."""
-        full = repeat(
-            (self.batch_size, self.global_batch_size), (self.length - self.consumed) // self.global_batch_size
-        )
-        tail = self._tail(self.consumed)
-        if not tail or not self._tail_batch(tail):
-            return full
-        return chain(full, [(self._share(tail)[1], tail)])
+        return chain.from_iterable(self._counts(samples) for samples in self._stretches(self.consumed))
+
+    def closings(self) -> Iterator[bool | None]:
+        """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""
+        if not self.division.is_update:
+            return repeat(None, self.num_batches(self.consumed))
+        counts = map(self.division.count, self._stretches(self.consumed))
+        return chain.from_iterable([*repeat(False, count - 1), True] for count in counts)
 
     def __iter__(self) -> Iterator[list[Key]]:
         # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
-        return self._batches(self.epoch, self.consumed)
+        return self._batches(self.epoch, self.consumed, self._stretches(self.consumed))
 
-    def _batches(self, epoch: int, start: int) -> Iterator[list[Key]]:
+    def _batches(self, epoch: int, start: int, stretches: Iterator[int]) -> Iterator[list[Key]]:
         order = self.order(epoch)
-        while start + self.global_batch_size <= self.length:
-            first = start + self.rank * self.batch_size
-            yield self._keys(epoch, order, first, self.batch_size)
-            start += self.global_batch_size
-        tail = self._tail(start)
-        if not tail:
-            return
-        offset, size = self._share(tail)
-        if size:
-            yield self._keys(epoch, order, start + offset, size)
-        elif self.pad:
-            yield self._keys(epoch, order, start, 1)
+        for samples in stretches:
+            for offset, size in self._cut(samples):
+                yield self._keys(epoch, order, start + offset if size else start, size or 1)
+            start += samples
+
+    def _stretches(self, consumed: int) -> Iterator[int]:
+        """Return the samples of each stretch from a position on."""
+        full = repeat(self.division.samples, (self.length - consumed) // self.division.samples)
+        tail = self._tail(consumed)
+        return chain(full, [tail]) if tail else full
 
     def order(self, epoch: int) -> Tensor | range:
         """Return the indices of an epoch in the order in which the ranks together read them."""
@@ -127,17 +152,16 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         return list(zip(repeat(epoch), part.tolist() if isinstance(part, Tensor) else part, strict=False))
 
     def _tail(self, consumed: int) -> int:
-        """Return the number of samples of the ragged global batch that ends a pass from a position on."""
-        return 0 if self.drop_last else (self.length - consumed) % self.global_batch_size
+        """Return the number of samples of the ragged stretch that ends a pass from a position on."""
+        return 0 if self.drop_last else (self.length - consumed) % self.division.samples
 
-    def _share(self, tail: int) -> tuple[int, int]:
-        """Return offset and size of this rank's part of a ragged global batch."""
-        size, larger = divmod(tail, self.world_size)
-        return self.rank * size + min(self.rank, larger), size + (self.rank < larger)
+    def _cut(self, samples: int) -> list[tuple[int, int]]:
+        """Return offset and size of this rank's batches of a stretch; a batch of size 0 is padding."""
+        return [(offset, size) for offset, size in self.division.cut(samples, self.rank) if size or self.pad]
 
-    def _tail_batch(self, tail: int) -> int:
-        """Return how many samples this rank reads of a ragged global batch, padding included."""
-        return self._share(tail)[1] or int(self.pad)
+    def _counts(self, samples: int) -> list[tuple[int, int]]:
+        totals = self.division.totals(samples)
+        return [(size, total) for (_, size), total in zip(self._cut(samples), totals, strict=False)]
 
 
 class KeySampler(Sampler[Key]):

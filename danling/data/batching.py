@@ -1,0 +1,98 @@
+"""What the settings under `dataloader` say of the samples of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .shares import Division
+
+AUTO = "auto"
+"""The `micro_batch_size` that is found by running out of memory."""
+OWN = frozenset({"global_batch_size", "micro_batch_size"})
+"""Settings of a split that are not arguments of a loader."""
+
+
+def merge_settings(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of one split over those that all splits share.
+
+    One of the two batch sizes in the split's own section takes the place of the other one in the common section.
+    """
+    replaced: set[str] = set()
+    if own.get("batch_size") is not None:
+        replaced |= OWN
+    if own.get("global_batch_size") is not None:
+        replaced.add("batch_size")
+    return {**{name: value for name, value in common.items() if name not in replaced}, **own}
+
+
+def divide_updates(
+    settings: Mapping[str, Any], *, split: str, train: bool, world_size: int, accum_steps: int
+) -> tuple[dict[str, Any], Division | None]:
+    """Return the arguments of a loader, and how an update is divided where `global_batch_size` says what it is.
+
+    A split that is not trained on has no updates. Its `batch_size` stands beside `global_batch_size`; without one, a
+    rank holds as many samples at once as in training, so that what fits there fits here.
+
+    Args:
+        settings: The settings of the split.
+        split: Its name, for messages.
+        train: Whether it is trained on.
+        world_size: Ranks that read different samples.
+        accum_steps: Micro-batches of an update, unless `micro_batch_size` decides.
+
+    Raises:
+        ValueError: If the settings contradict one another, or there are more ranks than samples.
+    """
+    samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    loading = {name: value for name, value in settings.items() if name not in OWN}
+    if samples is None:
+        if held is not None and train:
+            raise ValueError(
+                f"Expected dataloader.global_batch_size beside dataloader.micro_batch_size, which says how it is cut. "
+                f"Received: micro_batch_size={held!r} and no global_batch_size for split {split!r}. Set it, or leave "
+                "micro_batch_size out: batch_size is what a rank holds at once."
+            )
+        return loading, None
+    if train and loading.get("batch_size") is not None:
+        raise ValueError(both_sizes(f"split {split!r}", loading["batch_size"], samples))
+    for name, value in (("global_batch_size", samples), ("micro_batch_size", held)):
+        if value is not None and not (name == "micro_batch_size" and value == AUTO):
+            _check_positive(name, value, split)
+    if isinstance(held, int) and accum_steps > 1:
+        raise ValueError(
+            f"Expected accum_steps or dataloader.micro_batch_size to say into how many micro-batches an update is cut. "
+            f"Received: accum_steps={accum_steps}, micro_batch_size={held} for split {split!r}. Leave one of them out."
+        )
+    division = Division.of_update(
+        samples, world_size, micro_batches=accum_steps, micro_batch_size=held if isinstance(held, int) else None
+    )
+    if train:
+        return {name: value for name, value in loading.items() if name != "batch_size"}, division
+    if loading.get("batch_size") is None:
+        loading["batch_size"] = division.micro_batch_size
+    return loading, None
+
+
+def both_sizes(where: str, batch_size: Any, global_batch_size: Any) -> str:
+    """Return the message for two batch sizes that exclude one another.
+
+    Args:
+        where: Where they stand.
+        batch_size: The one of a rank.
+        global_batch_size: The one of an update.
+    """
+    return (
+        f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of "
+        f"an update over all ranks), not both. Received: batch_size={batch_size!r}, "
+        f"global_batch_size={global_batch_size!r} in {where}. Set one of them to none."
+    )
+
+
+def _check_positive(name: str, value: Any, split: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        wanted = "a positive integer" + (f" or {AUTO!r}" if name == "micro_batch_size" else "")
+        raise ValueError(
+            f"Expected dataloader.{name} of split {split!r} to be {wanted}. Received: {name}={value!r} "
+            f"({type(value).__name__})."
+        )

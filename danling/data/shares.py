@@ -1,0 +1,122 @@
+"""How the samples of an update, or of a global batch, are divided over ranks and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def part(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Return offset and size of one of the parts of a whole that is divided as evenly as can be, larger parts first.
+
+    Args:
+        total: Size of the whole.
+        parts: Number of parts; sizes differ by at most one.
+        index: Which part.
+    """
+    size, larger = divmod(total, parts)
+    return index * size + min(index, larger), size + (index < larger)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which samples of a stretch of the order each rank takes, and in which micro-batches.
+
+    A rank takes a contiguous share, which it cuts into micro-batches. Shares differ by at most one sample, and so do
+    the micro-batches of a rank. All ranks make equally many micro-batches, so that what they do together, such as the
+    reduction of gradients, stays in step; where a share has fewer samples than that, some micro-batches are empty.
+
+    Attributes:
+        samples: Samples of a full stretch, over all ranks.
+        world_size: Number of ranks.
+        micro_batch_size: The most samples that a rank holds at once.
+        micro_batches: Micro-batches of a full stretch on each rank.
+        is_update: Whether a stretch is a whole update; else an update is made of several, as `accum_steps` says.
+    """
+
+    samples: int
+    world_size: int
+    micro_batch_size: int
+    micro_batches: int
+    is_update: bool
+
+    @classmethod
+    def of_batch(cls, batch_size: int, world_size: int) -> Division:
+        """Divide a global batch of `batch_size` samples on each rank."""
+        return cls(batch_size * world_size, world_size, batch_size, 1, is_update=False)
+
+    @classmethod
+    def of_update(
+        cls, samples: int, world_size: int, *, micro_batches: int = 1, micro_batch_size: int | None = None
+    ) -> Division:
+        """Divide a whole update.
+
+        Args:
+            samples: Samples of the update over all ranks.
+            world_size: Number of ranks.
+            micro_batches: Micro-batches of each rank; never more than it has samples.
+            micro_batch_size: The most samples that a rank holds at once; decides the number of micro-batches.
+
+        Raises:
+            ValueError: If there are fewer samples than ranks.
+        """
+        if samples < world_size:
+            raise ValueError(
+                f"Expected dataloader.global_batch_size to be at least the number of ranks that read different "
+                f"samples, {world_size}. Received: dataloader.global_batch_size={samples}. Raise it, or start fewer "
+                "processes."
+            )
+        share = -(-samples // world_size)
+        if micro_batch_size is None:
+            micro_batches = min(micro_batches, share)
+            return cls(samples, world_size, -(-share // micro_batches), micro_batches, is_update=True)
+        held = min(micro_batch_size, share)
+        return cls(samples, world_size, held, -(-share // held), is_update=True)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all micro-batches of a full stretch have one size, on all ranks."""
+        return self.samples == self.world_size * self.micro_batches * self.largest(self.samples)
+
+    def share(self, samples: int, rank: int) -> tuple[int, int]:
+        """Return offset and size of a rank's share of a stretch of so many samples."""
+        return part(samples, self.world_size, rank)
+
+    def count(self, samples: int) -> int:
+        """Return how many micro-batches every rank makes of a stretch of so many samples."""
+        if samples == self.samples:
+            return self.micro_batches
+        return -(-self.share(samples, 0)[1] // self.micro_batch_size)
+
+    def largest(self, samples: int) -> int:
+        """Return the most samples that a rank holds at once of a stretch of so many samples."""
+        return part(self.share(samples, 0)[1], self.count(samples), 0)[1] if samples else 0
+
+    def cut(self, samples: int, rank: int) -> list[tuple[int, int]]:
+        """Return offset, from the beginning of the stretch, and size of each micro-batch of a rank; a size may be 0."""
+        start, size = self.share(samples, rank)
+        count = self.count(samples)
+        parts = (part(size, count, index) for index in range(count))
+        return [(start + offset, held) for offset, held in parts]
+
+    def totals(self, samples: int) -> list[int]:
+        """Return the samples of each micro-batch over all ranks."""
+        # Shares have two sizes at most, so the work does not grow with the number of ranks.
+        size, larger = divmod(samples, self.world_size)
+        count = self.count(samples)
+        kinds = ((size + 1, larger), (size, self.world_size - larger))
+        return [sum(part(held, count, index)[1] * ranks for held, ranks in kinds) for index in range(count)]
+
+    def halved(self, samples: int) -> Division | None:
+        """Return the same with at most half as many samples at once as a stretch of so many has now.
+
+        Returns:
+            `None` where a rank holds one sample at once already.
+        """
+        held = self.largest(samples) // 2
+        return self.capped(held) if held else None
+
+    def capped(self, micro_batch_size: int) -> Division:
+        """Return the same with at most so many samples at once; where it holds fewer already, it itself."""
+        if micro_batch_size >= self.micro_batch_size:
+            return self
+        return Division.of_update(self.samples, self.world_size, micro_batch_size=micro_batch_size)

@@ -1,0 +1,125 @@
+"""How an update is divided: every sample once, whatever the number of ranks and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from danling.data import Division, PositionedBatchSampler
+
+DIVISIONS = [
+    (samples, world_size, accum_steps, held)
+    for samples, world_size in itertools.product((1, 2, 5, 8, 12, 13), (1, 2, 3, 4, 5))
+    if samples >= world_size
+    for accum_steps, held in ((1, None), (3, None), (20, None), (1, 1), (1, 2), (1, 5), (1, 100))
+]
+
+
+def divide(samples: int, world_size: int, accum_steps: int, held: int | None) -> Division:
+    return Division.of_update(samples, world_size, micro_batches=accum_steps, micro_batch_size=held)
+
+
+def test_every_sample_goes_to_one_micro_batch_of_one_rank() -> None:
+    for of in DIVISIONS:
+        check_cuts(of)
+
+
+def check_cuts(of: tuple[int, int, int, int | None]) -> None:
+    division = divide(*of)
+    world_size, held = of[1], of[3]
+    for samples in range(1, of[0] + 1):
+        cuts = [division.cut(samples, rank) for rank in range(world_size)]
+        assert {len(cut) for cut in cuts} == {division.count(samples)}
+        taken = [list(range(offset, offset + size)) for cut in cuts for offset, size in cut]
+        assert list(itertools.chain.from_iterable(taken)) == list(range(samples))
+        shares = [sum(size for _, size in cut) for cut in cuts]
+        assert max(shares) - min(shares) <= 1
+        assert division.totals(samples) == [sum(cut[i][1] for cut in cuts) for i in range(len(cuts[0]))]
+        most = max(size for cut in cuts for _, size in cut)
+        assert most == division.largest(samples) <= min(held or most, division.micro_batch_size)
+        assert all(any(cut[i][1] for cut in cuts) for i in range(len(cuts[0]))), "no micro-batch without a sample"
+
+
+def test_as_many_micro_batches_as_asked_for() -> None:
+    assert divide(10, 1, 4, None).cut(10, 0) == [(0, 3), (3, 3), (6, 2), (8, 2)]
+    # The last update of an epoch is cut into pieces no larger than those of the others, and into no more than it needs.
+    assert divide(64, 1, 4, None).cut(20, 0) == [(0, 10), (10, 10)]
+    assert divide(64, 2, 1, 16).count(64) == 2
+    assert divide(5, 4, 3, None).micro_batches == 2, "a micro-batch without a sample on any rank has no use"
+
+
+def test_halving_ends_at_one_sample() -> None:
+    division: Division | None = divide(12, 2, 1, None)
+    sizes = []
+    while division is not None:
+        sizes.append((division.micro_batch_size, division.micro_batches))
+        division = division.halved(12)
+    assert sizes == [(6, 1), (3, 2), (1, 6)]
+    # Halved is what was held, which in the last update of an epoch is less.
+    halved = divide(12, 2, 1, None).halved(7)
+    assert halved is not None
+    assert halved.micro_batch_size == 2
+
+
+def test_fewer_samples_than_ranks_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"global_batch_size to be at least the number of ranks .*, 4\. Received: .*=3\."
+    ):
+        divide(3, 4, 1, None)
+
+
+def test_even() -> None:
+    assert divide(12, 2, 3, None).is_even
+    assert not divide(12, 2, 4, None).is_even
+    assert not divide(13, 2, 1, None).is_even
+
+
+def samplers(length: int, division: Division, world_size: int, **settings: object) -> list[PositionedBatchSampler]:
+    place = {"seed": 5, "shuffle": True, "world_size": world_size, **settings}
+    return [PositionedBatchSampler(length, division=division, rank=r, **place) for r in range(world_size)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_updates_have_the_same_samples_at_any_world_size(drop_last: bool) -> None:
+    """A pass that changes its number of ranks after every update makes the updates of one rank."""
+    for length in (29, 31, 40):
+        whole = samplers(length, divide(8, 1, 1, None), 1, drop_last=drop_last)[0]
+        expected = [{index for _, index in batch} for batch in whole]
+        assert len(expected) == whole.num_stretches(0) == len(whole)
+        consumed, worlds = 0, itertools.cycle([(2, 1, None), (1, 3, None), (3, 1, 1), (4, 2, None), (8, 1, None)])
+        for made, update in enumerate(expected):
+            world_size, accum_steps, held = next(worlds)
+            own = samplers(length, divide(8, world_size, accum_steps, held), world_size, drop_last=drop_last)
+            for sampler in own:
+                sampler.consumed = consumed
+            assert own[0].num_stretches(consumed) == len(expected) - made
+            seen: set[int] = set()
+            batches = 0
+            for *parts, closes in zip(*(zip(sampler, sampler.counts()) for sampler in own), own[0].closings()):
+                batches += 1
+                for batch, (size, total) in parts:
+                    assert len(batch) == max(size, 1)
+                    assert total == sum(count for _, (count, _) in parts)
+                    assert seen.isdisjoint(index for _, index in batch[:size])
+                    seen |= {index for _, index in batch[:size]}
+                if closes:
+                    break
+            assert seen == update
+            assert {sampler.position_after(consumed, batches) for sampler in own} == {consumed + len(update)}
+            consumed += len(update)
+
+
+def test_every_rank_makes_equally_many_batches() -> None:
+    for of in DIVISIONS:
+        own = samplers(17, divide(*of), of[1], drop_last=False) if of[0] <= 17 else []
+        lengths = {(len(s), len(list(s)), len(list(s.counts())), len(list(s.closings())), s.even) for s in own}
+        assert len(lengths) == 1
+        assert len(set(lengths.pop()[:4])) == 1
+
+
+def test_a_part_of_an_update_is_no_position() -> None:
+    sampler = samplers(20, divide(8, 1, 4, None), 1)[0]
+    assert [sampler.position_after(0, batches) for batches in (4, 8, 10)] == [8, 16, 20]
+    with pytest.raises(ValueError, match=r"Expected the batches of whole updates, 4 of each rank\. Received: 3\."):
+        sampler.position_after(0, 3)
