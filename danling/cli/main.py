@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from danling import __version__
 
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What stands after `danling`; `None` takes those of this process.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file may have a name that is no text.
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     # The root has no option with a value, so the first word without a dash is the subcommand.
     options = parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)

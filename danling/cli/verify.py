@@ -18,6 +18,7 @@ from danling.runners.checkpoints.errors import CheckpointDamaged, CheckpointNotF
 from danling.runners.checkpoints.file_store import NEXT, SUFFIX, read_manifest
 from danling.runners.checkpoints.file_store import SUMS as FILE_SUMS
 from danling.runners.checkpoints.manifest import Manifest, complaints
+from danling.runners.checkpoints.manifest import read_manifest as read_sums
 from danling.runners.checkpoints.policy import is_name
 from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore
 
@@ -91,10 +92,18 @@ def _unnamed_targets(directory: Path, pointers: set[str]) -> Iterator[Path]:
     targets = directory / TARGETS
     if not targets.is_dir():
         return
-    led_to = {storage.read_text(directory / name).strip() for name in pointers}
+    led_to = {_target_of(directory / name) for name in pointers}
     for name in sorted(storage.names(targets) - led_to):
         if (targets / name / SUMS).is_file():
             yield targets / name
+
+
+def _target_of(pointer: Path) -> str | None:
+    try:
+        return TargetStore(pointer.parent, run_id="").target(pointer).name
+    except CheckpointDamaged:
+        # Its own verdict says why.
+        return None
 
 
 def _verdict(path: Path, level: str) -> dict[str, Any]:
@@ -104,7 +113,7 @@ def _verdict(path: Path, level: str) -> dict[str, Any]:
             manifest, problems = _check_file(path, level)
         else:
             manifest, problems = _check_target(path, level)
-    except CheckpointDamaged as error:
+    except (CheckpointDamaged, OSError) as error:
         problems = [str(error)]
     record = manifest.record if manifest is not None else None
     return {
@@ -120,9 +129,7 @@ def _check_file(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
     if storage.size_of(path.with_name(path.name + NEXT)) is not None:
         # A save was killed between the file and its sums: either of the two may be the one that fits.
         return read_manifest(path, level), []
-    if storage.size_of(sums) is None:
-        return None, [f"{sums.name} is missing"]
-    manifest = Manifest.parse(storage.read_text(sums))
+    manifest = read_sums(sums, sums.name)
     if set(manifest.files) != {path.name}:
         return manifest, [f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}"]
     return manifest, complaints(manifest, path.parent, level)
@@ -130,9 +137,7 @@ def _check_file(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
 
 def _check_target(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
     target = TargetStore(path.parent, run_id="").target(path)
-    if storage.size_of(target / SUMS) is None:
-        return None, [f"{target.name}/{SUMS} is missing"]
-    manifest = Manifest.parse(storage.read_text(target / SUMS))
+    manifest = read_sums(target / SUMS, f"{target.name}/{SUMS}")
     problems = complaints(manifest, target, level)
     if manifest.record.name != target.name:
         problems.append(f"{target.name}/{SUMS} describes {manifest.record.name}")

@@ -43,6 +43,7 @@ class TorchLoading(TorchState):
             if source is not None:
                 self.load_checkpoint(source)
                 return
+            self.checkpoint_manager.refuse_lost()
             logger.info(
                 "auto_resume: no checkpoint of this run in %s yet; starting from scratch.", self.workspace.checkpoints
             )

@@ -9,7 +9,7 @@ from danling.utils.lazy import lazily
 if TYPE_CHECKING:
     from .base import CheckpointManager
     from .deepspeed import DeepSpeedCheckpointManager, export_deepspeed_checkpoint
-    from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+    from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, CheckpointMismatch, CheckpointNotFound
     from .exchange import export_weights, import_weights
     from .exclusion import exclude
     from .file import FileCheckpointManager
@@ -24,7 +24,13 @@ else:
         {
             "base": ("CheckpointManager",),
             "deepspeed": ("DeepSpeedCheckpointManager", "export_deepspeed_checkpoint"),
-            "errors": ("CheckpointDamaged", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"),
+            "errors": (
+                "CheckpointDamaged",
+                "CheckpointDiskError",
+                "CheckpointError",
+                "CheckpointMismatch",
+                "CheckpointNotFound",
+            ),
             "exchange": ("export_weights", "import_weights"),
             "exclusion": ("exclude",),
             "file": ("FileCheckpointManager",),
@@ -37,6 +43,7 @@ else:
 
 __all__ = [
     "CheckpointDamaged",
+    "CheckpointDiskError",
     "CheckpointError",
     "CheckpointManager",
     "CheckpointMismatch",

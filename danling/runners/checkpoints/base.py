@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from danling.utils.protocols import ReductionDomain
 
 from . import storage
-from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .executor import SaveExecutor
 from .file_store import FileStore
 from .policy import Line, Record, history_name, newest, next_line, on_line
@@ -196,13 +196,32 @@ class CheckpointManager(ABC):
             return None
         line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
         for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
+            path = store.path(record.name)
             try:
-                store.verify(store.path(record.name), self.settings.verify)
+                store.verify(path, self.settings.verify)
             except (CheckpointError, OSError) as error:
-                logger.warning("auto_resume passes over %s: %s", record.name, error)
+                store.pass_over(path, error)
             else:
-                return record.name if store is self.store else str(store.path(record.name))
+                return record.name if store is self.store else str(path)
         return None
+
+    def refuse_lost(self) -> None:
+        """Refuse to begin anew where checkpoints lie of which none can be loaded. Call on all ranks.
+
+        Raises:
+            CheckpointDamaged: If there are such.
+        """
+        self.on_main(self._refuse_lost)
+
+    def _refuse_lost(self) -> None:
+        self._records()
+        lost = [line for store in self.stores for line in store.lost()]
+        if lost and self._find_latest() is None:
+            listing = "".join(f"\n  {line}" for line in lost)
+            raise CheckpointDamaged(
+                f"Expected a checkpoint in {self.directory} that verifies, since some lie there. Received none that does:{listing}\n"
+                "Mend or bring back one of them (is a file system not mounted?). To begin anew, name another `dir`, or move these away."
+            )
 
     def check_directory(self) -> None:
         """Refuse a directory in which another run saves; nothing is written. Call on all ranks.

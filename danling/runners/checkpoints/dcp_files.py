@@ -47,7 +47,7 @@ class HashingFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         """Open a file; what is written is durable when the context ends."""
         if mode != "wb":
-            with super().create_stream(path, mode) as stream:
+            with os.fdopen(storage.open_regular(Path(path)), mode) as stream:
                 yield stream
             return
         with storage.open_new(Path(path)) as writer:
@@ -119,6 +119,10 @@ class TargetWriter(FileSystemWriter):
 class TargetReader(FileSystemReader):
     """Reads a target; its metadata may name nothing but what metadata consists of."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs: HashingFileSystem = HashingFileSystem()
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`.
 
@@ -127,7 +131,7 @@ class TargetReader(FileSystemReader):
         """
         path = Path(self.path) / METADATA
         try:
-            with path.open("rb") as file:
+            with os.fdopen(storage.open_regular(path), "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
         except Exception as error:
             raise CheckpointDamaged(

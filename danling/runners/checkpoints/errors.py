@@ -1,10 +1,18 @@
-"""What can be wrong with a checkpoint."""
+"""What can be wrong with a checkpoint, and with the disk that it lies on."""
 
 from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
+
+
+class CheckpointDiskError(CheckpointError, OSError):
+    """The file system did not do what it was asked for."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
@@ -17,3 +25,40 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointMismatch(CheckpointError, ValueError):
     """A checkpoint is whole, but not one of this run, model or configuration."""
+
+
+_GONE = "Bring it back (is the file system mounted?)"
+_DENIED = "Give this user the right to do that, or name another directory in checkpoint_dir"
+_FULL = "Free some space, or let checkpoint.keep_latest_k keep fewer checkpoints"
+_MENDS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO), _GONE),
+    errno.EROFS: "The file system is mounted for reading only, often after an error of the disk (see `dmesg`): mount it for writing",
+    errno.ELOOP: "Remove the links that lead to each other",
+}
+_FAILING = "The disk, or the server that it is on, may be failing (see `dmesg`): mend that"
+
+
+def reason(error: OSError) -> str:
+    """Return what the operating system said, in its words."""
+    return os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
+
+
+def disk_error(operation: str, path: Path, error: OSError, *, free: int | None = None) -> CheckpointDiskError:
+    """Return the error to raise for one of the operating system.
+
+    Args:
+        operation: What was tried, as a verb.
+        path: The file or directory.
+        error: What the operating system said.
+        free: Free bytes there, where they are known and matter.
+    """
+    space = "" if free is None else f", with {free:,} bytes free"
+    mend = _MENDS.get(error.errno or 0, _FAILING)
+    found = CheckpointDiskError(
+        f"Expected to {operation} {path}. Received: {reason(error)}{space}. {mend}, and start again: `auto_resume` goes on from the newest "
+        "checkpoint that verifies."
+    )
+    found.errno = error.errno
+    return found

@@ -8,6 +8,7 @@ from pathlib import Path
 from . import storage
 from .errors import CheckpointDamaged
 from .manifest import Manifest, complaints, damaged
+from .manifest import read_manifest as read_sums
 from .policy import Record, is_name
 from .store import CheckpointStore
 
@@ -43,6 +44,8 @@ class FileStore(CheckpointStore):
             records: One for each name.
         """
         self._settle_all()
+        for record in records:
+            self._make_way(self.path(record.name))
         staged = storage.staged_name(self.directory)
         size, digest = storage.write_file(staged, write)
         try:
@@ -61,6 +64,13 @@ class FileStore(CheckpointStore):
         finally:
             storage.discard(staged)
 
+    def _make_way(self, path: Path) -> None:
+        for part in (path, _beside(path, NEXT), _beside(path, SUMS)):
+            self.moved(part, storage.make_way(part))
+        if storage.size_of(path) is not None and not self.has_sums(path):
+            # No save leaves a file like that, not even one that was killed: it is somebody's.
+            self.moved(path, storage.set_aside(path))
+
     def recover(self) -> None:
         """Remove unfinished files and settle every change of names that was interrupted."""
         storage.clean(self.directory)
@@ -73,10 +83,14 @@ class FileStore(CheckpointStore):
 
     def _settle(self, path: Path) -> None:
         waiting = _beside(path, NEXT)
-        if _compared(path, waiting, "full")[1]:
-            storage.remove(waiting)
-        else:
+        if storage.size_of(waiting) is None:
+            return
+        if not _compared(path, waiting, "full")[1]:
+            self.moved(_beside(path, SUMS), storage.make_way(_beside(path, SUMS)))
             storage.replace(waiting, _beside(path, SUMS))
+        elif storage.absence(path) == storage.MISSING or not _compared(path, _beside(path, SUMS), "full")[1]:
+            storage.remove(waiting)
+        # Else the file cannot be read now, or fits neither: what describes it is kept.
 
     def records(self, *, complete: bool) -> list[Record]:
         """Return what the manifests record, oldest first."""
@@ -121,6 +135,7 @@ class FileStore(CheckpointStore):
         """Remove a file and its sums."""
         # Sums last: a file that lost them alone would lie there for ever, neither a checkpoint nor removed by retention.
         storage.remove(self.path(name))
+        storage.remove(_beside(self.path(name), NEXT))
         storage.remove(_beside(self.path(name), SUMS))
 
     def sweep(self, protected: set[int]) -> None:
@@ -161,12 +176,7 @@ def _compared(path: Path, sums: Path, level: str) -> tuple[Manifest | None, list
 
 
 def _parsed(path: Path, sums: Path) -> Manifest:
-    if storage.size_of(sums) is None:
-        raise CheckpointDamaged(f"{sums.name} is missing")
-    try:
-        manifest = Manifest.parse(storage.read_text(sums))
-    except CheckpointDamaged as error:
-        raise CheckpointDamaged(f"{sums.name}: {error}") from error
+    manifest = read_sums(sums, sums.name)
     if set(manifest.files) != {path.name}:
         raise CheckpointDamaged(f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}")
     return manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import storage
-from .errors import CheckpointDamaged
+from .errors import CheckpointDamaged, reason
 from .policy import Record
 
 HEADER = "# danling-manifest 1"
@@ -79,6 +79,28 @@ class Manifest:
         return cls(_record(fields), {name: (sizes[name], sums[name]) for name in sums})
 
 
+def read_manifest(path: Path, shown: str) -> Manifest:
+    """Return the manifest in a file.
+
+    Args:
+        path: The file.
+        shown: What it is called in errors.
+
+    Raises:
+        CheckpointDamaged: If there is none that can be read.
+    """
+    try:
+        if storage.size_of(path) is None:
+            raise CheckpointDamaged(f"{shown} {storage.absence(path)}")
+        text = storage.read_text(path)
+    except OSError as error:
+        raise CheckpointDamaged(f"{shown} cannot be read: {reason(error)}") from error
+    try:
+        return Manifest.parse(text)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{shown}: {error}") from error
+
+
 def _record(fields: dict[str, str]) -> Record:
     pairs = [part.split(":") for part in fields["continues"].split()]
     line = tuple((int(branch), int(last)) for branch, last in pairs)
@@ -96,10 +118,16 @@ def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
     """
 
     def complaint(name: str) -> str | None:
+        try:
+            return differs(name)
+        except OSError as error:
+            return f"{name} cannot be read: {reason(error)}"
+
+    def differs(name: str) -> str | None:
         size, digest = manifest.files[name]
         found = storage.size_of(directory / name)
         if found is None:
-            return f"{name} is missing"
+            return f"{name} {storage.absence(directory / name)}"
         if level != "none" and found != size:
             return f"{name} has {found} bytes instead of {size}"
         if level == "full" and storage.hash_file(directory / name) != digest:

@@ -1,6 +1,7 @@
 """Files that survive a crash at any instant: the only place where checkpoints touch the disk.
 
-Every call goes through `os`, so that a test can let each of them fail once.
+Every call goes through `os`, so that a test can let each of them fail once. What fails is raised as a `CheckpointDiskError`,
+which names the operation and the path.
 """
 
 from __future__ import annotations
@@ -15,24 +16,58 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, disk_error, reason
 
 STAGED = ".staged-"
 """Prefix of what is not finished; never a name that a reader looks at."""
 
 _CHUNK = 4 << 20
+_TEXT_CHUNK = 64 << 10
+_TEXT_LIMIT = 64 << 20
+_LOOKS = ("read", "list", "look at")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+
+
+@contextmanager
+def _trying(operation: str, path: Path) -> Iterator[None]:
+    """Let errors of the operating system name what was tried, and the path."""
+    try:
+        yield
+    except CheckpointDiskError:
+        raise
+    except OSError as error:
+        free = None if operation in _LOOKS else _free(path)
+        raise disk_error(operation, path, error, free=free) from error
+
+
+def _free(path: Path) -> int | None:
+    """Return the free bytes where a path lies; `None` when even that cannot be known."""
+    for directory in (path, *path.parents):
+        try:
+            found = os.statvfs(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
+    return None
 
 
 class HashingWriter:
     """A binary stream into a file descriptor that is hashed as it is written: no second pass over the data.
 
+    Attributes:
+        error: What went wrong when it was written to; what comes of it in the caller may tell less.
+
     Args:
         handle: A descriptor that is open for writing.
+        path: Its file, for errors.
     """
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, path: Path) -> None:
         self._handle = handle
+        self._path = path
+        self.error: CheckpointDiskError | None = None
         self._hash = hashlib.sha256()
         self._small = bytearray()
         self.size = 0
@@ -61,8 +96,13 @@ class HashingWriter:
             piece = view[start : start + _CHUNK]
             # Hashed while it is in the processor's cache for the copy into the system's.
             self._hash.update(piece)
-            while piece:
-                piece = piece[os.write(self._handle, piece) :]
+            try:
+                with _trying("write", self._path):
+                    while piece:
+                        piece = piece[os.write(self._handle, piece) :]
+            except CheckpointDiskError as error:
+                self.error = self.error or error
+                raise
 
     def tell(self) -> int:
         """Return the number of bytes written."""
@@ -91,17 +131,31 @@ def open_new(path: Path) -> Iterator[HashingWriter]:
     Args:
         path: The file.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with _trying("create", path):
+        # Never through a link, and no wait for the reader of a named pipe.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    writer = HashingWriter(handle, path)
     try:
-        writer = HashingWriter(handle)
         yield writer
         writer.flush()
-        os.fsync(handle)
-    except BaseException:
-        os.close(handle)
+        with _trying("sync", path):
+            os.fsync(handle)
+    except BaseException as error:
+        _close_quietly(handle)
         discard(path)
+        if writer.error is not None and writer.error is not error:
+            # torch.save answers a failed write with the positions in its archive.
+            raise writer.error from None
         raise
-    os.close(handle)
+    with _trying("close", path):
+        os.close(handle)
+
+
+def _close_quietly(handle: int) -> None:
+    try:
+        os.close(handle)
+    except OSError:
+        return
 
 
 def write_file(path: Path, write: Callable[[HashingWriter], object]) -> tuple[int, str]:
@@ -141,13 +195,14 @@ def link(source: Path, path: Path) -> None:
     """Make a finished file appear under another name, in place of what was there: a hard link where there are such, else a copy."""
     staged = staged_name(path.parent)
     try:
-        try:
-            os.link(source, staged)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            _copy(source, staged)
-        os.replace(staged, path)
+        with _trying("write", path):
+            try:
+                os.link(source, staged)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                _copy(source, staged)
+        replace(staged, path)
     except BaseException:
         discard(staged)
         raise
@@ -155,89 +210,164 @@ def link(source: Path, path: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     def pour(writer: HashingWriter) -> None:
-        handle = os.open(source, os.O_RDONLY)
-        try:
-            while chunk := os.read(handle, _CHUNK):
-                writer.write(chunk)
-        finally:
-            os.close(handle)
+        for chunk in _chunks(source):
+            writer.write(chunk)
 
     write_file(target, pour)
 
 
 def replace(source: Path, target: Path) -> None:
     """Rename a file, in place of what was there."""
-    os.replace(source, target)
+    with _trying("rename a file to", target):
+        os.replace(source, target)
 
 
 def sync_directory(directory: Path) -> None:
     """Make the names in a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with _trying("sync", directory):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def make_directory(directory: Path) -> None:
     """Make a directory and those above it where they are missing, durably."""
     if not os.path.isdir(directory):
         make_directory(directory.parent)
-        try:
-            os.mkdir(directory)
-        except FileExistsError:
-            return
+        with _trying("make the directory", directory):
+            try:
+                os.mkdir(directory)
+            except FileExistsError:
+                if os.path.isdir(directory):
+                    return
+                found = f"what is there {absence(directory)}"
+                raise CheckpointDiskError(
+                    f"Expected a directory at {directory}. Received: {found}. Bring back what it leads to, or move it away."
+                ) from None
         sync_directory(directory.parent)
 
 
 def names(directory: Path) -> set[str]:
     """Return the names in a directory; none when it does not exist."""
-    try:
-        return set(os.listdir(directory))
-    except FileNotFoundError:
-        return set()
+    with _trying("list", directory):
+        try:
+            return set(os.listdir(directory))
+        except FileNotFoundError:
+            return set()
 
 
 def size_of(path: Path) -> int | None:
-    """Return the size of a regular file in bytes; `None` when there is none."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    """Return the size of a regular file in bytes; `None` when there is none, of which `absence` tells more."""
+    with _trying("look at", path):
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+                return None
+            raise
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def read_text(path: Path) -> str:
-    """Return the contents of a small text file; bytes that are no text come back as marks."""
-    handle = os.open(path, os.O_RDONLY)
+MISSING = "is missing"
+"""What `absence` says when nothing is there at all."""
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISREG, "is a file"),
+    (stat.S_ISDIR, "is a directory"),
+    (stat.S_ISFIFO, "is a named pipe"),
+    (stat.S_ISSOCK, "is a socket"),
+)
+
+
+def absence(path: Path) -> str:
+    """Say in a few words what is found where a regular file was expected: `is missing`, `is a directory`, ..."""
     try:
-        content = b""
-        while chunk := os.read(handle, _CHUNK):
-            content += chunk
-    finally:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "is a link that leads nowhere" if os.path.islink(path) else MISSING
+    except OSError as error:
+        return f"cannot be read: {reason(error)}"
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "is a device")
+
+
+def make_way(path: Path) -> Path | None:
+    """Move aside what lies where a file is to be put and is none: directories, links, named pipes.
+
+    Returns:
+        Where it lies now; `None` when nothing was in the way.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        # What cannot even be looked at can be renamed all the same: its name lies in the directory.
+        mode = 0
+    return None if stat.S_ISREG(mode) else set_aside(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Give what lies at a path a name that is free and means nothing, and return it."""
+    aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
+    replace(path, aside)
+    return aside
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor. A named pipe would let its opener wait for somebody who writes."""
+    with _trying("read", path):
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return handle
         os.close(handle)
+    raise CheckpointDiskError(f"Expected a file at {path}. Received: what lies there {absence(path)}. Move it away.")
+
+
+def _chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
+    """Yield the contents of a regular file; each piece is gone when the next one comes."""
+    buffer = memoryview(bytearray(size))
+    handle = open_regular(path)
+    with _trying("read", path):
+        try:
+            while count := os.readv(handle, [buffer]):
+                yield buffer[:count]
+        finally:
+            os.close(handle)
+
+
+def read_text(path: Path) -> str:
+    """Return the contents of a small text file; bytes that are no text come back as marks.
+
+    Raises:
+        CheckpointDamaged: If it is far larger than any that the library writes.
+    """
+    content = bytearray()
+    for chunk in _chunks(path, _TEXT_CHUNK):
+        content += chunk
+        if len(content) > _TEXT_LIMIT:
+            raise CheckpointDamaged(f"{path.name} has more than {_TEXT_LIMIT:,} bytes")
     return content.decode("utf-8", errors="replace")
 
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK))
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        while count := os.readv(handle, [buffer]):
-            digest.update(buffer[:count])
-    finally:
-        os.close(handle)
+    for chunk in _chunks(path):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
 def remove(path: Path) -> None:
     """Remove a file that may be gone already."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
+    with _trying("remove", path):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
 
 
 def remove_tree(directory: Path) -> None:
@@ -248,7 +378,8 @@ def remove_tree(directory: Path) -> None:
             remove_tree(path)
         else:
             remove(path)
-    os.rmdir(directory)
+    with _trying("remove", directory):
+        os.rmdir(directory)
 
 
 def discard(path: Path) -> None:
@@ -265,7 +396,8 @@ def require_space(directory: Path, needed: int) -> None:
     Raises:
         CheckpointError: If fewer than `needed` bytes, and a twentieth more, are free.
     """
-    found = os.statvfs(directory)
+    with _trying("look at", directory):
+        found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
     wanted = needed + needed // 20
     if free < wanted:
@@ -276,7 +408,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove what a save that was killed has left."""
+    """Remove what a save that was killed has left. What cannot be removed is in nobody's way: it is left for the next time."""
     for name in names(directory):
         if name.startswith(STAGED):
-            remove(directory / name)
+            discard(directory / name)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from .errors import CheckpointDamaged
-from .policy import Line, Record, on_line, to_delete
+from . import storage
+from .policy import Line, Record, is_name, on_line, to_delete
 
 logger = logging.getLogger("danling")
 
@@ -23,7 +25,7 @@ class CheckpointStore(ABC):
     def __init__(self, directory: Path, *, run_id: str) -> None:
         self.directory = directory
         self.run_id = run_id
-        self._told: set[str] = set()
+        self._passed: dict[Path, str] = {}
 
     @abstractmethod
     def recover(self) -> None:
@@ -90,11 +92,18 @@ class CheckpointStore(ABC):
             protected = {r.sequence for r in records if r.name in ("latest", "best")}
             if resumed is not None:
                 protected.add(resumed.sequence)
-            for name in to_delete(records, keep=keep, protected=protected):
-                self.delete(name)
-            self.sweep(protected)
         except OSError as error:
-            logger.warning("Could not remove old checkpoints in %s: %s", self.directory, error)
+            logger.warning("Could not see which checkpoints in %s are old: %s", self.directory, error)
+            return
+        for name in to_delete(records, keep=keep, protected=protected):
+            self._spared(partial(self.delete, name))
+        self._spared(lambda: self.sweep(protected))
+
+    def _spared(self, removal: Callable[[], None]) -> None:
+        try:
+            removal()
+        except OSError as error:
+            logger.warning("An old checkpoint in %s is still there: %s", self.directory, error)
 
     def describe(self, path: Path) -> Record | None:
         """Return the record of a checkpoint of this directory; `None` for one that lies elsewhere.
@@ -104,9 +113,21 @@ class CheckpointStore(ABC):
         """
         return self.record(path) if self.owns(path) else None
 
-    def pass_over(self, path: Path, error: CheckpointDamaged) -> None:
-        """Say, once, that a checkpoint does not count."""
-        message = f"{path} does not count as a checkpoint: {error}"
-        if message not in self._told:
-            self._told.add(message)
-            logger.warning("%s", message)
+    def pass_over(self, path: Path, error: Exception) -> None:
+        """Say, once for each reason, that a checkpoint does not count."""
+        if self._passed.get(path) != str(error):
+            self._passed[path] = str(error)
+            logger.warning("%s is passed over: %s", path, error)
+
+    def lost(self) -> list[str]:
+        """Return a line for each checkpoint that was passed over and of which something is left."""
+        return [
+            f"{path}: {why}"
+            for path, why in self._passed.items()
+            if is_name(path.name.removesuffix(path.suffix)) and storage.absence(path) != storage.MISSING
+        ]
+
+    def moved(self, path: Path, aside: Path | None) -> None:
+        """Say where something lies now that was in the way of a save, if anything was."""
+        if aside is not None:
+            logger.warning("%s was in the way of a checkpoint and is no part of one. It lies in %s now.", path, aside)

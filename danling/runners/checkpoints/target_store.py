@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import storage
-from .errors import CheckpointDamaged
-from .manifest import Manifest, complaints, damaged
+from .errors import CheckpointDamaged, reason
+from .manifest import Manifest, complaints, damaged, read_manifest
 from .policy import Record, is_name
 from .store import CheckpointStore, logger
 
@@ -46,6 +46,7 @@ class TargetStore(CheckpointStore):
     def publish(self, target: str, names: Sequence[str]) -> None:
         """Let names lead to a complete target, in the order given."""
         for name in names:
+            self.moved(self.directory / name, storage.make_way(self.directory / name))
             storage.write_text(self.directory / name, f"{target}\n")
 
     def locate(self, source: Path) -> Path | None:
@@ -61,31 +62,38 @@ class TargetStore(CheckpointStore):
         Raises:
             CheckpointDamaged: If it leads nowhere, or out of the directory.
         """
-        if os.path.isdir(path):
+        if os.path.isdir(path) and not is_name(path.name):
             return path
-        size = storage.size_of(path)
-        if size is None:
-            raise CheckpointDamaged(f"{path.name} is missing")
-        name = storage.read_text(path).removesuffix("\n") if size <= _POINTER_BYTES else f"{size} bytes"
+        name = self._pointed(path)
         if not _TARGET.fullmatch(name):
             raise CheckpointDamaged(
                 f"Expected {path} to hold the name of a target, such as 00000012-1a2b3c4d. Received: {name[:80]!r}."
             )
         target = path.parent / TARGETS / name
         if not os.path.isdir(target) or os.path.islink(target):
-            raise CheckpointDamaged(
-                f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which is missing."
-            )
+            found = "is a link" if os.path.islink(target) else storage.absence(target)
+            raise CheckpointDamaged(f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which {found}.")
         return target
+
+    def _pointed(self, path: Path) -> str:
+        try:
+            size = storage.size_of(path)
+            if size is None:
+                raise CheckpointDamaged(f"{path.name} {storage.absence(path)}")
+            return storage.read_text(path).removesuffix("\n") if size <= _POINTER_BYTES else f"{size} bytes"
+        except OSError as error:
+            raise CheckpointDamaged(f"{path.name} cannot be read: {reason(error)}") from error
 
     def recover(self) -> None:
         """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
-        storage.make_directory(self.directory / TARGETS)
+        targets = self.directory / TARGETS
+        if not os.path.isdir(targets) and not os.path.islink(targets):
+            self.moved(targets, storage.set_aside(targets) if os.path.lexists(targets) else None)
+        storage.make_directory(targets)
         storage.clean(self.directory)
-        for name in storage.names(self.directory / TARGETS):
-            target = self.directory / TARGETS / name
-            if _TARGET.fullmatch(name) and storage.size_of(target / SUMS) is None:
-                storage.remove_tree(target)
+        for name in storage.names(targets):
+            if _TARGET.fullmatch(name) and _is_unfinished(targets / name):
+                self.give_up(name)
 
     def records(self, *, complete: bool) -> list[Record]:
         """Return what the manifests record, once for each name that leads there; a target without one goes by its own."""
@@ -97,11 +105,19 @@ class TargetStore(CheckpointStore):
                 if record is not None:
                     led_to.add(record.name)
                     found.append(replace(record, name=name))
-        for name in sorted(storage.names(self.directory / TARGETS) - led_to):
-            if _TARGET.fullmatch(name) and storage.size_of(self.path(name) / SUMS) is not None:
+        for name in sorted(self._targets() - led_to):
+            if _TARGET.fullmatch(name) and not _is_unfinished(self.path(name)):
                 record = self._recorded(self.path(name), complete)
                 found += [record] if record is not None else []
         return sorted(found, key=lambda record: (record.sequence, record.name))
+
+    def _targets(self) -> set[str]:
+        try:
+            return storage.names(self.directory / TARGETS)
+        except OSError as error:
+            # The other kind of checkpoints in the same directory may be as good as ever.
+            self.pass_over(self.directory / TARGETS, error)
+            return set()
 
     def _recorded(self, path: Path, complete: bool) -> Record | None:
         try:
@@ -134,12 +150,7 @@ class TargetStore(CheckpointStore):
             raise damaged(problems, target)
 
     def _manifest(self, target: Path) -> Manifest:
-        if storage.size_of(target / SUMS) is None:
-            raise CheckpointDamaged(f"{target.name}/{SUMS} is missing")
-        try:
-            manifest = Manifest.parse(storage.read_text(target / SUMS))
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(f"{target.name}/{SUMS}: {error}") from error
+        manifest = read_manifest(target / SUMS, f"{target.name}/{SUMS}")
         if manifest.record.name != target.name:
             raise CheckpointDamaged(f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}")
         return manifest
@@ -155,3 +166,8 @@ class TargetStore(CheckpointStore):
                 # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
                 storage.remove(self.path(record.name) / SUMS)
                 storage.remove_tree(self.path(record.name))
+
+
+def _is_unfinished(target: Path) -> bool:
+    """Whether a target is what a killed save leaves: a directory without a manifest, which is written last."""
+    return os.path.isdir(target) and not os.path.islink(target) and storage.absence(target / SUMS) == storage.MISSING
