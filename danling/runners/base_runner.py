@@ -38,7 +38,7 @@ from danling.workspace import (
 from .checkpoints import CheckpointError, read_config
 from .config import RunnerConfig
 from .facts import Results, RunnerFacts
-from .meta import MetaRunner
+from .meta import MetaRunner, strings_in_methods
 from .state import ElasticState, RunnerState
 
 logger = logging.getLogger("danling")
@@ -92,6 +92,7 @@ class BaseRunner(RunnerFacts, metaclass=MetaRunner):
         self._closers = ExitStack()
         self._closed = False
         self.model: Any = None
+        self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
         self.mode: Literal["train", "evaluate", "infer"] = "train"
         self.state = RunnerState()
@@ -144,6 +145,22 @@ class BaseRunner(RunnerFacts, metaclass=MetaRunner):
             )
         own.warn_without_effect(self.stack)
         return own
+
+    def check_settings_are_read(self) -> None:
+        """Refuse a key at the top level of the configuration that does nothing: no class declares it, and no rank has read it.
+
+        Called on all ranks, when training begins: by then a program has read its own keys.
+
+        Raises:
+            ValueError: If there is one, with its place in the library's configuration.
+        """
+        unread = self.config.unread()
+        if self._made_of_mapping:
+            # It may read the mapping itself, which nobody sees.
+            unread -= strings_in_methods(type(self))
+        if self.distributed:
+            unread = set.intersection(*self.world.gather_objects(unread))
+        self.config.refuse_unread(unread, may_be_read=self._made_of_mapping)
 
     def __post_init__(self) -> None:
         """Finish construction after the outermost `__init__`: open the run directory and its log."""
@@ -274,6 +291,7 @@ class BaseRunner(RunnerFacts, metaclass=MetaRunner):
             own.merge(stored)
         else:
             own = cls.config_class(stored)
+        own.claim(stored)  # the run that is gone on with has trained with them
         own.merge(config.changed() if isinstance(config, RunnerConfig) else dict(config or {}))
         own.resume = str(checkpoint)
         runner: Self = cls(own)

@@ -19,8 +19,10 @@ from . import config_identity
 from .config_effects import settings_without_effect
 from .config_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
 from .config_files import read_settings, strict_json
-from .config_help import help_text
+from .config_foreign import describe_received, place_of, refusal
+from .config_help import help_text, usage_errors
 from .config_node import ClosedSection, Section, fresh
+from .config_own import OwnKeys
 from .config_parse import parse_into
 from .config_schema import (
     CheckpointConfig,
@@ -185,14 +187,29 @@ class RunnerConfig(ClosedSection):
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, settings: Any = None, /, **kwargs: Any) -> None:
+        own = self.__dict__["_own_keys"] = OwnKeys()
         given = _as_mapping(settings)
         super().__init__(given, **kwargs)
         if type(self).__init__ is not RunnerConfig.__init__:
             self.__dict__["_given"] = ({name: fresh(value) for name, value in given.items()}, kwargs)
+        own.set.clear()
+        if isinstance(settings, Namespace):
+            own.declared.update(given)  # the program's own parser declares them
+        if isinstance(settings, (str, os.PathLike)):
+            own.file = {name: f"{describe_received(name, value)} in {settings}" for name, value in given.items()}
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
-        """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`."""
+        """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`.
+
+        Raises:
+            ValueError: If a file has a key that neither the library nor the class declares.
+        """
+        own: OwnKeys = self.__dict__["_own_keys"]
+        # What the `__init__` of a subclass has set is declared by that class.
+        own.declared |= own.set
         given = self.__dict__.pop("_given", None)
+        self._refuse_undeclared(own.file, dict(self.items()))
+        own.file = {}
         if given is not None:
             self.merge(given[0], **given[1])
 
@@ -210,6 +227,7 @@ class RunnerConfig(ClosedSection):
         field = fields_of(type(self)).get(name)
         if field is not None:
             return self._store(name, self._adopt(self._fit(field, value)))
+        self.__dict__["_own_keys"].set.add(name)
         Section._assign(self, name, value)
 
     def _assign_nested(self, head: str, rest: str, value: Any) -> None:
@@ -231,6 +249,97 @@ class RunnerConfig(ClosedSection):
         if field is not None:
             raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
         return Section.__missing__(self, name, default)
+
+    # A program's own keys: who declares them, and whether anything reads them
+
+    def _store(self, name: Any, value: Any) -> None:
+        own = self.__dict__.get("_own_keys")
+        if own is None or name in own.read or name in fields_of(type(self)):
+            super()._store(name, value)
+        else:
+            # No instance attribute until it is read for the first time: so that the reading is seen.
+            dict.__setitem__(self, name, value)
+
+    def get(self, name: Any, default: Any = None, fallback: bool | None = None) -> Any:
+        """Return the value of a key, or `default`; nothing is created.
+
+        Args:
+            name: A key, or keys joined by dots.
+            default: What an absent key gives.
+            fallback: As in `chanfig.Config`.
+        """
+        self._note_reading(name if dict.__contains__(self, name) else str(name).partition(".")[0])
+        return super().get(name, default, fallback)
+
+    def __getattr__(self, name: str) -> Any:
+        self._note_reading(name)
+        return super().__getattr__(name)
+
+    def _note_reading(self, name: Any) -> None:
+        own = self.__dict__.get("_own_keys")
+        if own is not None and name not in own.read and not str(name).startswith("_"):
+            own.read.add(name)
+            if dict.__contains__(self, name):
+                self._store(name, dict.__getitem__(self, name))
+
+    def _refuse_undeclared(self, received: Mapping[str, str], settings: Mapping[Any, Any]) -> None:
+        """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
+
+        Args:
+            received: How each key was received, by key.
+            settings: Values of a file: one that is a mapping makes an open section.
+        """
+        own: OwnKeys = self.__dict__["_own_keys"]
+        known = {*fields_of(type(self)), *_OLDER_KEYS, *own.declared, *(name for name in self if name not in own.file)}
+        for name, text in received.items():
+            head, dot, _ = str(name).partition(".")
+            if head in known:
+                continue
+            if not dot and not isinstance(settings.get(name), Mapping):
+                raise ValueError(refusal(head, text, RunnerConfig, known))
+            slip = slip_of(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
+            if slip:
+                raise ValueError(f"Expected keys that are read. Received: {text}. Did you mean {slip!r}?")
+
+    def claim(self, names: Iterable[str]) -> None:
+        """Take top-level keys for read, such as those of a run that goes on.
+
+        Args:
+            names: The keys.
+        """
+        self.__dict__["_own_keys"].declared.update(names)
+
+    def unread(self) -> set[str]:
+        """Return the program's own top-level keys that its class does not declare and that nothing has read.
+
+        Values of none and false, and empty sections, ask for nothing and are left out.
+        """
+        own: OwnKeys = self.__dict__["_own_keys"]
+        known = fields_of(type(self)).keys() | own.declared | own.read
+        return {
+            str(name)
+            for name, value in self.items()
+            if name not in known and value not in (None, False) and value != {}
+        }
+
+    def refuse_unread(self, names: Iterable[str], *, may_be_read: bool = False) -> None:
+        """Refuse top-level keys that were set and that nothing reads.
+
+        Args:
+            names: The keys, of `unread`.
+            may_be_read: Whether a program may read them from the mapping that it made this configuration of. Then there is only a
+                warning of a key that looks like none of the library's.
+
+        Raises:
+            ValueError: If there is one, with its place in the library's configuration.
+        """
+        for name in sorted(names):
+            received = describe_received(name, dict.get(self, name))
+            mend = f"Read config.{name} in __init__, declare it in a class derived from RunnerConfig, or leave it out."
+            problem = refusal(name, received, RunnerConfig, fields_of(type(self)), mend=mend)
+            if not may_be_read or place_of(name, RunnerConfig) is not None:
+                raise ValueError(problem)
+            warn_user(problem, UserWarning)
 
     def _refuse_slip(self, name: Any, received: str) -> None:
         slip = slip_of(name, fields_of(RunnerConfig))
@@ -368,18 +477,28 @@ class RunnerConfig(ClosedSection):
             This configuration.
 
         Raises:
-            ValueError: If a key is unknown or a value out of bounds.
+            ValueError: If a key is unknown or a value out of bounds. At its top level a configuration has the keys of the library,
+                those that its class declares, and those that were set in code before; sections of one's own are open.
             TypeError: If a value does not fit its key, naming it.
-            SystemExit: After `--help`.
+            SystemExit: After `--help`; with exit code 2 and the usage for any of these errors in `sys.argv`.
         """
         words = list(sys.argv[1:] if args is None else args)
         if "--help" in words or "-h" in words:
             print(help_text(self))
             raise SystemExit(0)
-        parse_into(self, words, file_option=default_config, missing=no_default_config_action, strict=strict)
+        with usage_errors(args is None):
+            parse_into(
+                self,
+                words,
+                file_option=default_config,
+                missing=no_default_config_action,
+                strict=strict,
+                check=self._refuse_undeclared,
+            )
         if boot:
             self.boot()
-        self.validate()
+        with usage_errors(args is None):
+            self.validate()
         return self
 
     @classmethod
@@ -401,7 +520,10 @@ class RunnerConfig(ClosedSection):
         Args:
             file: Path of the file.
         """
-        return cls.from_dict(read_settings(file))
+        config = cls()
+        config.merge_from_file(file)
+        config.validate()
+        return config
 
     @classmethod
     def load(cls, file: Any, method: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -412,7 +534,10 @@ class RunnerConfig(ClosedSection):
 
     def merge_from_file(self, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Merge the settings of a file into this configuration; keys that it does not name stay as they are."""
-        return self.merge(read_settings(file))
+        settings = read_settings(file)
+        received = {name: f"{describe_received(name, value)} in {file}" for name, value in settings.items()}
+        self._refuse_undeclared(received, settings)
+        return self.merge(settings)
 
     def dict(self, flatten: bool = False) -> Any:
         """Return the contents as plain values; `flatten` joins the keys of nested sections by dots."""

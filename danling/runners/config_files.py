@@ -51,7 +51,9 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = _read(path, suffix)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {error}") from error
+        raise ValueError(
+            f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {' '.join(str(error).split())}"
+        ) from error
     if content is not None and not isinstance(content, Mapping):
         raise ValueError(f"Expected a mapping of keys in {str(path)!r}. Received: {type(content).__name__}.")
     return dict(content or {})

@@ -1,66 +1,118 @@
-"""Settings that other trainers have at the top level, where this library leaves room for a user's own keys."""
+"""Top-level keys that nothing would read: leaves of the library's sections, and what other trainers call its settings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-_KEYS = {
+from chanfig import Config
+
+from danling.utils.suggest import did_you_mean
+
+from .config_fields import fields_of
+
+_NAMES = {
     "accum_steps": (
         "accumulate_grad_batches",
         "gradient_accumulation_steps",
         "grad_accum_steps",
         "gradient_accumulation",
+        "grad_accum",
+        "accumulation_steps",
     ),
-    "checkpoint.interval": ("save_steps", "save_every", "checkpoint_every"),
-    "dataloader.batch_size": ("batch_size", "per_device_train_batch_size", "train_batch_size"),
-    "dataloader.num_workers": ("num_workers", "dataloader_num_workers"),
+    "auto_resume": ("resume_from_checkpoint",),
+    "checkpoint.interval": ("save_steps", "save_every", "save_interval", "checkpoint_every", "every_n_epochs"),
+    "checkpoint.keep_latest_k": ("save_total_limit", "save_top_k", "keep_last"),
+    "compile.enable": ("torch_compile", "compile_model"),
+    "dataloader.batch_size": ("per_device_train_batch_size", "train_batch_size", "bs"),
+    "dataloader.num_workers": ("dataloader_num_workers", "workers"),
+    "dataloader.pin_memory": ("dataloader_pin_memory",),
+    "dataloader.val.batch_size": ("per_device_eval_batch_size", "eval_batch_size", "val_batch_size"),
     "ema.decay": ("ema_decay",),
-    "epochs": ("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"),
-    "evaluate_interval": ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
-    "log_interval": ("logging_steps", "log_every_n_steps", "log_every"),
+    "ema.enabled": ("use_ema",),
+    "epochs": ("max_epochs", "num_epochs", "num_train_epochs", "n_epochs", "total_epochs"),
+    "evaluate_interval": ("eval_steps", "eval_interval", "eval_every", "val_check_interval", "check_val_every_n_epoch"),
+    "log_interval": ("logging_steps", "log_every_n_steps", "log_every", "print_freq"),
     "max_grad_norm": ("gradient_clip_val", "grad_clip", "clip_grad", "clip_grad_norm", "gradient_clipping"),
-    "optim.lr": ("lr", "learning_rate"),
-    "optim.type": ("optimizer_type", "optim_type"),
-    "optim.weight_decay": ("weight_decay",),
+    "optim.betas": ("adam_beta1", "adam_beta2", "beta1", "beta2"),
+    "optim.eps": ("eps", "adam_epsilon"),
+    "optim.lr": ("learning_rate", "base_lr"),
+    "optim.momentum": ("momentum",),
+    "optim.type": ("optimizer_type", "optim_type", "optimizer", "opt"),
+    "optim.weight_decay": ("wd",),
+    "parallel.activation_checkpointing": ("gradient_checkpointing",),
     "patience": ("early_stopping", "early_stopping_patience"),
-    "precision": ("mixed_precision", "amp", "fp16", "bf16"),
+    "precision": ("mixed_precision", "amp", "fp16", "bf16", "dtype", "use_amp"),
+    "scheduler.type": ("lr_scheduler_type", "lr_scheduler", "sched"),
+    "scheduler.warmup_steps": ("warmup", "warmup_steps", "warmup_ratio", "num_warmup_steps"),
+    "score_mode": ("greater_is_better",),
+    "score_name": ("metric_for_best_model",),
     "seed": ("random_seed", "manual_seed"),
-    "steps": ("max_steps", "total_steps", "num_steps", "max_iters"),
-    "workspace_root": ("output_dir", "default_root_dir", "save_dir"),
+    "steps": ("max_steps", "total_steps", "num_steps", "max_iters", "num_iters"),
+    "wandb.enabled": ("report_to", "use_wandb"),
+    "workspace_root or dir": ("output_dir", "default_root_dir", "save_dir", "out_dir", "log_dir", "logging_dir"),
 }
+_PLACES = {name: place for place, names in _NAMES.items() for name in names}
+OWN_KEY = "A key of your own is declared in a class derived from RunnerConfig, or set in code before parse()."
+_ELSEWHERE = {
+    **dict.fromkeys(("devices", "gpus", "nproc_per_node", "num_processes"), "torchrun --nproc-per-node N"),
+    **dict.fromkeys(("num_nodes", "nnodes"), "torchrun --nnodes N"),
+    **dict.fromkeys(("accelerator", "device"), "the variable CUDA_VISIBLE_DEVICES"),
+    **dict.fromkeys(("local_rank", "rank", "world_size"), "torchrun, which tells each process"),
+    "strategy": "stack and parallel.axes",
+}
+"""What is no setting here, and what says it instead."""
 
 
-def foreign_settings(config: Any, *, builds_loaders: bool, builds_optimizer: bool) -> list[str]:
-    """Return a sentence for every top-level key that another trainer would read and this library does not.
-
-    A user may well read a key of his own in `__init__`, so none is named that his class of configuration declares, none where the
-    library's key is set too, and none where it would have had no use for it.
+def place_of(name: str, root: type[Config]) -> str | None:
+    """Return where a top-level name belongs in the library's configuration, `None` when it is not known.
 
     Args:
-        config: A whole configuration.
-        builds_loaders: Whether loaders were built from datasets.
-        builds_optimizer: Whether the optimizer was built from `config.optim`.
+        name: A name that is no top-level key.
+        root: The class of the library's configuration.
+
+    Examples:
+        >>> from danling.runners.config import RunnerConfig
+        >>> place_of("lr", RunnerConfig), place_of("max_epochs", RunnerConfig), place_of("width", RunnerConfig)
+        ('optim.lr', 'epochs', None)
     """
-    try:
-        usual = type(config)()
-    except Exception:
-        return []  # it asks for arguments or settings, so that nobody can tell what it declares
-    needs = {"dataloader": builds_loaders, "optim": builds_optimizer}
-    return [
-        f"{name} is a key of your own, which the library does not read: its key is {key}."
-        for key, names in _KEYS.items()
-        for name in names
-        if name in config
-        and config[name] not in (None, False)
-        and name not in usual
-        and needs.get(key.partition(".")[0], True)
-        and not _is_set(config, usual, key)
-    ]
+    plain = name.replace("-", "_")
+    # A leaf of several sections, such as `warmup`, is most likely what other trainers mean by it.
+    return _PLACES.get(plain) or " or ".join(_leaves(root).get(plain, ())) or None
 
 
-def _is_set(config: Any, usual: Any, key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    if key in ("steps", "epochs"):
-        return config.steps is not None or config.epochs is not None  # the two exclude one another
-    own, other = (config.get(section) or {}, usual.get(section) or {}) if section else (config, usual)
-    return name in own and (name not in other or own[name] != other[name])
+def refusal(name: str, received: str, root: type[Config], own: Iterable[str], *, mend: str = OWN_KEY) -> str:
+    """Return why a key that nobody declares or reads is refused, and the mend.
+
+    Args:
+        name: The key.
+        received: The key and its value, as the user wrote them.
+        root: The class of the library's configuration.
+        own: The program's own top-level keys.
+        mend: What makes a key of one's own of it.
+    """
+    expected = f"Expected keys that are read. Received: {received}"
+    place = place_of(name, root)
+    if place is not None:
+        return f"{expected}. Its place is {place}."
+    if name in _ELSEWHERE:
+        return f"{expected}. That is said by {_ELSEWHERE[name]}."
+    return f"{expected}, which neither the library nor the program knows.{did_you_mean(name, [*fields_of(root), *own])} {mend}"
+
+
+def _leaves(root: type[Config], prefix: str = "") -> Mapping[str, list[str]]:
+    """The dotted places of every key below the sections of a class, by the key."""
+    places: dict[str, list[str]] = {}
+    for field in fields_of(root).values():
+        if field.section is not None:
+            for name, deeper in _leaves(field.section, f"{prefix}{field.name}.").items():
+                places.setdefault(name, []).extend(deeper)
+        elif prefix:
+            places.setdefault(field.name, []).append(f"{prefix}{field.name}")
+    return places
+
+
+def describe_received(name: str, value: Any) -> str:
+    """Return a key and its value as one writes them in code; a long value is cut."""
+    text = repr(value)
+    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"

@@ -6,7 +6,9 @@ import inspect
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from chanfig import Config
@@ -16,6 +18,7 @@ from .config_node import Section
 
 _INDENT = " " * 6
 _WIDTH = 100
+_GRACE_SECONDS = 3.0
 
 
 def help_text(config: Section, program: str | None = None) -> str:
@@ -41,6 +44,28 @@ def help_text(config: Section, program: str | None = None) -> str:
     for title, entries in _groups(config):
         lines += [title, *entries, ""]
     return "\n".join(lines)
+
+
+@contextmanager
+def usage_errors(enabled: bool = True) -> Iterator[None]:
+    """Turn a mistake on the command line into the usage, one line that says what is wrong, and exit code 2.
+
+    Of several processes under torchrun the first one says it; the others wait a moment, in which torchrun ends them.
+
+    Args:
+        enabled: Whether the words came from the command line of this process; else errors pass.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        if not enabled:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_GRACE_SECONDS)
+        name = os.path.basename(sys.argv[0] or "train.py")
+        print(f"usage: {name} [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 def _groups(config: Section) -> Iterator[tuple[str, list[str]]]:

@@ -22,7 +22,9 @@ from danling.utils.suggest import did_you_mean
 from .config_fields import MISSING, Field, conform, describe, fields_of, members_of
 from .config_identity import digest, plain
 
-_INTERNAL = frozenset({"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory"})
+_INTERNAL = frozenset(
+    {"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory", "_own_keys"}
+)
 _PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
 
 
@@ -180,7 +182,7 @@ class Section(Config):
         return self
 
     def _merge_one(self, name: Any, value: Any, overwrite: bool) -> None:
-        existing = self.get(name, MISSING)
+        existing = Section.get(self, name, MISSING)
         if isinstance(existing, Section) and isinstance(value, Mapping):
             existing.merge(value, overwrite=overwrite)
         elif isinstance(existing, FlatDict) and isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from danling.utils.suggest import did_you_mean
 
 from .config_fields import MISSING, conform, describe, fields_of, members_of
 from .config_files import SettingsLoader, read_settings
+from .config_foreign import describe_received
 from .config_node import ClosedSection, Section
 
 _OPTION = re.compile(r"--?[A-Za-z_]")
@@ -33,6 +34,7 @@ def parse_into(
     file_option: str | None = None,
     missing: str = "raise",
     strict: bool = False,
+    check: Callable[[Mapping[str, str], Mapping[str, Any]], None],
 ) -> None:
     """Set what the command line says, files first.
 
@@ -42,6 +44,7 @@ def parse_into(
         file_option: Name of an option besides `--config` that names a file.
         missing: `raise`, `warn` or `ignore` when `file_option` is not given.
         strict: Refuse keys that do not exist in the configuration.
+        check: Called with what is about to be set: as it was received, by key, and the values of a file.
 
     Raises:
         ValueError: If a word is no option, or a key is unknown.
@@ -54,10 +57,14 @@ def parse_into(
     for name, words in options:
         if name in file_options:
             for path in _files(name, words):
-                config.merge(read_settings(path))
+                settings = read_settings(path)
+                check({key: f"{describe_received(key, value)} in {path}" for key, value in settings.items()}, settings)
+                config.merge(settings)
     for name, words in options:
         if name not in file_options:
-            assign(config, name, words, strict=strict)
+            key = name if name in config else name.replace("-", "_")
+            check({key: " ".join((f"--{name}", *words))}, {})
+            assign(config, key, words, strict=strict)
 
 
 def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -106,21 +113,20 @@ def _files(option: str, words: list[str]) -> list[str]:
     return words
 
 
-def assign(config: Section, name: str, words: list[str], *, strict: bool = False) -> None:
+def assign(config: Section, key: str, words: list[str], *, strict: bool = False) -> None:
     """Set one key to what its words mean, by its declared type, else the type of its value, else their looks.
 
     Args:
         config: The configuration.
-        name: The dotted key; dashes may stand for underscores.
+        key: The dotted key.
         words: The words after it.
         strict: Refuse a key that does not exist.
     """
-    key = name if name in config else name.replace("-", "_")
     field_hint = _declared(config, key)
-    existing = config.get(key, MISSING)
+    existing = Section.get(config, key, MISSING)
     if strict and existing is MISSING and field_hint is None:
         raise ValueError(
-            f"Expected a key that the configuration has. Received: --{name}.{did_you_mean(key, map(str, config.all_keys()))}"
+            f"Expected a key that the configuration has. Received: --{key}.{did_you_mean(key, map(str, config.all_keys()))}"
         )
     if isinstance(existing, Config):
         config.merge({key: _section_value(key, words, existing)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 
@@ -45,3 +47,18 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
             f"Expected {name}.__init__ to call super().__init__(config) first. Received: an __init__ that did not. Add it."
         ) from forgotten
+
+
+def strings_in_methods(runner_class: type) -> set[str]:
+    """Return the strings that stand in the methods of a user's runner class, such as the keys that it reads from a mapping."""
+    own = [kind for kind in runner_class.__mro__ if not kind.__module__.startswith("danling.") and kind is not object]
+    methods = [value for kind in own for value in vars(kind).values() if isinstance(value, FunctionType)]
+    return {text for method in methods for text in _strings(method.__code__)}
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _strings(constant)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from danling.data import DataLoader, derive_seed, seed_streams
+from danling.data import derive_seed, seed_streams
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
@@ -23,7 +23,6 @@ from .base_runner import RESERVED_FIGURES
 from .checkpoints import FileCheckpointManager
 from .component_checks import check_criterion, check_mapping, check_metrics, check_model, check_optimizer, misnamed
 from .config_effects import idle_settings
-from .config_foreign import foreign_settings
 from .torch_supervision import TorchSupervision
 
 logger = logging.getLogger("danling")
@@ -99,11 +98,6 @@ class TorchComponents(TorchSupervision):
                 step_mode=self.is_step_mode,
                 positioned=all(source.kind == "position" for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
-            ),
-            *foreign_settings(
-                config,
-                builds_loaders=any(isinstance(loader, DataLoader) for loader in self.dataloaders.values()),
-                builds_optimizer=bool(config.get("optim", None)),
             ),
             *misnamed(type(self), vars(self), self._unset()),
         ]

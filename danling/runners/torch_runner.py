@@ -202,6 +202,7 @@ class TorchRunner(TorchWatch):
         return since > 0 and since >= self.config.patience
 
     def _check_ready(self, train_splits: Any, evaluate_splits: Any) -> tuple[list[str], list[str]]:
+        self.check_settings_are_read()
         if self.epochs is None and self.steps is None:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."

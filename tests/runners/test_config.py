@@ -618,7 +618,7 @@ class TestParse:
             "--steps 1e3 --optim.lr 1e-3 --optim.betas 0.9 0.99 --patience inf --dataloader.num_workers 2 --tensorboard true "
             "--deterministic --log false --data.path /x --checkpoint.verify none --precision bf16 --seed none --model.width 3 "
             "--dataloader.train.batch_size 4 --dataloader.val.drop_last false "
-            "--flag --sizes [1,2] --train_splits a b --checkpoint.interval=7 --scheduler.interval epoch --min_delta -0 "
+            "--data.flag --data.sizes [1,2] --train_splits a b --checkpoint.interval=7 --scheduler.interval epoch --min_delta -0 "
             "--checkpoint.exclude_from_loading optimizer --fsdp.reshard_after_forward 4 --parallel.axes.shard -1 --max_time 1:00:00"
         )
         config = RunnerConfig().parse(words.split())
@@ -631,7 +631,12 @@ class TestParse:
         )
         assert config.optim == {"lr": 1e-3, "betas": [0.9, 0.99]}
         assert config.dataloader == {"num_workers": 2, "train": {"batch_size": 4}, "val": {"drop_last": False}}
-        assert (config.data.path, config.model.width, config.flag, config.sizes) == ("/x", 3, True, [1, 2])
+        assert (config.data.path, config.model.width, config.data.flag, config.data.sizes) == (
+            "/x",
+            3,
+            True,
+            [1, 2],
+        )
         assert (config.checkpoint.verify, config.checkpoint.interval, config.precision) == ("none", 7, "bf16")
         assert config.train_splits == ["a", "b"]
         assert config.checkpoint.exclude_from_loading == ["optimizer"]
@@ -667,7 +672,7 @@ class TestParse:
         ],
     )
     def test_undeclared_keys_by_their_looks(self, words: list[str], value: Any) -> None:
-        got = RunnerConfig().parse(["--mine", *words]).mine
+        got = RunnerConfig().parse(["--own.mine", *words]).own.mine
         assert got == value
         assert not isinstance(value, (int, float, str)) or type(got) is type(value)
 
@@ -761,6 +766,27 @@ class TestParse:
     def test_sys_argv(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "3"])
         assert RunnerConfig().parse().steps == 3
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("--epoch 3", "Did you mean 'epochs'?"),
+            ("--epochs abc", "Expected --epochs to be an integer or none. Received: abc."),
+            ("--config gone.yaml", "Received: 'gone.yaml', which does not exist."),
+            ("--lr 1e-3", "Received: --lr 1e-3. Its place is optim.lr."),
+            ("--steps 3 --epochs 4", "Expected steps or epochs, not both."),
+        ],
+    )
+    def test_a_wrong_command_line_ends_with_usage_and_exit_code_2(
+        self, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        with pytest.raises(SystemExit) as left:
+            RunnerConfig().parse()
+        usage, error = capsys.readouterr().err.splitlines()
+        assert left.value.code == 2
+        assert usage == "usage: train.py [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)"
+        assert error.startswith("train.py: error: ") and said in error
 
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as left:
