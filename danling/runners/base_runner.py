@@ -37,8 +37,9 @@ from danling.workspace import (
 
 from .checkpoints import CheckpointError, read_config
 from .config import RunnerConfig
-from .facts import Results, RunnerFacts
+from .facts import Results
 from .meta import MetaRunner, strings_in_methods
+from .runner_supervision import RunnerSupervision
 from .state import ElasticState, RunnerState
 
 logger = logging.getLogger("danling")
@@ -47,7 +48,7 @@ RESERVED_FIGURES = ("loss",)
 """Figures that the runner makes itself, and that a meter of the same name would change without a word."""
 
 
-class BaseRunner(RunnerFacts, metaclass=MetaRunner):
+class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
     """What is common to all stacks.
 
     A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
@@ -114,6 +115,8 @@ class BaseRunner(RunnerFacts, metaclass=MetaRunner):
         self._name_run()
         self.set_seed()
         self.set_deterministic()
+        # Building a model may be what hangs.
+        self._begin_heartbeat()
 
     @classmethod
     def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
@@ -163,8 +166,10 @@ class BaseRunner(RunnerFacts, metaclass=MetaRunner):
         self.config.refuse_unread(unread, may_be_read=self._made_of_mapping)
 
     def __post_init__(self) -> None:
-        """Finish construction after the outermost `__init__`: open the run directory and its log."""
+        """Finish construction after the outermost `__init__`: open the run directory and its log, begin to watch the process."""
         self.open_workspace()
+        self._begin_heartbeat()
+        self.init_garbage_collection()
 
     # Construction hooks
 

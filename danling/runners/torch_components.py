@@ -23,14 +23,14 @@ from .base_runner import RESERVED_FIGURES
 from .checkpoints import FileCheckpointManager
 from .component_checks import check_criterion, check_mapping, check_metrics, check_model, check_optimizer, misnamed
 from .config_effects import idle_settings
-from .torch_supervision import TorchSupervision
+from .torch_data import TorchData
 
 logger = logging.getLogger("danling")
 
 _SCHEDULER_KEYS = ("interval", "monitor")
 
 
-class TorchComponents(TorchSupervision):
+class TorchComponents(TorchData):
     """Turns what the user put on the runner into what training needs."""
 
     stack = "ddp"
@@ -58,7 +58,8 @@ class TorchComponents(TorchSupervision):
         self._seed_forward()
         self.restore()
         self._write_metadata()
-        self._open_supervision()
+        for source in self.sources.values():
+            self._closers.callback(source.close)
         self._check_effects()
 
     def _check_effects(self) -> None:

@@ -187,7 +187,7 @@ class TorchEvaluation(TorchLoading):
         training, self.meters = self.meters, own
         try:
             with self._evaluating(split, "evaluate"), torch.no_grad():
-                for batch in self.boundaries(split, islice(self._pass_over(split), limit)):
+                for batch in self._paced(self.boundaries(split, islice(self._pass_over(split), limit))):
                     self._evaluate_batch(batch, totals)
         finally:
             self.meters = training
@@ -246,6 +246,7 @@ class TorchEvaluation(TorchLoading):
         wrapped, training, before = self.model, self.model.training, self.mode
         self.equalize_buffers()
         with ExitStack() as stack:
+            stack.enter_context(self._collecting())
             stack.enter_context(preserved_random_state(self.device, seed=seed))
             if self.ema is not None:
                 self._say_averaged()
@@ -350,7 +351,7 @@ class TorchEvaluation(TorchLoading):
 
     def _predict(self, split: str) -> Iterator[tuple[Any, int]]:
         with self._evaluating(split, "infer"):
-            for batch in self._pass_over(split):
+            for batch in self._paced(self._pass_over(split)):
                 yield self._predict_batch(batch)
 
     def _predict_batch(self, batch: Batch) -> tuple[Any, int]:

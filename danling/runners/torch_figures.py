@@ -133,8 +133,7 @@ class TorchFigures(TorchUpdate):
         return {}
 
     def _track_values(self, values: dict[str, float]) -> None:
-        for tracker in self.trackers or ():
-            tracker.log(values, self.state.train.global_step)
+        self._trackers.log(values, self.state.train.global_step)
 
     # Opening and closing
 

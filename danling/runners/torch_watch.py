@@ -142,7 +142,7 @@ class TorchWatch(TorchFigures):
     @contextmanager
     def _session(self) -> Iterator[None]:
         """Train: what is logged meanwhile is of this run, whichever others are open."""
-        with speaking_for(self._run_log), self._watched():
+        with speaking_for(self._run_log), self._collecting(), self._watched():
             yield
 
     @contextmanager
@@ -183,6 +183,7 @@ class TorchWatch(TorchFigures):
             if self.signals is not None and not (self._stop_for in BY_SIGNAL and self.distributed):
                 self.signals.uninstall()
             self._close_progress()
+            self._flush_trackers()
             if self.fault_tolerance is not None:
                 # A group that stays and does not train would hold the others up.
                 self.fault_tolerance.leave()
@@ -261,8 +262,7 @@ class TorchWatch(TorchFigures):
             self.progress_bar.doing("checkpoint")
         with self.telemetry.aside():
             super().save_checkpoint(history=history, save_best=save_best)
-        for tracker in self.trackers or ():
-            tracker.flush()
+        self._trackers.flush()
         if self.progress_bar is not None:
             self.progress_bar.doing("")
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
+_T = TypeVar("_T")
 _FULL_EVERY = 10
 _OLDEST = 2
 
 
 class GcPacer:
-    """Collects garbage every so many updates instead of whenever Python decides.
+    """Collects garbage every so many updates or batches instead of whenever Python decides.
 
     A collection that hits one rank in the middle of a step holds up all the others. The method is TorchTitan's
     (`torchtitan/tools/utils.py`, `GarbageCollection`); besides, every tenth collection is of the oldest generation,
     since cycles that have grown old would otherwise never be freed while automatic collection is off.
 
+    Automatic collection is off inside of `active` only; outside the process has its own setting.
+
     Args:
-        interval: Updates between two collections.
+        interval: Updates, or batches of an evaluation, between two collections.
         generation: Oldest generation that a usual collection covers: 0, 1 or 2.
-        disable_automatic: Switch automatic collection off until `close`.
+        disable_automatic: Switch automatic collection off inside of `active`.
 
     Raises:
         ValueError: If the interval is not positive or there is no such generation.
@@ -34,27 +40,46 @@ class GcPacer:
             raise ValueError(f"Expected gc.generation to be 0, 1 or 2. Received: generation={generation!r}.")
         self.interval = interval
         self.generation = generation
+        self.disable_automatic = disable_automatic
         self._updates = 0
-        self._collections = 0
-        self._restore = disable_automatic and gc.isenabled()
-        if disable_automatic:
+        self._has_been_active = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Switch automatic collection off inside, and put it back as it was on exit. May be entered inside of itself."""
+        before = gc.isenabled()
+        if not self.disable_automatic or not before:
+            yield
+            return
+        if not self._has_been_active:
             # What construction left behind goes now, once, rather than in the first steps.
+            self._has_been_active = True
             gc.collect()
-            gc.disable()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
 
     def step(self) -> None:
         """Count an update, and collect when the interval is full. Called on all ranks at the same boundary."""
         self._updates += 1
-        if self._updates >= self.interval:
-            self._updates = 0
-            self._collect()
+        self._collect_after(self._updates)
 
-    def close(self) -> None:
-        """Switch automatic collection on again, if it was on before. A second call does nothing."""
-        if self._restore:
-            self._restore = False
-            gc.enable()
+    def paced(self, batches: Iterator[_T]) -> Iterator[_T]:
+        """Yield batches, and collect after every so many of them, counted apart from the updates.
 
-    def _collect(self) -> None:
-        self._collections += 1
-        gc.collect(_OLDEST if self._collections % _FULL_EVERY == 0 else self.generation)
+        The ranks may have different numbers of batches, and must go on collecting at the same updates.
+
+        Args:
+            batches: What is evaluated.
+        """
+        for done, batch in enumerate(batches, 1):
+            yield batch
+            del batch
+            self._collect_after(done)
+
+    def _collect_after(self, done: int) -> None:
+        collections, rest = divmod(done, self.interval)
+        if not rest:
+            gc.collect(_OLDEST if collections % _FULL_EVERY == 0 else self.generation)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .logging import RunLog, close_run_log, open_run_log, speaking_for
     from .printing import Printer
     from .progress import Progress, format_duration, format_number, format_scores
-    from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker, read_jsonl
+    from .trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker, read_jsonl
     from .workspace import Workspace
 else:
     __getattr__, __dir__ = lazily(
@@ -21,7 +21,7 @@ else:
             "logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
             "printing": ("Printer",),
             "progress": ("Progress", "format_duration", "format_number", "format_scores"),
-            "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_jsonl"),
+            "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "TrackerSet", "WandbTracker", "read_jsonl"),
             "workspace": ("Workspace",),
         },
     )
@@ -34,6 +34,7 @@ __all__ = [
     "RunLog",
     "TensorBoardTracker",
     "Tracker",
+    "TrackerSet",
     "WandbTracker",
     "Workspace",
     "close_run_log",

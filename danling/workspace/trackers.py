@@ -7,7 +7,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -34,6 +35,103 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write what is pending and let go of files and processes. A second call does nothing."""
         ...
+
+
+class TrackerSet:
+    """The trackers of a run: each is opened once, gets every figure, and is flushed and closed with the others.
+
+    Args:
+        is_main: Whether this process sends figures. Others open none, and only close what they were given.
+
+    Examples:
+        >>> from danling.workspace import JsonlTracker
+        >>> trackers = TrackerSet(is_main=True)
+        >>> trackers.add(lambda: JsonlTracker("metrics.jsonl"))
+        >>> trackers.opened
+        []
+    """
+
+    def __init__(self, *, is_main: bool) -> None:
+        self.is_main = is_main
+        self.is_open = False
+        self.opened: list[Tracker] = []
+        """What figures are sent to."""
+        self._added: list[Any] = []
+
+    def add(self, tracker: Tracker | Callable[[], Tracker]) -> None:
+        """Take in a tracker, or something to call for one when the set is opened; at once, when it is open.
+
+        Args:
+            tracker: The tracker, its class, or a function that returns it.
+
+        Raises:
+            TypeError: If it is neither a tracker nor callable.
+            ValueError: If it was added before.
+        """
+        if not _is_tracker(tracker) and not callable(tracker):
+            lacks = ", ".join(name for name in _METHODS if not callable(getattr(tracker, name, None)))
+            raise TypeError(
+                f"Expected a tracker, which has the methods log(values, step), flush() and close(). Received: {tracker!r} without {lacks}. "
+                "Add them, or pass a function that returns such an object."
+            )
+        if any(tracker is other for other in self._added):
+            raise ValueError(f"Expected a tracker that is not there yet. Received: {tracker!r} twice. Add it once.")
+        self._added.append(tracker)
+        if self.is_open:
+            self._open(tracker)
+
+    def open(self) -> None:
+        """Open what was added so far; what is added later is opened at once. A second call does nothing."""
+        if not self.is_open:
+            self.is_open = True
+            for tracker in self._added:
+                self._open(tracker)
+
+    def _open(self, tracker: Any) -> None:
+        if self.is_main:
+            self.opened.append(tracker if _is_tracker(tracker) else _made_by(tracker))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send figures to every tracker.
+
+        Args:
+            values: Figures by name, usually `split/name`.
+            step: Global step: optimizer updates committed.
+        """
+        for tracker in self.opened:
+            tracker.log(values, step)
+
+    def flush(self) -> None:
+        """Flush every tracker; one that fails does not keep the others from it, and the first failure is raised."""
+        with ExitStack() as stack:
+            for tracker in reversed(self.opened):
+                stack.callback(tracker.flush)
+
+    def close(self) -> None:
+        """Close every tracker; one that fails does not keep the others from it. A second call does nothing."""
+        given = [tracker for tracker in self._added if _is_tracker(tracker) and tracker not in self.opened]
+        closing, self.opened, self._added = [*self.opened, *given], [], []
+        with ExitStack() as stack:
+            for tracker in reversed(closing):
+                stack.callback(tracker.close)
+
+
+_METHODS = ("log", "flush", "close")
+
+
+def _is_tracker(value: Any) -> bool:
+    # A class has the methods too, but is called for an object of it.
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
+
+
+def _made_by(build: Callable[[], Any]) -> Tracker:
+    tracker: Tracker = build()
+    if not _is_tracker(tracker):
+        raise TypeError(
+            "Expected a function that returns a tracker, with the methods log(values, step), flush() and close(). Received: "
+            f"{build!r}, which returned {tracker!r}. Return the tracker."
+        )
+    return tracker
 
 
 class JsonlTracker:

@@ -47,7 +47,6 @@ def test_collects_at_the_interval_and_now_and_then_everything(generations: list[
     for _ in range(96):
         pacer.step()
     assert generations == ([1] * 9 + [2]) * 2
-    pacer.close()
 
 
 def test_an_old_cycle_is_freed_while_automatic_collection_is_off() -> None:
@@ -61,24 +60,37 @@ def test_an_old_cycle_is_freed_while_automatic_collection_is_off() -> None:
     for _ in range(10):
         pacer.step()
     assert gone() is None
-    pacer.close()
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_automatic_collection_is_put_back_as_it_was(before: bool) -> None:
+def test_automatic_collection_is_off_inside_of_a_session_only(before: bool) -> None:
     if not before:
         gc.disable()
     pacer = GcPacer(10)
-    assert not gc.isenabled()
-    pacer.close()
-    pacer.close()
     assert gc.isenabled() is before
+    for _ in range(2):
+        with pacer.active():
+            assert not gc.isenabled()
+            with pacer.active():
+                pass
+            assert not gc.isenabled()
+        assert gc.isenabled() is before
 
 
 def test_automatic_collection_can_stay() -> None:
-    pacer = GcPacer(10, disable_automatic=False)
-    assert gc.isenabled()
-    pacer.close()
+    with GcPacer(10, disable_automatic=False).active():
+        assert gc.isenabled()
+
+
+def test_batches_are_counted_apart_from_updates(generations: list[int]) -> None:
+    pacer = GcPacer(4, generation=0)
+    pacer.step()
+    assert list(pacer.paced(iter(range(9)))) == list(range(9)) and generations == [0, 0]
+    for _ in range(2):
+        pacer.step()
+    assert generations == [0, 0]
+    pacer.step()
+    assert generations == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
