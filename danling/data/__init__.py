@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .batching import merge_settings
+from .batching import divide_updates, merge_settings
 from .build import build_dataloader
 from .cursors import Batch
 from .keyed import KeyedDataset
@@ -32,6 +32,7 @@ __all__ = [
     "build_dataloader",
     "capture_random_state",
     "derive_seed",
+    "divide_updates",
     "merge_settings",
     "move_to_device",
     "preserved_random_state",

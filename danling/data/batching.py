@@ -45,6 +45,7 @@ def divide_updates(
         ValueError: If the settings contradict one another, or there are more ranks than samples.
     """
     samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    check_sizes(settings if train else {**settings, "batch_size": None}, f"dataloader.{split}")
     loading = {name: value for name, value in settings.items() if name not in OWN}
     if samples is None:
         if held is not None and train:
@@ -54,11 +55,6 @@ def divide_updates(
                 "micro_batch_size out: batch_size is what a rank holds at once."
             )
         return loading, None
-    if train and loading.get("batch_size") is not None:
-        raise ValueError(both_sizes(f"split {split!r}", loading["batch_size"], samples))
-    for name, value in (("global_batch_size", samples), ("micro_batch_size", held)):
-        if value is not None and not (name == "micro_batch_size" and value == AUTO):
-            _check_positive(name, value, split)
     if isinstance(held, int) and accum_steps > 1:
         raise ValueError(
             f"Expected accum_steps or dataloader.micro_batch_size to say into how many micro-batches an update is cut. "
@@ -74,25 +70,29 @@ def divide_updates(
     return loading, None
 
 
-def both_sizes(where: str, batch_size: Any, global_batch_size: Any) -> str:
-    """Return the message for two batch sizes that exclude one another.
+def check_sizes(section: Mapping[str, Any], place: str) -> None:
+    """Refuse sizes that are no numbers of samples, or that exclude one another.
 
     Args:
-        where: Where they stand.
-        batch_size: The one of a rank.
-        global_batch_size: The one of an update.
+        section: The settings of one section.
+        place: Its dotted name, for messages.
+
+    Raises:
+        ValueError: If there are some.
     """
-    return (
-        f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of "
-        f"an update over all ranks), not both. Received: batch_size={batch_size!r}, "
-        f"global_batch_size={global_batch_size!r} in {where}. Set one of them to none."
-    )
-
-
-def _check_positive(name: str, value: Any, split: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        wanted = "a positive integer" + (f" or {AUTO!r}" if name == "micro_batch_size" else "")
+    batch, samples = section.get("batch_size"), section.get("global_batch_size")
+    for name in OWN:
+        value = section.get(name)
+        if value is None or (name == "micro_batch_size" and value == AUTO):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            wanted = "a positive integer" + (f" or {AUTO!r}" if name == "micro_batch_size" else "")
+            raise ValueError(
+                f"Expected {place}.{name} to be {wanted}. Received: {name}={value!r} ({type(value).__name__})."
+            )
+    if batch is not None and samples is not None:
         raise ValueError(
-            f"Expected dataloader.{name} of split {split!r} to be {wanted}. Received: {name}={value!r} "
-            f"({type(value).__name__})."
+            f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples "
+            f"of an update over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in "
+            f"{place}. Set one of them to none."
         )

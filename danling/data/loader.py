@@ -140,9 +140,14 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         return self.positions.num_batches(self.consumed)
 
     @property
+    def division(self) -> Division | None:
+        """How updates are divided; `None` where `accum_steps` says how many batches make one."""
+        return self.positions.division if self.positions.division.is_update else None
+
+    @property
     def num_updates(self) -> int | None:
-        """Updates of a whole pass; `None` where another setting says how many batches make one."""
-        return self.positions.num_stretches(0) if self.positions.division.is_update else None
+        """Updates of a whole pass; `None` where `accum_steps` says how many batches make one."""
+        return self.positions.num_stretches(0) if self.division is not None else None
 
     def hold_at_most(self, samples: int) -> None:
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""

@@ -237,7 +237,7 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
     def _name_run(self) -> None:
         # Named before a seed is drawn: a run without a seed keeps its directory from one attempt to the next.
         identity = CodeIdentity.of_directory() if self.is_main_process else None
-        config_id = self.config.config_id()
+        config_id = self.config.config_id(replicas=self.data_replicas)
         named = (identity.code_id if identity else None, make_timestamp(), config_id)
         self.code_id, self.timestamp, self.config_id = self.world.broadcast_object(named)
         self._identity = identity

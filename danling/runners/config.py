@@ -383,6 +383,7 @@ class RunnerConfig(ClosedSection):
                 f"{self.ft.min_replica_size}, ft.group_size={self.ft.group_size}."
             )
         self._validate_export()
+        self._validate_batches()
         for name in self.deepspeed:
             slip = slip_of(name, ENGINE_KEYS)
             if slip:
@@ -400,6 +401,17 @@ class RunnerConfig(ClosedSection):
             from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
 
             floating_dtype(self.checkpoint.export_dtype, key="checkpoint.export_dtype")
+
+    def _validate_batches(self) -> None:
+        sections = {"dataloader": self.get("dataloader", None) or {}}
+        sections |= {
+            f"dataloader.{name}": own for name, own in sections["dataloader"].items() if isinstance(own, Mapping)
+        }
+        for place, section in sections.items():
+            if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
+                from danling.data.batching import check_sizes  # only here, since torch takes its time
+
+                check_sizes(section, place)
 
     def stack_name(self) -> str:
         """Return the stack without aliases: `ddp`, `parallel` or `deepspeed`; case, `-` and `_` do not matter.
@@ -554,28 +566,37 @@ class RunnerConfig(ClosedSection):
         """Return what differs from the library's defaults, as nested plain values; what a subclass sets is among it."""
         return config_identity.changed(self.plain(), RunnerConfig().plain())
 
-    def canonical(self) -> Any:
+    def canonical(self, *, replicas: int = 1) -> Any:
         """Return what changes the result of the run, as plain values sorted by key.
 
         Left out are stack, layout and communication, names, paths, logging, checkpoint policy, supervision, loader workers, and the
-        budgets (steps, epochs, time, patience), so that a run continued with a larger budget finds its own directory.
-        """
-        return config_identity.canonical(self.plain())
+        budgets (steps, epochs, time, patience), so that a run continued with a larger budget finds its own directory. Batch size,
+        accumulation and number of ranks enter as their product, the samples of an update, so that a run finds its directory at
+        another number of processes too.
 
-    def config_id(self) -> str:
-        """Return 16 hexadecimal digits that are the same for equal canonical settings, in every process and on every machine."""
-        return config_identity.digest(self.canonical())
+        Args:
+            replicas: Ranks that read different samples.
+        """
+        return config_identity.canonical(self.plain(), replicas=replicas)
+
+    def config_id(self, *, replicas: int = 1) -> str:
+        """Return 16 hexadecimal digits that are the same for equal canonical settings, in every process and on every machine.
+
+        Args:
+            replicas: Ranks that read different samples.
+        """
+        return config_identity.digest(self.canonical(replicas=replicas))
 
     def differences(self, stored: Mapping[str, Any], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
         """Return how a stored configuration differs in what changes the result; one line `key: stored …, now …` each.
 
         Budgets may change (but not from steps to epochs), a seed left open is no difference, and batch size and accumulation may be
-        traded for one another, or for replicas, as long as an update sees as many samples.
+        traded for one another, or for ranks, as long as an update has as many samples.
 
         Args:
             stored: The stored configuration; keys that it lacks have their defaults.
-            stored_replicas: Data replicas of the run that stored it.
-            replicas: Data replicas of this run.
+            stored_replicas: Ranks that read different samples in the run that stored it.
+            replicas: The same of this run.
         """
         before = RunnerConfig().plain()
         _overlay(before, config_identity.plain(stored))

@@ -44,7 +44,13 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
 
 
 def idle_settings(
-    config: Any, *, evaluates: bool, step_mode: bool, positioned: bool = False, writes_files: bool = False
+    config: Any,
+    *,
+    evaluates: bool,
+    step_mode: bool,
+    positioned: bool = False,
+    writes_files: bool = False,
+    divides_updates: bool = True,
 ) -> list[str]:
     """Return a sentence for every setting that another one leaves without effect.
 
@@ -54,6 +60,7 @@ def idle_settings(
         step_mode: Whether the budget counts updates.
         positioned: Whether every loader that is built from the configuration is restored by its position alone.
         writes_files: Whether a checkpoint is a file, which a thread of this process writes.
+        divides_updates: Whether a loader to train on is built from the configuration.
     """
     scheduler = config.get("scheduler", None) or {}
     changed = list(flatten(config.changed()))
@@ -90,6 +97,11 @@ def idle_settings(
             writes_files and config.checkpoint.async_mode == "async_with_pinned_mem",
             "async_with_pinned_mem of checkpoint.async_mode",
             "a thread of this process writes files, as with 'async'; checkpoint.backend='dcp' has a process do it",
+        ),
+        *(
+            (not divides_updates, key, "the loaders to train on are your own, which make their batches themselves")
+            for key in changed
+            if key.rpartition(".")[2] in ("global_batch_size", "micro_batch_size") and key.startswith("dataloader.")
         ),
         *(_switched_off(config, changed, name, switch) for name, switch in _SWITCHES.items()),
     ]

@@ -12,6 +12,8 @@ from enum import Enum
 from os import PathLike, fspath
 from typing import Any
 
+from .config_updates import is_update_key, size_differences, update_sizes, with_update_sizes
+
 # Does not change what is learned: where it runs, how fast, what is written where, and how long it goes on. The budgets are here
 # because a run that is continued with a larger one must find its own directory.
 LAYOUT = frozenset({"stack", "parallel", "backend", "init_method", "comm", "ft", "deepspeed", "compile"})
@@ -88,13 +90,17 @@ def _plain_object(value: Any, key: str) -> Any:
     return text
 
 
-def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, Any]:
     """Return what changes the result of a run, of plain settings, sorted by key; empty sections are left out.
+
+    Batch size, accumulation and number of ranks enter as their product: the samples of an update.
 
     Args:
         settings: A whole configuration as plain values.
+        replicas: Ranks that read different samples.
     """
-    kept = {name: value for name, value in settings.items() if name not in NOT_SEMANTIC}
+    sized = with_update_sizes(settings, replicas)
+    kept = {name: value for name, value in sized.items() if name not in NOT_SEMANTIC}
     if isinstance(kept.get("fsdp"), Mapping):
         kept["fsdp"] = {name: value for name, value in kept["fsdp"].items() if f"fsdp.{name}" not in NOT_SEMANTIC}
     if isinstance(kept.get("dataloader"), Mapping):
@@ -168,21 +174,23 @@ def differences(
     """Return how two whole configurations differ in what changes the result, one line a key.
 
     Budgets may change, but not the mode. A seed that one of them leaves open is no difference. Batch size and accumulation may be
-    traded for one another and for replicas as long as an update sees as many samples.
+    traded for one another and for ranks as long as an update has as many samples.
 
     Args:
         stored: The settings of a checkpoint, as plain values.
         now: The settings of this run, as plain values.
-        stored_replicas: How many data replicas made the checkpoint.
-        replicas: How many this run has.
+        stored_replicas: Ranks that read different samples when the checkpoint was made.
+        replicas: The same of this run.
     """
-    before, after = flatten(canonical(stored)), flatten(canonical(now))
+    before = flatten(canonical(stored, replicas=stored_replicas))
+    after = flatten(canonical(now, replicas=replicas))
     skipped = set(RESUMABLE)
     if before.get("seed") is None or after.get("seed") is None:
         skipped.add("seed")
-    if _update_size(before, stored_replicas) == _update_size(after, replicas):
-        skipped.update(key for key in (*before, *after) if _is_batch_key(key))
     lines = _difference_of_mode(stored, now)
+    if update_sizes(stored, stored_replicas).keys() & update_sizes(now, replicas).keys():
+        skipped.update(key for key in (*before, *after) if is_update_key(key))
+        lines += size_differences(stored, now, stored_replicas=stored_replicas, replicas=replicas)
     for key in sorted(before.keys() | after.keys()):
         if key not in skipped and _normal_numbers(before.get(key)) != _normal_numbers(after.get(key)):
             lines.append(f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}")
@@ -191,18 +199,6 @@ def differences(
 
 def _shown(flat: Mapping[str, Any], key: str) -> str:
     return repr(flat[key]) if key in flat else "absent"
-
-
-def _is_batch_key(key: str) -> bool:
-    return key == "accum_steps" or (key.startswith("dataloader.") and key.endswith(".batch_size"))
-
-
-def _update_size(flat: Mapping[str, Any], replicas: int) -> Any:
-    batch = flat.get("dataloader.train.batch_size", flat.get("dataloader.batch_size"))
-    accumulated = flat.get("accum_steps", 1)
-    if not isinstance(batch, int) or not isinstance(accumulated, int):
-        return (batch, accumulated, replicas)
-    return batch * accumulated * replicas
 
 
 def _difference_of_mode(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

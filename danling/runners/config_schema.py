@@ -298,6 +298,10 @@ class DataLoaderConfig(Section):
 
     batch_size: int | None
     """Samples of a batch, on each rank."""
+    global_batch_size: PositiveInt | None
+    """Instead of batch_size: samples of an update over all ranks and micro-batches; the same updates at any number of processes."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None
+    """The most samples of such an update that a rank holds at once; auto halves it when memory runs out."""
     shuffle: bool | None
     """Shuffle; splits to train on are shuffled unless told otherwise."""
     drop_last: bool | None

@@ -122,6 +122,11 @@ class RunnerFacts(RunnerVerbs):
         return self.world
 
     @property
+    def data_replicas(self) -> int:
+        """Number of ranks that read different samples to train on."""
+        return self.data_domain.size
+
+    @property
     def optimizer_domain(self) -> Domain:
         """Ranks that decide an update together."""
         return self.world

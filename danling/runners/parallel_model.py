@@ -95,6 +95,15 @@ class ParallelModel(ParallelTopology):
         settings = self.config.parallel
         if self.degree("pipeline") == 1 or self.batch_size is None:
             return
+        for split in self.train_splits:
+            division = self.update_division(split)
+            if division is not None and not division.is_even:
+                raise ValueError(
+                    f"Expected dataloader.global_batch_size to divide into equal micro-batches in a pipeline, whose batches have one size. "
+                    f"Received: dataloader.global_batch_size={division.samples} over {division.world_size} data replicas x "
+                    f"{division.micro_batches} micro-batches for split {split!r}. Choose a multiple of "
+                    f"{division.world_size * division.micro_batches}, or change accum_steps or dataloader.micro_batch_size."
+                )
         size, number = int(settings.pipeline_microbatch_size), settings.pipeline_n_microbatches
         check_micro_batches(self.topology.axes, self.batch_size, micro_batch_size=size, number=number)
 

@@ -99,6 +99,7 @@ class TorchComponents(TorchData):
                 step_mode=self.is_step_mode,
                 positioned=all(source.kind == "position" for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
+                divides_updates=not self.train_splits or any(self.update_division(s) for s in self.train_splits),
             ),
             *misnamed(type(self), vars(self), self._unset()),
         ]
@@ -323,7 +324,8 @@ class TorchComponents(TorchData):
         if config.checkpoint.load_only and manager is not None and manager.is_foreign():
             return
         if self.is_main_process:
-            self.workspace.write_metadata(config.plain(), config.canonical(), config.changed(), self._identity)
+            canonical = config.canonical(replicas=self.data_replicas)
+            self.workspace.write_metadata(config.plain(), canonical, config.changed(), self._identity)
 
     # Contexts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from danling.data import BatchSource, build_dataloader
+from danling.data import BatchSource, DataLoader, Division, build_dataloader, divide_updates, merge_settings
 from danling.metrics import ScoreBoard
 
 from .base_runner import BaseRunner
@@ -82,12 +82,8 @@ class TorchData(BaseRunner):
             rank=rank,
             world_size=size,
             device=self.device,
+            accum_steps=self.config.accum_steps,
         )
-
-    @property
-    def data_replicas(self) -> int:
-        """Number of ranks that read different samples to train on."""
-        return self.data_domain.size
 
     @property
     def stream_layout(self) -> dict[str, int]:
@@ -124,14 +120,59 @@ class TorchData(BaseRunner):
         own = settings.get(split)
         names = {*self.datasets, *self.dataloaders}
         common = {key: value for key, value in settings.items() if key not in names}
-        return {**common, **(dict(own.items()) if isinstance(own, Mapping) else {})}
+        return merge_settings(common, dict(own.items()) if isinstance(own, Mapping) else {})
+
+    def update_division(self, split: str) -> Division | None:
+        """Return how updates of a split to train on are divided over ranks and micro-batches.
+
+        No communication: may be called on one rank.
+
+        Args:
+            split: The split.
+
+        Returns:
+            `None` where batches have a size of their own, and `accum_steps` of them make an update.
+        """
+        loader = self.dataloaders.get(split)
+        if loader is not None:
+            return loader.division if isinstance(loader, DataLoader) else None
+        settings, size = self.loader_settings(split), self.data_place(split)[1]
+        return divide_updates(settings, split=split, train=True, world_size=size, accum_steps=self.config.accum_steps)[
+            1
+        ]
+
+    def _first_division(self) -> Division | None:
+        given = bool(self.datasets or self.dataloaders)
+        return self.update_division(self.train_splits[0]) if given and self.train_splits else None
+
+    @property
+    def accum_steps(self) -> int:
+        """Micro-batches of an update on each rank; with `dataloader.global_batch_size` of a full one on the first split."""
+        division = self._first_division()
+        return int(self.config.accum_steps) if division is None else division.micro_batches
+
+    def batches_of_update(self, split: str) -> int:
+        """Return how many batches make an update on a split whose loader does not know.
+
+        No communication: may be called on one rank.
+
+        Args:
+            split: The split.
+        """
+        return self.accum_steps if self._first_division() is None else int(self.config.accum_steps)
 
     @property
     def batch_size(self) -> int | None:
-        """Batch size of a rank on the first split to train on, `None` when its loader does not say."""
+        """Batch size of a rank on the first split to train on, `None` when its loader does not say.
+
+        With `dataloader.global_batch_size` the most samples that a rank holds at once.
+        """
         splits = self.train_splits or list(self.dataloaders)
         if not splits:
             return None
+        division = self._first_division()
+        if division is not None:
+            return division.micro_batch_size
         loader = self.dataloaders.get(splits[0])
         size = getattr(loader, "batch_size", None)
         return size if size is not None else self.loader_settings(splits[0]).get("batch_size")
@@ -147,13 +188,19 @@ class TorchData(BaseRunner):
         lengths = self._lengths if self._lengths is not None else self._own_lengths()
         if None in lengths.values():
             return None
-        return sum(-(-(length or 0) // self.accum_steps) for length in lengths.values()) * (self.epochs or 0) or None
+        return sum(length or 0 for length in lengths.values()) * (self.epochs or 0) or None
 
     _lengths: dict[str, int | None] | None = None
-    """Batches of a pass over each split to train on, as all ranks agreed."""
+    """Updates of a pass over each split to train on, as all ranks agreed."""
 
     def _own_lengths(self) -> dict[str, int | None]:
-        return {split: _length(self.dataloaders[split]) for split in self.train_splits if split in self.dataloaders}
+        return {split: self._updates_of_pass(split) for split in self.train_splits if split in self.dataloaders}
+
+    def _updates_of_pass(self, split: str) -> int | None:
+        loader = self.dataloaders[split]
+        known = loader.num_updates if isinstance(loader, DataLoader) else None
+        length = _length(loader)
+        return known if known is not None or length is None else -(-length // self.batches_of_update(split))
 
     def _agree_lengths(self) -> None:
         # What follows from the length of a run, such as its schedule and when a line is logged, must be the same everywhere.

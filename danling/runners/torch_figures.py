@@ -159,7 +159,11 @@ class TorchFigures(TorchUpdate):
         parameters = sum(p.numel() for _, p in self.named_parameters() if p.requires_grad)
         budget = f"epoch {self.epochs}" if not self.is_step_mode else f"step {self.steps}"
         accumulated = f" x {self.accum_steps} micro-batches" if self.accum_steps > 1 else ""
+        division = self._first_division()
         batch = f", batch {self.batch_size}{accumulated} on each" if self.batch_size else ""
+        if division is not None:
+            most = "at most " if not division.is_even else ""
+            batch = f", {division.samples} samples an update, {most}{self.batch_size}{accumulated} on each"
         train = self.state.train
         return (
             f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {self.world_size} "

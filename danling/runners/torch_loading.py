@@ -16,6 +16,7 @@ from danling.optim.options import adopt_options, options_of
 from danling.utils.names import canonical_name
 
 from .checkpoints import CheckpointMismatch, exclude, read_model
+from .config_updates import is_update_key
 from .torch_state import TorchState
 
 logger = logging.getLogger("danling")
@@ -89,9 +90,7 @@ class TorchLoading(TorchState):
         stored = payload.get("runner", {})
         if self.seed_was_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
-        elastic = payload.get("state", {}).get("elastic", {})
-        before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_replicas)))
-        found = self.config.differences(stored, stored_replicas=before, replicas=self.data_replicas)
+        found = self.config_differences(payload)
         differences = [line for line in found if not self._is_changed_on_purpose(line.partition(":")[0])]
         if differences:
             listing = "\n  ".join(differences)
@@ -104,6 +103,9 @@ class TorchLoading(TorchState):
     def _is_changed_on_purpose(self, key: str) -> bool:
         """Whether the configuration names a key as one that may differ from that of the checkpoint."""
         excluded = _listed(self.config.checkpoint.exclude_from_loading)
+        # The samples of an update follow from several keys: to name one of them is enough.
+        if is_update_key(key) and any(is_update_key(entry.removeprefix("runner.")) for entry in excluded):
+            return True
         return any(f"runner.{key}.".startswith(f"{entry}.") for entry in excluded)
 
     def _is_option_changed_on_purpose(self, name: str) -> bool:

@@ -226,7 +226,7 @@ class TorchRunner(TorchWatch):
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
         source = self.sources[split]
-        accum_steps = self.accum_steps
+        in_update = self.batches_of_update(split)
         telemetry = self.telemetry
         assert telemetry is not None
         self.follow_freezing()
@@ -249,7 +249,8 @@ class TorchRunner(TorchWatch):
             consumed: list[Batch] = []
             while batch is not None:
                 consumed.append(batch)
-                upcoming = self._upcoming(source, batches) if len(consumed) < accum_steps else None
+                closes = len(consumed) == in_update if batch.closes is None else batch.closes
+                upcoming = None if closes else self._upcoming(source, batches)
                 self.reduces_gradients = upcoming is None
                 self._micro_step(batch)
                 batch = upcoming

@@ -57,9 +57,21 @@ class TorchState(TorchComponents):
             run_id=self.id,
             settings=settings,
             step_mode=self.is_step_mode,
-            compare=self.config.differences,
+            compare=self.config_differences,
         )
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+
+    def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
+        """Return how the configuration of a checkpoint differs from this one in what changes the result, one line a key.
+
+        No communication: may be called on one rank.
+
+        Args:
+            payload: The checkpoint, of which `runner` and `state` are read.
+        """
+        elastic = payload.get("state", {}).get("elastic", {})
+        before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_replicas)))
+        return self.config.differences(payload.get("runner", {}), stored_replicas=before, replicas=self.data_replicas)
 
     def manager_class(self) -> Any:
         """Return the class of the checkpoint manager. Called on all ranks."""

@@ -444,6 +444,12 @@ class TestTypes:
             ("scheduler.interval", "never"),
             ("steps", -1),
             ("accum_steps", 0),
+            ("dataloader.global_batch_size", 0),
+            ("dataloader.global_batch_size", 1.5),
+            ("dataloader.global_batch_size", True),
+            ("dataloader.global_batch_size", "auto"),
+            ("dataloader.micro_batch_size", -1),
+            ("dataloader.train.micro_batch_size", "fast"),
             ("checkpoint.interval", 0),
             ("checkpoint.keep_latest_k", -1),
             ("max_grad_norm", 0.0),
@@ -464,6 +470,14 @@ class TestTypes:
         config[key] = value
         with pytest.raises(ValueError, match="Received: "):
             config.validate()
+
+    @pytest.mark.parametrize("place", ["dataloader", "dataloader.train"])
+    def test_both_batch_sizes(self, place: str) -> None:
+        expected = (
+            rf"Expected dataloader.batch_size .* not both\. Received: .*=4.*=16 in {place}\. Set one of them to none"
+        )
+        with pytest.raises(ValueError, match=expected):
+            RunnerConfig({f"{place}.batch_size": 4, f"{place}.global_batch_size": 16})
 
     def test_steps_and_epochs(self) -> None:
         with pytest.raises(ValueError, match="steps or epochs, not both"):
@@ -1065,8 +1079,58 @@ class TestDifferences:
         traded = RunnerConfig({"dataloader.batch_size": 4, "accum_steps": 2})
         assert traded.differences(stored) == []
         halved = RunnerConfig({"dataloader.batch_size": 4})
-        assert halved.differences(stored) == ["dataloader.batch_size: stored 8, now 4"]
+        assert halved.differences(stored) == [
+            "dataloader.batch_size: stored 8 samples an update (batch_size=8 x accum_steps=1 x 1 rank), "
+            "now 4 samples an update (batch_size=4 x accum_steps=1 x 1 rank)"
+        ]
         assert halved.differences(stored, stored_replicas=1, replicas=2) == []
+
+    def test_the_same_settings_on_other_ranks_are_other_updates(self) -> None:
+        config = RunnerConfig({"dataloader.batch_size": 4, "accum_steps": 3})
+        assert config.differences(config.plain(), stored_replicas=2, replicas=2) == []
+        (line,) = config.differences(config.plain(), stored_replicas=2, replicas=1)
+        assert line == (
+            "dataloader.batch_size: stored 24 samples an update (batch_size=4 x accum_steps=3 x 2 ranks), "
+            "now 12 samples an update (batch_size=4 x accum_steps=3 x 1 rank)"
+        )
+
+    def test_an_update_is_what_it_is_however_it_is_written(self) -> None:
+        whole = {"dataloader.global_batch_size": 24}
+        ways: list[tuple[dict[str, Any], int]] = [
+            (whole, 1),
+            (whole, 5),
+            ({**whole, "accum_steps": 2}, 3),
+            ({**whole, "dataloader.micro_batch_size": "auto"}, 2),
+            ({**whole, "dataloader.micro_batch_size": 3, "dataloader.val.batch_size": 7}, 4),
+            ({"dataloader.batch_size": 24}, 1),
+            ({"dataloader.batch_size": 4, "accum_steps": 3}, 2),
+            ({"dataloader.train.batch_size": 4, "accum_steps": 6}, 1),
+            ({"dataloader.batch_size": 32, "dataloader.train.global_batch_size": 24}, 2),
+        ]
+        ids = {RunnerConfig(settings).config_id(replicas=replicas) for settings, replicas in ways}
+        assert len(ids) == 1
+        for settings, replicas in ways:
+            stored = RunnerConfig(whole).plain()
+            assert RunnerConfig(settings).differences(stored, stored_replicas=2, replicas=replicas) == []
+        other = RunnerConfig({"dataloader.global_batch_size": 25})
+        assert other.config_id() not in ids
+        assert other.differences(RunnerConfig(whole).plain()) == [
+            "dataloader.global_batch_size: stored 24 samples an update (global_batch_size=24), "
+            "now 25 samples an update (global_batch_size=25)"
+        ]
+
+    def test_updates_of_the_splits_that_are_trained_on(self) -> None:
+        named = {"train_splits": ["text"], "dataloader.batch_size": 32, "dataloader.text.batch_size": 12}
+        stored = RunnerConfig(named).plain()
+        assert RunnerConfig({**named, "dataloader.batch_size": 64}).differences(stored) == []
+        (line,) = RunnerConfig({**named, "dataloader.text.batch_size": 6}).differences(stored)
+        assert line.startswith("dataloader.text.batch_size: stored 12 samples an update")
+
+    def test_updates_of_a_loader_of_ones_own_are_not_known(self) -> None:
+        plain = RunnerConfig(accum_steps=2)
+        assert plain.config_id(replicas=2) == plain.config_id()
+        assert plain.differences(plain.plain(), stored_replicas=2, replicas=1) == []
+        assert RunnerConfig(accum_steps=3).differences(plain.plain()) == ["accum_steps: stored 2, now 3"]
 
     def test_a_resumed_run_needs_no_pretrained(self) -> None:
         assert RunnerConfig().differences(RunnerConfig(pretrained="x").plain()) == []

@@ -36,7 +36,8 @@ class CheckpointManager(ABC):
         run_id: Identity of the run; checkpoints of another one in the same directory are refused.
         settings: Policy.
         step_mode: Whether history is named by steps.
-        compare: Returns how a stored configuration differs from that of this run, one line a key; it makes a refusal clearer.
+        compare: Returns how the configuration of a payload (`runner`, `state`) differs from that of this run, one line a key; it makes a
+            refusal clearer.
     """
 
     store_class: ClassVar[type[CheckpointStore]]
@@ -256,7 +257,7 @@ class CheckpointManager(ABC):
             return []
         try:
             path = store.target(store.path(record.name))
-            return self._compare(read_payload(path, sections=["runner"], mmap=True).get("runner", {}))
+            return self._compare(read_payload(path, sections=["runner", "state"], mmap=True))
         except (CheckpointError, OSError):
             return []
 

@@ -1,0 +1,208 @@
+"""G6 with `dataloader.global_batch_size`: one run at any number of processes, killed and changed in between.
+
+The run is compared with one process that was left alone: the same samples in every update, and float64 weights within 1e-12, which is
+what the order of sums leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_outcomes, run_processes
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import danling as dl
+from danling.runners.checkpoints import CheckpointMismatch
+
+TOLERANCE = 1e-12
+SAMPLES = 50
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    """Points in float64 that know their index, with some noise of their own."""
+
+    def __init__(self, length: int) -> None:
+        self.points = torch.randn(length, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        target = self.points[index, :3].argmax()
+        noise = 0.1 * torch.randn(6, dtype=torch.float64)
+        return {"input": self.points[index] + noise, "target": target, "index": index}
+
+
+class Elastic(dl.TorchRunner):
+    """Writes down which samples made which update, and kills a process by SIGKILL where it is told."""
+
+    def __init__(self, config: dict[str, Any], *, kill_at: int | None = None) -> None:
+        super().__init__(config)
+        self.kill_at = kill_at
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3)).double()
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": Numbered(SAMPLES), "val": Numbered(7)}
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Note the samples that count, then train as usual."""
+        padding = isinstance(self.window.current, float) and self.window.current == 0.0
+        self.note(self.state.train.global_step, [] if padding else data["index"].tolist())
+        return super().train_step((data["input"], data["target"]))
+
+    def note(self, step: int, ids: list[int]) -> None:
+        """Append a line to a file that a kill leaves behind."""
+        with open(Path(self.config.workspace_root) / f"{self.world_size}-{self.rank}.ids", "a") as file:
+            print(json.dumps([step, ids]), file=file)
+
+    def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
+        """Evaluate as usual."""
+        return super().evaluate_step((data["input"], data["target"]))
+
+    def step(self) -> Any:
+        """Die in the middle of an update, on the last rank."""
+        last = self.rank == self.world_size - 1
+        if self.kill_at is not None and self.state.train.global_step == self.kill_at and last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step()
+
+
+def settings(root: Path, loader: dict[str, Any], **more: Any) -> dict[str, Any]:
+    root.mkdir(exist_ok=True)
+    return {
+        "steps": 14,
+        "seed": 4,
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine"},
+        "max_grad_norm": 1.0,
+        "checkpoint": {"interval": 1, "async_enabled": False},
+        "dataloader": {"drop_last": False, **loader},
+        **more,
+    }
+
+
+def train(config: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
+    with Elastic(config, kill_at=kill_at) as runner:
+        begun = runner.state.train.global_step
+        runner.train()
+        return {
+            "begun": begun,
+            "steps": runner.state.train.global_step,
+            "samples": runner.state.train.samples,
+            "weights": torch.cat([parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()]),
+            "figures": runner.latest_result,
+        }
+
+
+def updates_at(root: Path, world_size: int) -> dict[int, list[int]]:
+    """Return the samples of each update that so many processes began, in order of their numbers."""
+    updates: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        for line in (root / f"{world_size}-{rank}.ids").read_text().splitlines():
+            step, ids = json.loads(line)
+            updates[step] = sorted(updates.get(step, []) + ids)
+    return updates
+
+
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 2}])
+def test_two_one_three_four_processes_with_kills(cut: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"global_batch_size": 12, **cut}
+    (whole,) = run_processes(train, settings(tmp_path / "whole", {"global_batch_size": 12}), world_size=1)
+    expected = updates_at(tmp_path / "whole", 1)
+    assert [len(update) for update in expected.values()] == [12, 12, 12, 12, 2, 12, 12, 12, 12, 2, 12, 12, 12, 12]
+    config = settings(tmp_path / "parts", sizes)
+    begun = 0
+    for world_size, kill_at in ((2, 3), (1, 7), (3, 10)):
+        outcomes = run_outcomes(train, config, kill_at, world_size=world_size, grace=0.5)
+        assert [o.exit_code for o in outcomes if o.rank == world_size - 1] == [-signal.SIGKILL]
+        made = updates_at(tmp_path / "parts", world_size)
+        assert made == {step: expected[step] for step in range(begun, kill_at + 1)}
+        begun = kill_at
+    ended = run_processes(train, config, world_size=4)
+    assert updates_at(tmp_path / "parts", 4) == {step: expected[step] for step in range(begun, 14)}
+    for rank in ended:
+        assert (rank["begun"], rank["steps"], rank["samples"]) == (10, 14, whole["samples"])
+        assert (rank["weights"] - whole["weights"]).abs().max().item() < TOLERANCE
+        assert rank["figures"]["val"]["loss"] == pytest.approx(whole["figures"]["val"]["loss"], abs=TOLERANCE)
+    assert len(list((tmp_path / "parts").rglob("latest.pth"))) == 1, "one directory for all of them"
+
+
+def test_batches_of_ranks_go_on_while_their_product_is_the_same(tmp_path: Path) -> None:
+    """Two processes of six samples, one of twelve, three of two in two micro-batches: one directory, the same updates."""
+    (whole,) = run_processes(train, settings(tmp_path / "whole", {"batch_size": 12}), world_size=1)
+    expected = updates_at(tmp_path / "whole", 1)
+    begun = 0
+    for world_size, batch_size, accum_steps, steps in ((2, 6, 1, 3), (1, 12, 1, 7), (3, 2, 2, 14)):
+        config = settings(tmp_path / "parts", {"batch_size": batch_size}, accum_steps=accum_steps, steps=steps)
+        ended = run_processes(train, {**config, "scheduler": {"type": "constant"}}, world_size=world_size)
+        assert updates_at(tmp_path / "parts", world_size) == {step: expected[step] for step in range(begun, steps)}
+        begun = steps
+    constant = {**settings(tmp_path / "flat", {"batch_size": 12}), "scheduler": {"type": "constant"}}
+    (whole,) = run_processes(train, constant, world_size=1)
+    assert (ended[0]["weights"] - whole["weights"]).abs().max().item() < TOLERANCE
+    assert len(list((tmp_path / "parts").rglob("latest.pth"))) == 1
+
+
+@pytest.mark.parametrize("place", ["dir", "resume"])
+def test_another_product_is_refused_with_both(place: str, tmp_path: Path) -> None:
+    config = settings(tmp_path, {"batch_size": 6}, dir=str(tmp_path / "run"), steps=2)
+    run_processes(train, config, world_size=2)
+    latest = tmp_path / "run" / "checkpoints" / "latest.pth"
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    again = {**config, "steps": 4}
+    if place == "resume":
+        again |= {"auto_resume": False, "resume": str(latest), "dir": str(tmp_path / "other")}
+    with pytest.raises(CheckpointMismatch) as raised:
+        run_processes(train, again, world_size=1)
+    assert "stored 12 samples an update (batch_size=6 x accum_steps=1 x 2 ranks)" in str(raised.value)
+    assert "now 6 samples an update (batch_size=6 x accum_steps=1 x 1 rank)" in str(raised.value)
+    after = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".log"}
+    assert {file: after[file] for file in before if file in after} == {f: b for f, b in before.items() if f in after}
+    assert not list((tmp_path / "other").rglob("*.pth"))
+
+
+@pytest.mark.parametrize(
+    ("loader", "more", "expected"),
+    [
+        (
+            {"global_batch_size": 1},
+            {},
+            r"at least the number of ranks .*, 2\. Received: dataloader.global_batch_size=1\.",
+        ),
+        ({"global_batch_size": 4, "batch_size": 2}, {}, r"not both\. Received: batch_size=2, global_batch_size=4"),
+        ({"global_batch_size": "many"}, {}, r"global_batch_size to be a positive integer\. Received: .*'many'"),
+        ({"global_batch_size": 4, "micro_batch_size": 0}, {}, r"micro_batch_size to be a positive integer or 'auto'"),
+        (
+            {"batch_size": 4, "micro_batch_size": 2},
+            {},
+            r"Expected dataloader.global_batch_size beside .*micro_batch_size",
+        ),
+        (
+            {"global_batch_size": 8, "micro_batch_size": 2},
+            {"accum_steps": 2},
+            r"Expected accum_steps or dataloader.micro_batch_size .* Received: accum_steps=2, micro_batch_size=2",
+        ),
+        (
+            {"global_batch_size": 51, "drop_last": True},
+            {},
+            r"at least one update of 51 samples, .* Received: 50 samples",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_nothing_is_written(
+    loader: dict[str, Any], more: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    outcomes = run_outcomes(train, settings(tmp_path, loader, **more), world_size=2, grace=2.0)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ValueError)
+        assert re.search(expected, str(outcome.error))
+    assert list(tmp_path.iterdir()) == []
