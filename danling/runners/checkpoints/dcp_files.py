@@ -13,17 +13,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from . import storage
-from .dcp_plans import LoadPlanner, destinations, nest
+from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
 from .manifest import Manifest
 from .policy import Record
@@ -178,6 +180,21 @@ def read_target(
             reason = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise CheckpointDamaged(f"Expected a readable checkpoint. Received: {path}: {reason}") from None
     return nest({**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data)
+
+
+def save_target(
+    payload: dict[str, Any], writer: TargetWriter, *, group: dist.ProcessGroup | None = None, alone: bool = False
+) -> None:
+    """Write a target. Call on all ranks of the group.
+
+    Args:
+        payload: The state.
+        writer: Writes the files.
+        group: Over which the ranks agree; `None` is the default group.
+        alone: Whether one process saves alone, and communicates nothing.
+    """
+    with quiet():
+        save(payload, storage_writer=writer, planner=SavePlanner(), process_group=group, no_dist=alone)
 
 
 @contextmanager

@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
 from .base import CheckpointManager
-from .dcp_files import TargetWriter, quiet
-from .dcp_plans import SavePlanner
+from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointError
 from .policy import Record
 from .snapshot import SnapshotBuffers, count_bytes
 from .target_store import TargetStore
+from .writer_process import WriterProcess, meet
 
 logger = logging.getLogger("danling")
 
@@ -49,11 +47,6 @@ class TorchDistributedCheckpointManager(CheckpointManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         distributed = self.domain.size > 1
-        self._in_process = (
-            self.settings.async_mode == "async_with_pinned_mem" and dist.is_available() and dist.is_initialized()
-        )
-        if self.settings.async_mode == "async_with_pinned_mem" and not self._in_process:
-            logger.info("A process that writes checkpoints needs a process group; a thread writes them.")
         self._background = self.settings.is_async
         self._group: dist.ProcessGroup | None = None
         if distributed and self.settings.dedicated_async_process_group:
@@ -64,7 +57,10 @@ class TorchDistributedCheckpointManager(CheckpointManager):
                 "of a background save on one group abort the process."
             )
             self._background = False
-        if self._in_process:
+        self._process: WriterProcess | None = None
+        if self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
+            # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
+            self._process = self.on_all(WriterProcess)
             self._buffers = SnapshotBuffers(shared=True)
         self._pending: _Save | None = None
 
@@ -98,43 +94,42 @@ class TorchDistributedCheckpointManager(CheckpointManager):
 
     def _write(self, save: _Save) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
-        writer = TargetWriter(self.store.path(save.record.name), save.record)
+        # Another process may have another working directory by then.
+        writer = TargetWriter(self.store.path(save.record.name).absolute(), save.record)
         try:
             self._upload(save.payload, writer)
         except CheckpointException as error:
-            if self.domain.rank == 0:
-                self.store.give_up(save.record.name)
+            self._give_up(save)
             reasons = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
             raise CheckpointError(
                 f"Expected {writer.path} to be written. Received: {reasons}. What was complete before is still there."
             ) from None
+        except Exception:
+            self._give_up(save)
+            raise
         finally:
             save.release()
         if self.domain.rank == 0:
             self.store.publish(save.record.name, save.names)
             self._prune()
 
+    def _give_up(self, save: _Save) -> None:
+        if self.domain.rank == 0:
+            self.store.give_up(save.record.name)
+
     def _upload(self, payload: dict[str, Any], writer: TargetWriter) -> None:
-        if self._in_process:
-            # Staged already: the copy lies in shared memory, so that the process takes it over without another one.
-            uploaded = async_save(
-                payload,
-                storage_writer=writer,
-                planner=SavePlanner(),
-                process_group=self._group,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=_Staged(),
-            )
-            (uploaded.upload_completion if isinstance(uploaded, AsyncSaveResponse) else uploaded).result()
+        if self._process is None:
+            save_target(payload, writer, group=self._group, alone=self.domain.size == 1)
             return
-        with quiet():
-            save(
-                payload,
-                storage_writer=writer,
-                planner=SavePlanner(),
-                process_group=self._group,
-                no_dist=self.domain.size == 1,
-            )
+        meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
+        # The copy lies in shared memory, so that the process takes it over without another one.
+        self._process.write(payload, writer)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        values = [value] * self.domain.size
+        if self.domain.size > 1:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     # Ending
 
@@ -152,6 +147,8 @@ class TorchDistributedCheckpointManager(CheckpointManager):
         else:
             self._give_up_pending()
         super()._end(None if end is None else max(end - time.monotonic(), 0.0))
+        if self._process is not None:
+            self._process.end()
         if self._group is not None and not self._executor.busy:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -165,17 +162,3 @@ class TorchDistributedCheckpointManager(CheckpointManager):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.release()
-
-
-class _Staged(BlockingAsyncStager):
-    """A stager for a state that was staged before."""
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state."""
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        """Nothing is going on."""
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -1,0 +1,127 @@
+"""G10: a script without `if __name__ == "__main__"` runs once on each rank, whatever writes its checkpoints; the writer ends with it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import ProcessFailure, run_outcomes, run_processes
+from support.saves import load, make_manager, save
+
+from danling.runners.checkpoints import CheckpointError, TorchDistributedCheckpointManager
+
+SCRIPT = """
+import os, sys
+import torch
+from torch import nn
+import danling as dl
+
+with open("runs", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+class Lines(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))
+        self.datasets = {"train": data}
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+MODE = os.environ["MODE"]
+config = dl.RunnerConfig(seed=1, steps=4, dir="run", dataloader={"batch_size": 4}, optim={"type": "adamw", "lr": 0.1}, log=False)
+config.checkpoint.backend, config.checkpoint.async_mode, config.checkpoint.interval = "dcp", MODE, 2
+with Lines(config) as runner:
+    runner.train()
+"""
+
+
+def run_script(mode: str) -> None:
+    os.environ["MODE"] = mode
+    # Under the name of a program: what is spawned while it runs finds its path in `__main__`.
+    runpy.run_path(str(Path("train.py").absolute()), run_name="__main__")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_a_script_without_a_guard_runs_once_on_each_rank(tmp_path: Path, mode: str, world_size: int) -> None:
+    Path("train.py").write_text(SCRIPT)
+    run_processes(run_script, mode, world_size=world_size, timeout=100)
+    assert len(set(Path("runs").read_text().split())) == len(Path("runs").read_text().split()) == world_size
+    manager = make_manager("dcp", Path("elsewhere"))
+    assert manager.load_checkpoint("run/checkpoints/latest")["state"]["train"]["global_step"] == 4
+
+
+def writer_of(manager: Any) -> int:
+    assert isinstance(manager, TorchDistributedCheckpointManager) and manager._process is not None
+    return manager._process.pid
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def save_and_die() -> None:
+    manager = make_manager("dcp", Path("checkpoints"), mode="async_with_pinned_mem")
+    save(manager, 1)
+    Path("writer").write_text(str(writer_of(manager)))
+    manager.save_checkpoint({"format_version": 1, "state": {"step": 2}}, epoch=0, global_step=2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_writer_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    (outcome,) = run_outcomes(save_and_die, world_size=1)
+    assert isinstance(outcome.error, ProcessFailure)
+    assert gone(int(Path("writer").read_text()))
+    manager = make_manager("dcp", Path("checkpoints"))
+    assert manager.load_checkpoint("latest")["state"]["step"] in (1, 2)
+
+
+def test_the_writer_ends_with_its_manager_and_heeds_no_signals(tmp_path: Path) -> None:
+    manager = make_manager("dcp", tmp_path / "checkpoints", mode="async_with_pinned_mem")
+    save(manager, 1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(writer_of(manager), number)
+    save(manager, 2)
+    assert load(manager, "latest") == 2
+    pid = writer_of(manager)
+    manager.close()
+    assert gone(pid, 0.0) or gone(pid, 0.1)
+
+
+def test_a_writer_that_dies_is_told_of_and_replaced(tmp_path: Path) -> None:
+    manager = make_manager("dcp", tmp_path / "checkpoints", mode="async_with_pinned_mem")
+    save(manager, 1)
+    first = writer_of(manager)
+    os.kill(first, signal.SIGSTOP)
+    manager.save_checkpoint({"format_version": 1, "state": {"step": 2}}, epoch=0, global_step=2)
+    time.sleep(0.2)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(CheckpointError, match="process that writes checkpoints .* ended by SIGKILL"):
+        manager.wait()
+    assert load(manager, "latest") == 1
+    save(manager, 3)
+    assert load(manager, "latest") == 3 and writer_of(manager) != first
+    assert len(list((tmp_path / "checkpoints" / "targets").iterdir())) == 2
+    manager.close()
+
+
+def test_a_python_that_cannot_be_started_is_refused_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(ValueError, match="Set checkpoint.async_mode='async'"):
+        make_manager("dcp", tmp_path, mode="async_with_pinned_mem")
