@@ -15,7 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from danling.utils.suggest import did_you_mean
 
 from .batching import OWN, divide_updates
-from .loader import DataLoader
+from .loader import DataLoader, check_settings
+from .sampled_loader import SampledLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
 
 logger = logging.getLogger("danling")
@@ -38,9 +39,9 @@ def build_dataloader(
 ) -> Any:
     """Return the loader of one split.
 
-    A map-style dataset gets a `danling.data.DataLoader`, which divides it over the ranks and comes back exactly. An
-    `IterableDataset`, and settings with a `sampler` or `batch_sampler`, get a plain `StatefulDataLoader`: dividing over
-    ranks is theirs. What is a loader already is returned as it is.
+    A map-style dataset gets a `danling.data.DataLoader`, which divides it over the ranks, and with a `sampler` or
+    `batch_sampler` a `SampledLoader`; both come back exactly. An `IterableDataset` gets a `StatefulDataLoader`. Dividing
+    it, or the order of a sampler, over ranks is theirs. What is a loader already is returned as it is.
 
     Args:
         dataset: A dataset, or a loader.
@@ -65,18 +66,18 @@ def build_dataloader(
     options = {"pin_memory": device is not None and device.type == "cuda", **given}
     if division is not None:
         _check_divisible(dataset, options, split)
+    placement: dict[str, Any] = {"split": split, "seed": seed, "rank": rank, "world_size": world_size}
     try:
         if isinstance(dataset, IterableDataset):
             return _build_iterable(dataset, options, split=split, train=train, world_size=world_size)
         if options.get("sampler") is not None or options.get("batch_sampler") is not None:
-            return _build_sampled(dataset, options, train=train)
+            return _build_sampled(dataset, options, placement, train=train)
         options = {
             "shuffle": train,
             "drop_last": train and options.get("batch_size", 1) is not None,
             **_without_none(options),
         }
-        placement: dict[str, Any] = {"split": split, "pad": train, "seed": seed, "rank": rank, "world_size": world_size}
-        return DataLoader(dataset, **options, **placement, division=division)
+        return DataLoader(dataset, pad=train, **options, **placement, division=division)
     except ValueError as error:
         if str(error).startswith("Expected"):
             raise
@@ -129,10 +130,20 @@ def _build_iterable(dataset: Any, options: dict[str, Any], *, split: str, train:
     return _build_stateful(dataset, options)
 
 
-def _build_sampled(dataset: Any, options: dict[str, Any], *, train: bool) -> Any:
+def _build_sampled(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> Any:
     if options.get("batch_sampler") is None:
-        options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
-    return _build_stateful(dataset, options)
+        options = {"drop_last": train and options.get("batch_size", 1) is not None, **_without_none(options)}
+    _check_sampled(options, placement["split"])
+    return SampledLoader(dataset, **{**options, "shuffle": None}, **placement)
+
+
+def _check_sampled(options: Mapping[str, Any], split: str) -> None:
+    alone = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
+    decided = ("batch_size", "sampler", "shuffle", "drop_last") if alone == "batch_sampler" else ("shuffle",)
+    others = {name: options[name] for name in decided if options.get(name)}
+    if others:
+        raise ValueError(f"{alone} decides {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out.")
+    check_settings(options, options.get("num_workers", 0), split)
 
 
 def _build_stateful(dataset: Any, options: dict[str, Any]) -> Any:

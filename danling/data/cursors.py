@@ -89,6 +89,16 @@ class Cursor(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position."""
 
+    def check_world_size(self, state: Mapping[str, Any]) -> None:
+        """Refuse a position within a pass that was saved on another number of data ranks, each of which counts for itself."""
+        if state.get("world_size", self.world_size) != self.world_size and state.get("consumed"):
+            raise ValueError(
+                f"Expected {state['world_size']} data ranks: the loader of split {self.split!r} "
+                f"({type(self.loader).__name__}) counts what each rank has read of this epoch, which cannot be divided "
+                f"anew. Received: {self.world_size}. Let the library build the loader from a dataset, or exclude "
+                "'dataloaders' from loading."
+            )
+
     def close(self) -> None:
         """End the loader's worker processes."""
         shut_down_workers(self.loader)

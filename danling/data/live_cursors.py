@@ -141,21 +141,12 @@ class LiveCursor(Cursor):
             return self._first(self._iterate())
         return iterator if first is _END else chain([first], iterator)
 
-    def _check_world_size(self, state: Mapping[str, Any]) -> None:
-        if state.get("world_size", self.world_size) != self.world_size and state.get("consumed"):
-            raise ValueError(
-                f"Expected {state['world_size']} data ranks: the loader of split {self.split!r} "
-                f"({type(self.loader).__name__}) counts what each rank has read of this epoch, which cannot be divided "
-                f"anew. Received: {self.world_size}. Let the library build the loader from a dataset, or exclude "
-                "'dataloaders' from loading."
-            )
-
     def _common_state(self) -> dict[str, Any]:
         state = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
         return {**state, "seed": self.seed, "world_size": self.world_size}
 
     def _load_common(self, state: Mapping[str, Any]) -> None:
-        self._check_world_size(state)
+        self.check_world_size(state)
         self.set_epoch(state["epoch"])
         self.consumed = state["consumed"]
         self._exhausted = state["exhausted"]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
-
-from .host_streams import HOST_STREAMS
-from .keyed import KeyedDataset, draws_nothing
+from .keyed_loader import KeyedLoader
 from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
-from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
 
-class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
+class DataLoader(KeyedLoader):
     """A `StatefulDataLoader` that comes back exactly.
 
     Its state is (seed, epoch, consumed): what is read is a function of them, and neither of the number of workers, of
@@ -65,7 +59,7 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     ) -> None:
         self.split = split
         length = _checked_length(dataset, split)
-        _check_settings(settings, num_workers, split)
+        check_settings(settings, num_workers, split)
         self.positions = PositionedBatchSampler(
             length,
             batch_size=_checked_batch_size(batch_size, split),
@@ -78,27 +72,18 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             world_size=world_size,
         )
         self._check_not_empty()
-        # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
-        # position is the whole state, so nothing is to be fetched from workers for it.
-        settings.update(generator=torch.Generator().manual_seed(0), snapshot_every_n_steps=0)
-        self._collates = collate_fn is not None
-        self._draws = self._collates or not draws_nothing(dataset)
-        samplers = {"sampler": KeySampler(self.positions)} if batch_size is None else {"batch_sampler": self.positions}
-        with quiet_torchdata():
-            super().__init__(
-                dataset,
-                batch_size=None if batch_size is None else 1,
-                **samplers,
-                collate_fn=collate_fn,
-                num_workers=num_workers,
-                worker_init_fn=WorkerInit(worker_init_fn),
-                **settings,
-            )
-        # torch forgets both when it is given a batch sampler, and refuses to have them set.
-        held = batch_size if division is None else division.micro_batch_size
-        self.__dict__.update(batch_size=held, drop_last=drop_last)
-        if num_workers:
-            end_with_process(self)
+        super().__init__(
+            dataset,
+            KeySampler(self.positions) if batch_size is None else self.positions,
+            batch_size=batch_size if division is None else division.micro_batch_size,
+            drop_last=drop_last,
+            split=split,
+            batched=batch_size is not None,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            worker_init_fn=worker_init_fn,
+            **settings,
+        )
 
     def _check_not_empty(self) -> None:
         plan = self.positions
@@ -176,27 +161,6 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             return ((None if samples else 0, None) for samples, _ in counts)
         return counts
 
-    # Iteration
-
-    def __iter__(self) -> Any:
-        """Return an iterator over the batches from the position to the end of the pass."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
-            # Persistent workers hold copies of the dataset that would not hear of it.
-            shut_down_workers(self)
-        iterator = super().__iter__()
-        return _shielded(iterator) if self._draws and not self.num_workers else iterator
-
-    def _get_iterator(self) -> Any:
-        # The iterator sees keys, whoever looks at `loader.dataset` sees the user's own dataset.
-        view = copy.copy(self)
-        view.__dict__["dataset"] = KeyedDataset(self.dataset, self.seed, collates=self._collates)
-        return super(DataLoader, view)._get_iterator()
-
-    def close(self) -> None:
-        """End the worker processes; the loader can be iterated again."""
-        shut_down_workers(self)
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,20 +213,6 @@ class DataLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             )
 
 
-def _shielded(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Read in this process, and put its streams back after each fetch, collation included."""
-    while True:
-        streams = HOST_STREAMS.save()
-        try:
-            data = next(iterator)
-        except StopIteration:
-            return
-        finally:
-            HOST_STREAMS.put_back(streams)
-        yield data
-        del data  # or it would stay in memory while the next one is made
-
-
 def _checked_length(dataset: Any, split: str) -> int:
     try:
         length = len(dataset)
@@ -290,7 +240,14 @@ def _checked_batch_size(batch_size: int | None, split: str) -> int:
     return batch_size
 
 
-def _check_settings(settings: Mapping[str, Any], num_workers: int, split: str) -> None:
+def check_settings(settings: Mapping[str, Any], num_workers: int, split: str) -> None:
+    """Raise a `ValueError` for a setting that an exact position does not allow.
+
+    Args:
+        settings: Arguments of the loader.
+        num_workers: Worker processes.
+        split: Name of the split.
+    """
     if num_workers and not settings.get("in_order", True):
         raise ValueError(
             f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "

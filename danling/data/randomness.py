@@ -139,7 +139,7 @@ def capture_random_state(device: torch.device | None = None) -> dict[str, Any]:
     }
     numpy = get_numpy()
     if numpy is not None:
-        state["numpy"] = _to_tensors(numpy.random.get_state(legacy=False))
+        state["numpy"] = to_tensors(numpy.random.get_state(legacy=False))
     accelerator = _current_device(device)
     if accelerator is not None:
         state["device"] = _get_device_state(accelerator)
@@ -159,23 +159,25 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device | None =
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = get_numpy()
     if numpy is not None and "numpy" in state:
-        numpy.random.set_state(_to_arrays(state["numpy"], numpy))
+        numpy.random.set_state(to_arrays(state["numpy"], numpy))
     accelerator = _current_device(device)
     if accelerator is not None and "device" in state:
         _set_device_state(state["device"].cpu(), accelerator)
 
 
-def _to_tensors(value: Any) -> Any:
+def to_tensors(value: Any) -> Any:
+    """Return the state of a generator of NumPy with tensors for its arrays, as a checkpoint holds it."""
     if isinstance(value, Mapping):
-        return {key: _to_tensors(item) for key, item in value.items()}
+        return {key: to_tensors(item) for key, item in value.items()}
     if getattr(value, "ndim", 0):
         return torch.tensor(value.astype("uint64").view("int64").tolist(), dtype=torch.int64)
     return value.item() if hasattr(value, "item") else value
 
 
-def _to_arrays(value: Any, numpy: ModuleType) -> Any:
+def to_arrays(value: Any, numpy: ModuleType) -> Any:
+    """Return what `to_tensors` was given."""
     if isinstance(value, Mapping):
-        return {key: _to_arrays(item, numpy) for key, item in value.items()}
+        return {key: to_arrays(item, numpy) for key, item in value.items()}
     # 64-bit words whatever the bit generator: NumPy takes each down to its own width.
     return numpy.asarray(value.tolist(), dtype="int64").view("uint64") if isinstance(value, Tensor) else value
 

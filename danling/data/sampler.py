@@ -165,13 +165,13 @@ class PositionedBatchSampler(Sampler[list[Key]]):
 
 
 class KeySampler(Sampler[Key]):
-    """The keys of a `PositionedBatchSampler` of batch size 1, for a loader that does not collate."""
+    """The keys of a sampler of batches of size 1, for a loader that does not collate."""
 
-    def __init__(self, batches: PositionedBatchSampler) -> None:
+    def __init__(self, batches: Sampler[list[Key]]) -> None:
         self.batches = batches
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Key]:
         return (keys[0] for keys in self.batches)

@@ -8,6 +8,8 @@ from typing import Any
 from .cursors import Batch, Cursor, PositionCursor
 from .live_cursors import CountedCursor, StatefulCursor
 from .loader import DataLoader
+from .sampled_cursor import SampledCursor
+from .sampled_loader import SampledLoader, can_be_keyed, keyed_twin
 from .user_loader import describe, describe_dataset
 
 
@@ -17,6 +19,8 @@ class BatchSource:
     What the position means depends on the loader, which is never changed:
 
     - a loader of the library: three integers, good for any number of workers and ranks, and nothing is read twice;
+    - a loader over a map-style dataset in the order of a sampler: what the sampler was like when it began the pass, and
+      how far it is, one on each rank. A `DataLoader` or `StatefulDataLoader` of the user's is read through such a one;
     - a loader with `state_dict` and `load_state_dict`: its own state, one on each rank;
     - any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
 
@@ -52,7 +56,10 @@ class BatchSource:
             )
         self.loader = loader
         self.split = split
-        self._cursor = _choose_cursor(loader)(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+        read = loader
+        if seed is not None and can_be_keyed(loader):
+            read = keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
+        self._cursor = _choose_cursor(read)(read, split=split, rank=rank, world_size=world_size, seed=seed)
         self._cursor.shared = shared
 
     def described(self, batch: Batch) -> Any:
@@ -69,7 +76,7 @@ class BatchSource:
 
     @property
     def kind(self) -> str:
-        """How the loader is positioned: `"position"`, `"stateful"` or `"counted"`."""
+        """How the loader is positioned: `"position"`, `"sampled"`, `"stateful"` or `"counted"`."""
         return self._cursor.kind
 
     @property
@@ -159,6 +166,8 @@ class BatchSource:
 def _choose_cursor(loader: Any) -> type[Cursor]:
     if isinstance(loader, DataLoader):
         return PositionCursor
+    if isinstance(loader, SampledLoader):
+        return SampledCursor
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return StatefulCursor
     return CountedCursor

@@ -12,9 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 _IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+class WorkersView:
+    """What the workers of the library's loaders read instead of the user's dataset.
+
+    Attributes:
+        dataset: The user's.
+    """
+
+    dataset: Any
 
 
 class WorkerInit:
@@ -36,8 +46,16 @@ class WorkerInit:
             for name in _IGNORED:
                 if hasattr(signal, name):
                     signal.signal(getattr(signal, name), signal.SIG_IGN)
+        _show_users_dataset()
         if self.user is not None:
             self.user(worker_id)
+
+
+def _show_users_dataset() -> None:
+    """Let `get_worker_info().dataset` be the user's dataset, which functions of theirs divide, not the keyed view of it."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, WorkersView):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch has it read-only
 
 
 @contextmanager

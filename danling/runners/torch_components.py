@@ -97,7 +97,7 @@ class TorchComponents(TorchData):
                 config,
                 evaluates=bool(self.evaluate_splits),
                 step_mode=self.is_step_mode,
-                positioned=all(source.kind == "position" for source in built),
+                positioned=all(source.kind in ("position", "sampled") for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
                 divides_updates=not self.train_splits or any(self.update_division(s) for s in self.train_splits),
             ),

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data import BatchSource, DataLoader, build_dataloader
+from danling.data.sampled_loader import SampledLoader
 from danling.data.workers import WorkerInit
 
 
@@ -67,8 +68,8 @@ def test_samplers_of_the_user_are_used() -> None:
     sampled = build(data, {"batch_size": 4, "sampler": SequentialSampler(data)})
     batched = build(data, {"batch_sampler": BatchSampler(SequentialSampler(data), 3, False)})
     for loader, count in ((sampled, 2), (batched, 4)):
-        assert type(loader) is StatefulDataLoader
-        assert BatchSource(loader, split="train", rank=0, world_size=1).kind == "stateful"
+        assert type(loader) is SampledLoader
+        assert BatchSource(loader, split="train", rank=0, world_size=1).kind == "sampled"
         assert len(list(loader)) == count
 
 

@@ -178,12 +178,12 @@ def test_another_kind_of_loader_is_refused() -> None:
 
 
 def test_another_number_of_workers_of_a_stateful_loader_is_refused_by_name() -> None:
-    first = source_of(StatefulDataLoader(Augmented(8), num_workers=2))
+    first = source_of(StatefulDataLoader(Stream(8), num_workers=2))
     drain(first, 1)
     state = first.state_dict()
     first.close()
     with pytest.raises(ValueError, match=r"Expected num_workers=2 .*split 'train'.*Received: num_workers=0"):
-        source_of(StatefulDataLoader(Augmented(8))).load_state_dict(state)
+        source_of(StatefulDataLoader(Stream(8))).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -228,7 +228,7 @@ def test_batches_that_were_fetched_but_not_used_are_read_again_where_that_can_be
 
 
 def test_a_stateful_loader_says_what_it_skips(caplog: pytest.LogCaptureFixture) -> None:
-    source = source_of(StatefulDataLoader(list(range(4)), batch_size=None))
+    source = source_of(StatefulDataLoader(Stream(4), batch_size=None))
     iterator = source.batches()
     source.commit([next(iterator)])
     next(iterator)

@@ -1,0 +1,113 @@
+"""What the loaders of the library over map-style datasets share: keyed reading that leaves training's streams alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .host_streams import HOST_STREAMS
+from .keyed import KeyedDataset, draws_nothing
+from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
+
+
+class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
+    """A `StatefulDataLoader` whose sampler yields keys (epoch, index), with the randomness of a sample keyed by them.
+
+    Only its order and position are left to subclasses.
+
+    Args:
+        dataset: A map-style dataset.
+        keys: Yields keys, or lists of them.
+        batch_size: As the user gave it; `None` delivers items as they are, and `keys` yields single ones.
+        drop_last: As the user gave it.
+        split: Name of the split, for messages.
+        collate_fn: Makes a batch of a list of samples; `None` is torch's.
+        num_workers: Worker processes.
+        worker_init_fn: Called with its id in every worker.
+        settings: Further arguments of `StatefulDataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        keys: Sampler[Any],
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        split: str,
+        batched: bool,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.split = split
+        self._collates = collate_fn is not None
+        self._draws = self._collates or not draws_nothing(dataset)
+        # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
+        # position is the whole state, so nothing is to be fetched from workers for it.
+        settings.update(generator=torch.Generator().manual_seed(0), snapshot_every_n_steps=0)
+        with quiet_torchdata():
+            super().__init__(
+                dataset,
+                batch_size=1 if batched else None,
+                **{"batch_sampler" if batched else "sampler": keys},
+                collate_fn=collate_fn,
+                num_workers=num_workers,
+                worker_init_fn=WorkerInit(worker_init_fn),
+                **settings,
+            )
+        # torch forgets both when it is given a batch sampler, and refuses to have them set.
+        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
+        if num_workers:
+            end_with_process(self)
+
+    @property
+    def seed(self) -> int:
+        """Base seed of order and randomness."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        """Return an iterator over the batches from the position to the end of the pass."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+            # Persistent workers hold copies of the dataset that would not hear of it.
+            shut_down_workers(self)
+        iterator = super().__iter__()
+        return _shielded(iterator) if self._draws and not self.num_workers else iterator
+
+    def _get_iterator(self) -> Any:
+        # The iterator sees keys, whoever looks at `loader.dataset` sees the user's own dataset.
+        view = copy.copy(self)
+        view.__dict__["dataset"] = KeyedDataset(
+            self.dataset, self.seed, collates=self._collates, collate_fn=self.collate_fn
+        )
+        return super(KeyedLoader, view)._get_iterator()
+
+    def close(self) -> None:
+        """End the worker processes; the loader can be iterated again."""
+        shut_down_workers(self)
+
+
+def _shielded(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Read in this process, and put its streams back after each fetch, collation included."""
+    while True:
+        streams = HOST_STREAMS.save()
+        try:
+            data = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            HOST_STREAMS.put_back(streams)
+        yield data
+        del data  # or it would stay in memory while the next one is made

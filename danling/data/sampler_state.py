@@ -1,0 +1,167 @@
+"""What a sampler of the user's carries from pass to pass: its generators, and attributes that it changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from .generators import Generators, is_generator
+
+_DEPTH = 3
+"""How deep lists are looked into: a bucket sampler has lists of lists."""
+
+
+class SamplerState:
+    """The state of a sampler that has no state of its own, or one that only fits the middle of a pass.
+
+    It is the states of all generators that the sampler holds, and its plain attributes (numbers, text, tensors, arrays, and lists and
+    mappings of them) as far as they differ from those of its construction: a counted epoch, a list that is shuffled in
+    place. Put back before a pass, the sampler gives that pass again. Datasets and models that it holds are left alone.
+
+    Args:
+        sampler: The sampler.
+        dataset: The dataset that it draws from, which is not part of it.
+    """
+
+    def __init__(self, sampler: Any, dataset: Any) -> None:
+        self._generators = Generators(
+            {"sampler": sampler}, skip=lambda held: held is dataset or isinstance(held, (Dataset, nn.Module))
+        )
+        self._first = {name: _copy(value) for name, value in self._attributes().items()}
+        self._opaque = self._attributes(plain=False)
+
+    def _attributes(self, *, plain: bool = True) -> dict[str, Any]:
+        return {
+            f"{path}.{name}": value
+            for path, held in self._held()
+            for name, value in held.items()
+            if _is_plain(value) is plain
+        }
+
+    def _held(self) -> list[tuple[str, dict[str, Any]]]:
+        # Of helpers that are no samplers only the generators count: others may rely on their attributes.
+        return [(path, vars(holder)) for path, holder in self._generators.holders if hasattr(holder, "__iter__")]
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state as tensors and plain values."""
+        self._generators.look_again()
+        moved = {
+            name: _to_saved(value)
+            for name, value in self._attributes().items()
+            if name not in self._first or not _equal(value, self._first[name])
+        }
+        return {"generators": self._generators.states(), "attributes": moved}
+
+    def opaque_changes(self) -> list[str]:
+        """Return the attributes that were replaced since the construction and cannot be saved."""
+        found = self._attributes(plain=False)
+        return [
+            name for name, value in found.items() if self._opaque.get(name) is not value and not is_generator(value)
+        ]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put the sampler into a captured state."""
+        saved = state["attributes"]
+        for path, held in self._held():
+            for name in [name for name in held if _is_plain(held[name])]:
+                full = f"{path}.{name}"
+                if full in saved:
+                    held[name] = _from_saved(saved[full], held[name])
+                elif full in self._first and not _equal(held[name], self._first[full]):
+                    held[name] = _from_saved(_to_saved(self._first[full]), held[name])
+            new = [full for full in saved if full.rpartition(".")[0] == path and full.rpartition(".")[2] not in held]
+            held.update({full.rpartition(".")[2]: _from_saved(saved[full], None) for full in new})
+        self._generators.look_again()
+        self._generators.set_states(state["generators"])
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tolist")
+
+
+def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
+    if isinstance(value, (type(None), bool, int, float, str, Tensor)):
+        return True
+    if _is_array(value):
+        return bool(value.dtype.kind in "biuf")
+    if type(value) in (list, tuple):
+        return depth > 0 and all(type(item) in (int, float) or _is_plain(item, depth - 1) for item in value)
+    if type(value) is dict:
+        return depth > 0 and all(isinstance(key, (int, str)) and _is_plain(value[key], depth - 1) for key in value)
+    return False
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if _is_array(first):
+        return first.dtype == second.dtype and first.shape == second.shape and bool((first == second).all())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and (first == second if _flat(first) else all(map(_equal, first, second)))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+    return bool(first == second)
+
+
+def _flat(values: Any) -> bool:
+    return all(type(value) in (int, float, str, bool) for value in values)
+
+
+def _to_saved(value: Any) -> Any:
+    """Return a copy for a checkpoint: long lists of integers as tensors, arrays as tensors."""
+    if isinstance(value, Tensor):
+        return {"tensor": value.detach().clone()}
+    if _is_array(value):
+        return {"tensor": torch.tensor(value.tolist()), "array": str(value.dtype)}
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return {"tensor": torch.tensor(value), "list": True}
+    if isinstance(value, (list, tuple)):
+        return {"items": [_to_saved(item) for item in value], "tuple": isinstance(value, tuple)}
+    if isinstance(value, dict):
+        return {"keys": list(value), "values": [_to_saved(item) for item in value.values()]}
+    return {"value": value}
+
+
+def _from_saved(saved: Mapping[str, Any], current: Any) -> Any:
+    """Return what was saved; in the object that is there, where others may hold it too."""
+    if "value" in saved:
+        return saved["value"]
+    if "keys" in saved:
+        return {key: _from_saved(item, None) for key, item in zip(saved["keys"], saved["values"], strict=True)}
+    if "items" in saved:
+        items = [_from_saved(item, None) for item in saved["items"]]
+        return tuple(items) if saved["tuple"] else _refilled(current, items)
+    values = saved["tensor"]
+    if saved.get("list"):
+        return _refilled(current, values.tolist())
+    if "array" in saved:
+        import numpy
+
+        array = numpy.asarray(values.tolist(), dtype=saved["array"])
+        if _is_array(current) and getattr(current, "shape", None) == array.shape and array.ndim:
+            current[...] = array
+            return current
+        return array
+    if isinstance(current, Tensor) and current.shape == values.shape and current.dtype == values.dtype:
+        with torch.no_grad():
+            current.copy_(values)
+        return current
+    return values.clone()
+
+
+def _refilled(current: Any, items: list[Any]) -> list[Any]:
+    if isinstance(current, list):
+        current[:] = items
+        return current
+    return items

@@ -1,0 +1,310 @@
+"""Samplers of the user's: the order and the randomness of a sample come back, wherever a pass was left."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.datasets import Augmented, drain, host_state, ids
+from torch import Tensor
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from danling.data import BatchSource, build_dataloader
+from danling.data.generators import Generators
+from danling.data.sampler_state import SamplerState
+
+LENGTH = 22
+
+
+class InPlace:
+    """Shuffles a list of its own in place, by the global stream of Python."""
+
+    def __init__(self) -> None:
+        self.indices = list(range(LENGTH))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class ArrayInPlace(InPlace):
+    """Shuffles an array in place, by NumPy's global stream."""
+
+    def __init__(self) -> None:
+        self.indices = numpy.arange(LENGTH)  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[int]:
+        numpy.random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class CountsPasses:
+    """Counts its own passes, and has no length."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.passes)
+        self.passes += 1
+        yield from torch.randperm(LENGTH, generator=generator).tolist()
+
+
+class Holds:
+    """Draws little by little from a generator that it holds."""
+
+    def __init__(self, generator: Any) -> None:
+        self.held = {"generator": generator}
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(LENGTH):
+            yield int(self.held["generator"].integers(LENGTH))
+
+
+class Buckets:
+    """Lists of indices by NumPy's global stream, from buckets that are shuffled in place."""
+
+    def __init__(self) -> None:
+        self.buckets = [list(range(10)), list(range(10, LENGTH))]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for bucket in self.buckets:
+            numpy.random.shuffle(bucket)
+            yield from (bucket[begin : begin + 4] for begin in range(0, len(bucket), 4))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "weighted": lambda data: {"sampler": WeightedRandomSampler(torch.ones(LENGTH).tolist(), LENGTH)},
+    "weighted, generator": lambda data: {
+        "sampler": WeightedRandomSampler(torch.rand(LENGTH, generator=generator()).tolist(), 18, generator=generator())
+    },
+    "random": lambda data: {"sampler": RandomSampler(data)},
+    "random, generator": lambda data: {"sampler": RandomSampler(data, generator=generator())},
+    "subset": lambda data: {"sampler": SubsetRandomSampler(range(3, LENGTH))},
+    "subset, generator": lambda data: {"sampler": SubsetRandomSampler(range(3, LENGTH), generator=generator())},
+    "distributed": lambda data: {"sampler": DistributedSampler(data, num_replicas=2, rank=1, seed=2)},
+    "distributed, stateful": lambda data: {"sampler": StatefulDistributedSampler(data, num_replicas=2, rank=1)},
+    "in place": lambda data: {"sampler": InPlace()},
+    "array in place": lambda data: {"sampler": ArrayInPlace()},
+    "counts passes": lambda data: {"sampler": CountsPasses()},
+    "holds a NumPy generator": lambda data: {"sampler": Holds(numpy.random.default_rng(3))},
+    "a list": lambda data: {"sampler": [5, 3, 1, 8, 9, 2, 5, 5, 0]},
+    "batches": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data, generator=generator()), 4, False)},
+    "batches with replacement": lambda data: {
+        "batch_sampler": BatchSampler(RandomSampler(data, replacement=True, generator=generator()), 4, False)
+    },
+    "buckets": lambda data: {"batch_sampler": Buckets()},
+}
+
+
+def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
+    """Return a source as a new process makes it."""
+    data = Augmented(LENGTH)
+    options = {**SAMPLERS[name](data), **settings}
+    if "sampler" in options:
+        options["batch_size"] = 4
+    if kind == "built":
+        loader = build_dataloader(data, options, split="train", train=True, seed=3)
+    else:
+        loader = {"torch": TorchDataLoader, "stateful": StatefulDataLoader}[kind](data, **options)
+    return BatchSource(loader, split="train", seed=3)
+
+
+def read(source: BatchSource, batches: int) -> list[Tensor]:
+    """Train through so many batches, over the ends of passes."""
+    taken: list[Tensor] = []
+    while len(taken) < batches:
+        batch = drain(source, 1)
+        if not batch:
+            source.finish_pass()
+        taken += batch
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["built", "torch", "stateful"])
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_resumes_at_every_position(name: str, kind: str) -> None:
+    source = source_of(name, kind)
+    before = host_state()
+    whole = read(source, 15)
+    assert host_state() == before  # training's own streams are left alone
+    for stop in range(15):
+        torch.manual_seed(stop), random.seed(stop), numpy.random.seed(stop)
+        first = source_of(name, kind)
+        taken = read(first, stop)
+        second = source_of(name, kind)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        taken += read(second, 15 - stop)
+        assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("name", ["weighted", "in place", "batches", "holds a NumPy generator"])
+def test_workers_change_nothing(name: str, persistent: bool) -> None:
+    whole = read(source_of(name, "torch"), 9)
+    first = source_of(name, "torch", num_workers=2, persistent_workers=persistent)
+    taken = read(first, 7)
+    second = source_of(name, "torch")
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    first.close()
+    assert all(torch.equal(one, other) for one, other in zip(taken + read(second, 2), whole, strict=True))
+
+
+def test_a_sampler_in_the_datasets_order_reads_what_none_reads() -> None:
+    data = Augmented(LENGTH)
+    settings = {"batch_size": 4, "drop_last": False}
+    place: dict[str, Any] = {"split": "val", "train": False, "seed": 3}
+    plain = build_dataloader(data, settings, **place)
+    sampled = build_dataloader(data, {**settings, "sampler": SequentialSampler(data)}, **place)
+    assert all(torch.equal(one, other) for one, other in zip(plain, sampled, strict=True))
+
+
+def test_a_sample_drawn_twice_is_augmented_anew() -> None:
+    loader = build_dataloader(
+        Augmented(4), {"batch_size": 4, "sampler": [2, 2, 2, 1]}, split="train", train=True, seed=3
+    )
+    (batch,) = list(loader)
+    assert ids([batch]) == [2, 2, 2, 1]
+    assert len({row[1].item() for row in batch}) == 4
+
+
+def test_ranks_that_draw_the_same_sample_augment_it_differently() -> None:
+    batches = [
+        next(
+            iter(
+                build_dataloader(
+                    Augmented(4), {"sampler": [1]}, split="a", train=False, seed=3, rank=rank, world_size=2
+                )
+            )
+        )
+        for rank in range(2)
+    ]
+    assert batches[0][0][0] == batches[1][0][0] and batches[0][0][1] != batches[1][0][1]
+
+
+def test_a_sampler_without_an_end() -> None:
+    class Forever:
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield random.randrange(LENGTH)
+
+    def make() -> BatchSource:
+        return BatchSource(TorchDataLoader(Augmented(LENGTH), batch_size=4, sampler=Forever()), split="train", seed=3)  # type: ignore[arg-type]
+
+    whole, first, second = read(make(), 40), make(), make()
+    taken = read(first, 25)
+    assert first.num_batches is None and first.remaining_batches() is None
+    second.load_state_dict(first.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(taken + read(second, 15), whole, strict=True))
+
+
+def test_names_that_are_no_integers() -> None:
+    class ByName(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            return torch.rand(1) + super().__getitem__(name)
+
+    def make() -> BatchSource:
+        data = ByName(a=torch.zeros(1), b=torch.ones(1), c=torch.ones(1) * 2)
+        return BatchSource(TorchDataLoader(data, sampler=["b", "c", "a"]), split="train", seed=3)  # type: ignore[arg-type]
+
+    whole, first, second = read(make(), 6), make(), make()
+    taken = read(first, 4)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(torch.stack(taken + read(second, 2)), torch.stack(whole))
+    assert whole[0].item() > 1
+
+
+def test_a_sampler_of_another_length_is_refused() -> None:
+    first = source_of("random", "built")
+    drain(first, 2)
+    loader = build_dataloader(
+        Augmented(LENGTH),
+        {"batch_size": 4, "sampler": SubsetRandomSampler(range(9))},
+        split="train",
+        train=True,
+        seed=3,
+    )
+    with pytest.raises(
+        ValueError, match=r"split 'train' to have the length 22.*Received: SubsetRandomSampler of length 9"
+    ):
+        BatchSource(loader, split="train", seed=3).load_state_dict(first.state_dict())
+
+
+def test_a_sampler_that_does_not_give_its_order_again_is_refused() -> None:
+    order = [1, 2, 3, 4, 5, 6, 7, 8]
+
+    def make() -> BatchSource:
+        loader = TorchDataLoader(Augmented(LENGTH), batch_size=2, sampler=(index for index in order))  # type: ignore[arg-type]
+        return BatchSource(loader, split="train", seed=3)
+
+    first = make()
+    drain(first, 2)
+    order.reverse()
+    second = make()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"to give the 2 batches of epoch 0 again.*Received: others from BatchSampler"):
+        drain(second)
+
+
+def test_settings_that_a_sampler_decides_are_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"split 'train' that go together.*batch_sampler decides batch_size: leave it out"
+    ):
+        build_dataloader(Augmented(9), {"batch_size": 4, "batch_sampler": Buckets()}, split="train", train=True, seed=3)
+
+
+def test_what_a_sampler_holds_beside_its_own_is_left_alone() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.step, self.rng = 0, random.Random(1)
+
+        def train(self) -> None: ...
+
+    class OfTrainer:
+        def __init__(self) -> None:
+            self.trainer, self.passes = Trainer(), 0
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    sampler = OfTrainer()
+    state = SamplerState(sampler, None)
+    found = state.capture()
+    sampler.trainer.step, sampler.passes = 4, 2
+    drawn = sampler.trainer.rng.random()
+    state.restore(found)
+    assert (sampler.trainer.step, sampler.passes) == (4, 0)
+    assert sampler.trainer.rng.random() != drawn
+    assert not Generators({"sampler": sampler})
+
+
+def test_what_a_sampler_changes_and_cannot_be_saved_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Opaque:
+        def __init__(self) -> None:
+            self.order: object = iter(())
+
+        def __iter__(self) -> Iterator[int]:
+            self.order = iter(range(3))
+            return iter(range(3))
+
+    source = BatchSource(TorchDataLoader(Augmented(3), sampler=Opaque()), split="train", seed=3)  # type: ignore[arg-type]
+    with caplog.at_level("WARNING", logger="danling"):
+        read(source, 9)
+    (record,) = caplog.records
+    assert "changes sampler.sampler.order, which cannot be saved" in record.getMessage()
