@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from danling.workspace.runs import Run, config_differences, find_runs
+from danling.workspace.series import natural_key
 
 from .output import NOTHING_THERE, add_json, as_text, name_problems, print_json, print_table
 
@@ -55,7 +56,7 @@ def _row(run: Run) -> list[Any]:
 def ordered(runs: list[Run], key: str, *, reverse: bool = False) -> list[Run]:
     """Return runs in the order of a column; those that have no value in it come last."""
     if key == "name":
-        return sorted(runs, key=lambda run: run.name, reverse=reverse)
+        return sorted(runs, key=lambda run: [natural_key(part) for part in run.name.split("/")], reverse=reverse)
     rows = [(run.summary()[key], run) for run in runs]
     known = sorted((row for row in rows if row[0] is not None), key=lambda row: row[0], reverse=reverse)
     return [run for _, run in known] + [run for value, run in rows if value is None]

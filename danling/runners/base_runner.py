@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -34,15 +34,19 @@ from danling.workspace import (
     open_run_log,
     run_id,
 )
+from danling.workspace.claim import Claim, Wish, claim
 
 from .checkpoints import CheckpointError, read_config
 from .config import RunnerConfig
 from .facts import Results
 from .meta import MetaRunner, strings_in_methods
+from .placing import wish_of, without_places
 from .runner_supervision import RunnerSupervision
 from .state import ElasticState, RunnerState
 
 logger = logging.getLogger("danling")
+
+T = TypeVar("T")
 
 RESERVED_FIGURES = ("loss",)
 """Figures that the runner makes itself, and that a meter of the same name would change without a word."""
@@ -235,14 +239,60 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         self._closers.callback(setattr, torch.backends.cudnn, "benchmark", benchmark)
 
     def _name_run(self) -> None:
-        # Named before a seed is drawn: a run without a seed keeps its directory from one attempt to the next.
+        # Named before a seed is drawn, which is no part of the run's identity.
         identity = CodeIdentity.of_directory() if self.is_main_process else None
         config_id = self.config.config_id(replicas=self.data_replicas)
         named = (identity.code_id if identity else None, make_timestamp(), config_id)
         self.code_id, self.timestamp, self.config_id = self.world.broadcast_object(named)
         self._identity = identity
+        self._claim: Claim | None = None
+        self._closers.callback(self._release_claim)
+        self._place_run()
+
+    def _place_run(self) -> None:
+        """Choose the run directory, on the main process for all. Called on all ranks."""
         self.id = run_id(self.code_id, self.config_id)
+        self._placed_for = self._places()
+        wish = wish_of(self.config, id=self.id, code_id=self.code_id, part=self.workspace_part)
+        self._run_dir, self.id, self._place_notice = self._on_main(lambda: self._claimed(wish))
         self.workspace = self.locate_workspace()
+
+    def _claimed(self, wish: Wish) -> tuple[Path, str, str | None]:
+        self._claim = claim(wish)
+        return self._claim.dir, self._claim.id, self._claim.notice
+
+    def _entered(self) -> str:
+        assert self._claim is not None
+        self._claim.enter()
+        return self._claim.id
+
+    def _begin_figures(self) -> None:
+        resumed = self.state.train.global_step > 0
+        self._on_main(lambda: self._claim.write_figures(resumed=resumed) if self._claim is not None else None)
+
+    def _release_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+
+    def _places(self) -> tuple[Any, ...]:
+        config = self.config
+        named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
+        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self.workspace_part)
+
+    def _on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on the main process; return its value, or raise its error, on all ranks."""
+        value: Any = None
+        error: Exception | None = None
+        if self.is_main_process:
+            try:
+                value = action()
+            except Exception as raised:
+                error = raised
+        value, told = self.world.broadcast_object((value, error))
+        if told is not None:
+            raise error or told
+        result: T = value
+        return result
 
     def locate_workspace(self) -> Workspace:
         """Return the paths of the run; no file is touched. May be called on any rank."""
@@ -254,7 +304,7 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
             id=self.id,
             timestamp=self.timestamp,
             is_main=self.is_main_process,
-            dir=config.get("dir", None),
+            dir=self._run_dir,
             checkpoint_dir=config.get("checkpoint_dir", None),
             checkpoint_dir_name=config.checkpoint.dir_name,
             log_file=config.get("log_file", None),
@@ -264,12 +314,19 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process. Called on all ranks."""
         config = self.config
+        if self._places() != self._placed_for:
+            # A place that `__init__` has set.
+            self._release_claim()
+            self._place_run()
+        self.id = self._on_main(self._entered)
         self.workspace = self.locate_workspace()
         self.workspace.create()
         self._run_log = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
         self._closers.callback(close_run_log, self._run_log)
+        if self._place_notice is not None:
+            logger.info("%s", self._place_notice)
 
     @property
     def workspace_part(self) -> str | None:
@@ -282,6 +339,10 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
     def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:
         """Construct a runner with the configuration of a checkpoint and restore its full state. Call on all ranks.
 
+        Places that the checkpoint names (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are not obeyed. A
+        checkpoint that lies in the directory of its run goes on there; from anywhere else the run writes where `config` says, or into
+        a new directory under the default root.
+
         Args:
             checkpoint: A checkpoint file or directory.
             config: Settings that override the stored ones, such as `{"steps": 2000}`. The runner's configuration is of its class if
@@ -290,7 +351,7 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         Raises:
             CheckpointNotFound: If there is none.
         """
-        stored = cls.read_config(checkpoint)
+        stored = without_places(cls.read_config(checkpoint))
         if isinstance(config, RunnerConfig):
             own = deepcopy(config)
             own.merge(stored)

@@ -598,9 +598,19 @@ class RunnerConfig(ClosedSection):
             stored_replicas: Ranks that read different samples in the run that stored it.
             replicas: The same of this run.
         """
-        before = RunnerConfig().plain()
-        _overlay(before, config_identity.plain(stored))
+        before = self.completed(stored)
         return config_identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
+
+    @staticmethod
+    def completed(stored: Mapping[str, Any]) -> Any:
+        """Return a stored configuration as plain values, with the library's defaults for the keys that it lacks.
+
+        Args:
+            stored: The stored configuration.
+        """
+        whole = RunnerConfig().plain()
+        _overlay(whole, config_identity.plain(stored))
+        return whole
 
     def __hash__(self) -> int:  # type: ignore[override]
         return int(self.config_id(), 16)

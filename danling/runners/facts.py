@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from danling.distributed import Domain, LaunchEnvironment
 from danling.metrics import ScoreBoard
+from danling.workspace.series import number_of
 
 from .config import RunnerConfig
 from .state import ElasticState, RngState, RunnerState, TrainState
@@ -25,6 +27,7 @@ class RunnerFacts(RunnerVerbs):
     results: Results
     scoreboard: ScoreBoard | None
     id: str
+    _run_dir: Path
 
     # Scores
 
@@ -150,6 +153,12 @@ class RunnerFacts(RunnerVerbs):
     def stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
         return self.own_stream_place
+
+    @property
+    def instance(self) -> str:
+        """Name of this run among those of one id that lie side by side: the id, or the id with `-2`, `-3`, ..."""
+        name = self._run_dir.name
+        return name if number_of(name, self.id) is not None else self.id
 
     @property
     def name(self) -> str:

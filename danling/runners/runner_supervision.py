@@ -86,10 +86,14 @@ class RunnerSupervision(RunnerFacts):
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
+            self._begin_figures()
         self._trackers.open()
         self._track(lambda: JsonlTracker(self.workspace.jsonl_file, resume_step=self.state.train.global_step))
         self.init_tensorboard()
         self.init_wandb()
+
+    def _begin_figures(self) -> None:
+        """Become the writer of a run directory that was entered to look only. Called on all ranks."""
 
     def _flush_trackers(self) -> None:
         """Flush what a training has logged, however it ended; what fails here must not hide how."""
@@ -119,12 +123,12 @@ class RunnerSupervision(RunnerFacts):
                 project=settings.project or self.config.lineage,
                 entity=settings.entity,
                 group=settings.group or self.config.experiment,
-                name=settings.name or self.id,
+                name=settings.name or self.instance,
                 job_type=settings.job_type,
                 tags=settings.tags,
                 dir=settings.dir or self.workspace.dir,
                 mode=settings.mode,
-                run_id=self.id,
+                run_id=self.instance,
                 config=self.config.plain(),
             )
         )

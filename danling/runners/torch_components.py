@@ -323,6 +323,8 @@ class TorchComponents(TorchData):
         config, manager = self.config, self.checkpoint_manager
         if config.checkpoint.load_only and manager is not None and manager.is_foreign():
             return
+        if config.checkpoint.load_only and self._on_main(self.workspace.has_metadata):
+            return  # it only looks
         if self.is_main_process:
             canonical = config.canonical(replicas=self.data_replicas)
             self.workspace.write_metadata(config.plain(), canonical, config.changed(), self._identity)

@@ -7,8 +7,9 @@ from typing import Any
 
 from danling.data import derive_seed
 from danling.distributed import ReplicaGroups, ReplicaSettings
+from danling.utils.locks import FileLock
 
-from .checkpoints import CheckpointSettings, ReplicaLoaderCheckpoints, WriterLock
+from .checkpoints import CheckpointSettings, ReplicaLoaderCheckpoints
 from .config import RunnerConfig
 from .torch_evaluation import TorchEvaluation
 
@@ -22,7 +23,7 @@ class TorchGroups(TorchEvaluation):
         super().__init__(config)
         self.fault_tolerance: ReplicaGroups | None = None
         self.replica_loaders: ReplicaLoaderCheckpoints | None = None
-        self._writer: WriterLock | None = None
+        self._writer: FileLock | None = None
 
     def asked_to_stop(self) -> bool:
         """Whether this rank has been asked to stop since the last boundary, as by a signal.
@@ -102,7 +103,8 @@ class TorchGroups(TorchEvaluation):
         """Build the manager of full checkpoints, and that of this group's loaders when it is asked for. Call on all ranks."""
         settings, directory = self.config.checkpoint, self.workspace.checkpoints
         if self.fault_tolerance is not None:
-            self._writer = WriterLock(directory / "writer.lock")
+            # Groups that do not share the directory each have a right of their own, and each write.
+            self._writer = FileLock(directory / "writer.lock")
             # Before the manager is made: closers run from the last to the first, and it is given back when all is written.
             self._closers.callback(self._writer.release)
         super().init_checkpoint_manager()

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from .series import natural_key
 from .trackers import read_jsonl
 
 PathLike = str | os.PathLike[str]
@@ -186,7 +187,12 @@ def find_runs(root: PathLike) -> list[Run]:
         raise FileNotFoundError(f"Expected a directory with runs. Received: {str(root)!r}, which is none.")
     if is_run(top):
         return [Run(top, top.resolve().name)]
-    return [Run(path, str(path.relative_to(top))) for path in sorted(_walk(top))]
+    return [Run(path, str(path.relative_to(top))) for path in sorted(_walk(top), key=_in_order)]
+
+
+def _in_order(path: Path) -> list[tuple[str, int]]:
+    # `id-2` comes between `id` and `id-10`.
+    return [natural_key(part) for part in path.parts]
 
 
 def _walk(top: Path) -> Iterator[Path]:

@@ -12,6 +12,7 @@ import yaml
 from danling.utils.files import json_text, write_atomically
 from danling.utils.plain import to_plain
 
+from .claim import make_directory
 from .identity import CodeIdentity
 
 PathLike = str | os.PathLike[str]
@@ -98,20 +99,11 @@ class Workspace:
         """
         if not self.is_main:
             return
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            file = next(path for path in (self.dir, *self.dir.parents) if path.is_file())
-            raise ValueError(
-                "Expected a directory, or nothing yet, on the way to the run directory. "
-                f"Received: dir={str(self.dir)!r}, where {str(file)!r} is a file. "
-                "Move it, or set `workspace_root` or `dir`."
-            ) from None
-        if not os.access(self.dir, os.W_OK | os.X_OK):
-            raise PermissionError(
-                f"Expected a run directory that can be written. Received: dir={str(self.dir)!r}. "
-                "Set `workspace_root` or `dir`."
-            )
+        make_directory(self.dir)
+
+    def has_metadata(self) -> bool:
+        """Whether an attempt has written what the run was made of."""
+        return (self.metadata_dir / "config.full.yaml").is_file()
 
     def write_metadata(
         self,

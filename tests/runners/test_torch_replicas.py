@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.distributed import QuorumError
-from danling.runners.checkpoints import WriterLock
+from danling.utils.locks import FileLock
 
 needs_torchft = pytest.mark.usefixtures("_torchft")
 
@@ -423,14 +423,15 @@ def test_a_group_of_another_size_is_refused_and_the_others_train_on(tmp_path: Pa
 
 
 def hold(file: Path, marker: Path) -> None:
-    assert WriterLock(file).acquire()
+    held = FileLock(file)
+    assert held.acquire()
     marker.touch()
     time.sleep(60)
 
 
 def test_a_dead_writer_gives_its_right_back(tmp_path: Path) -> None:
     file, marker = tmp_path / "checkpoints" / "writer.lock", tmp_path / "held"
-    mine = WriterLock(file)
+    mine = FileLock(file)
     with ReplicaGroup(hold, file, marker, world_size=1, lighthouse=None) as other:
         other.wait_until(marker.exists)
         assert not mine.acquire()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .exclusion import exclude
     from .file import FileCheckpointManager
     from .reading import read_config, read_model
-    from .replicas import ReplicaLoaderCheckpoints, WriterLock
+    from .replicas import ReplicaLoaderCheckpoints
     from .settings import CheckpointSettings
     from .torch_distributed import TorchDistributedCheckpointManager
 else:
@@ -35,7 +35,7 @@ else:
             "exclusion": ("exclude",),
             "file": ("FileCheckpointManager",),
             "reading": ("read_config", "read_model"),
-            "replicas": ("ReplicaLoaderCheckpoints", "WriterLock"),
+            "replicas": ("ReplicaLoaderCheckpoints",),
             "settings": ("CheckpointSettings",),
             "torch_distributed": ("TorchDistributedCheckpointManager",),
         },
@@ -53,7 +53,6 @@ __all__ = [
     "FileCheckpointManager",
     "ReplicaLoaderCheckpoints",
     "TorchDistributedCheckpointManager",
-    "WriterLock",
     "exclude",
     "export_deepspeed_checkpoint",
     "export_weights",

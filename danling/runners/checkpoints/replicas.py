@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,56 +10,11 @@ from typing import Any
 
 from danling.utils.protocols import ReductionDomain
 
-from . import storage
 from .file import FileCheckpointManager
 from .reading import FORMAT_VERSION
 from .settings import CheckpointSettings
 
 logger = logging.getLogger("danling")
-
-
-class WriterLock:
-    """The right to write into a directory of checkpoints, held by one process at a time until it ends.
-
-    It is a lock of the kernel on a file (`fcntl.lockf`), so that the death of a process by whatever means gives it back. Groups that
-    do not share the directory each have a lock of their own, and each write.
-
-    Args:
-        file: The file; it stays empty.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self._handle: int | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether this process has it."""
-        return self._handle is not None
-
-    def acquire(self) -> bool:
-        """Take it if nobody has it, without waiting, and return whether this process has it now."""
-        if self._handle is not None:
-            return True
-        storage.make_directory(self.file.parent)
-        handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return False
-        except PermissionError:
-            # What POSIX allows systems to say in place of the former.
-            os.close(handle)
-            return False
-        self._handle = handle
-        return True
-
-    def release(self) -> None:
-        """Give it back; a second call does nothing."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            os.close(handle)
 
 
 class ReplicaLoaderCheckpoints:

@@ -1,0 +1,174 @@
+"""Where a run writes, as its configuration says it: what the claim of a run directory needs to know of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from danling.workspace.claim import WAIT_SECONDS, Wish, newest_first
+from danling.workspace.series import number_of
+
+from . import config_identity
+from .checkpoints.ownership import newest_record, stored_settings
+from .config import RunnerConfig
+
+# What a checkpoint records of places: where its run wrote, on the machine that it ran on.
+PLACES = frozenset(
+    {
+        *("dir", "checkpoint_dir", "log_file", "workspace_root", "init_method", "resume", "auto_resume", "pretrained"),
+        *("wandb.dir", "profiling.trace_dir", "heartbeat.dir_name", "compile.precompile_artifact_dir"),
+    }
+)
+# Names of single directories, which lie where the run itself does: they are kept unless they lead out of it.
+DIRECTORY_NAMES = frozenset({"lineage", "checkpoint.dir_name", "checkpoint.ft_dataloader_checkpoint_prefix"})
+_ENGINE_PLACES = re.compile(r"deepspeed\.(.*\.)?(nvme_path|output_path|[a-z_]*_dir)")
+_PLAIN_NAME = re.compile(r"[^/\\\0]+")
+
+_DIGITS = 16
+_NUMBER = re.compile(r"-[1-9]\d{0,5}$")
+_PATIENT_SHARE = 0.5
+
+
+def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | None) -> Wish:
+    """Return where a run with this configuration may write.
+
+    Args:
+        config: The configuration.
+        id: Identity of the run.
+        code_id: Identity of the code, or `None` without git.
+        part: Directory below the run directory that this group of processes writes into.
+    """
+    family = _absolute(config.workspace_root) / (f"{config.lineage}-{code_id}" if code_id else config.lineage)
+    named, checkpoint_dir = config.get("dir", None), config.get("checkpoint_dir", None)
+    name = config.checkpoint.dir_name
+
+    def own_id(run: Path) -> str | None:
+        return recognised(config, run, checkpoints=run / name, id=id, code_id=code_id)
+
+    return Wish(
+        family=family,
+        id=id,
+        named=_absolute(named) if named else None,
+        checkpoint_dir=_absolute(checkpoint_dir) if checkpoint_dir else None,
+        checkpoint_dir_name=name,
+        part=part,
+        auto_resume=config.auto_resume,
+        resume=config.resume,
+        only_looks=config.checkpoint.load_only,
+        wait_seconds=_patience(config),
+        own_id=own_id,
+        differences=lambda run: _differences(config, run / name),
+        older=lambda: older_run(config, family, id=id, code_id=code_id),
+    )
+
+
+def _differences(config: RunnerConfig, checkpoints: Path) -> list[str]:
+    stored = stored_settings(checkpoints)
+    return config.differences(stored) if stored is not None else []
+
+
+def _patience(config: RunnerConfig) -> float:
+    # The other ranks wait as well, and must not give up first.
+    limit = config.comm.init_timeout_seconds
+    return WAIT_SECONDS if limit is None else min(WAIT_SECONDS, limit * _PATIENT_SHARE)
+
+
+def recognised(config: RunnerConfig, run: Path, *, checkpoints: Path, id: str, code_id: str | None) -> str | None:
+    """Return the id under which a run goes on in a run directory; `None` where the directory holds another run.
+
+    It is the run's own, or one that stands for the same configuration and code: an older version made ids in another way, and a seed
+    that was drawn is part of the configuration of a checkpoint, but not of its id.
+
+    Args:
+        config: The configuration of the run.
+        run: The run directory.
+        checkpoints: Its directory of checkpoints.
+        id: Identity of the run.
+        code_id: Identity of its code.
+    """
+    record = newest_record(checkpoints)
+    if record is None:
+        return id if number_of(run.name, id) is not None else None
+    if record.run == id:
+        return id
+    if _code_of(record.run) != (code_id or ""):
+        return None
+    stored = stored_settings(checkpoints)
+    return record.run if stored is not None and not config.differences(stored) else None
+
+
+def older_run(config: RunnerConfig, family: Path, *, id: str, code_id: str | None) -> Path | None:
+    """Return the newest run directory that an older version made for this configuration, under an id that this version does not make.
+
+    Args:
+        config: The configuration.
+        family: Where the runs of its line of work lie.
+        id: The id that this version makes.
+        code_id: Identity of the code.
+    """
+    for run in newest_first(family):
+        stem = _NUMBER.sub("", run.name)
+        if number_of(run.name, id) is not None or _code_of(stem) != (code_id or ""):
+            continue
+        stored = _canonical_of(run)
+        if stored is None or stem[-_DIGITS:] in _ids_now(stored) or config.differences(stored):
+            continue
+        return run
+    return None
+
+
+def _ids_now(stored: Mapping[str, Any]) -> set[str]:
+    """Return what this version calls a configuration, with the seed that it holds and with one that was drawn."""
+    whole = RunnerConfig.completed(stored)
+    forms = (whole, {**whole, "seed": None})
+    return {config_identity.digest(config_identity.canonical(settings)) for settings in forms}
+
+
+def _canonical_of(run: Path) -> dict[str, Any] | None:
+    try:
+        text = (run / "metadata" / "config.canonical.yaml").read_text(encoding="utf-8")
+        stored = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return stored if isinstance(stored, dict) else None
+
+
+def _code_of(id: str) -> str:
+    return id[:-_DIGITS].removesuffix("-")
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def without_places(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the configuration of a checkpoint without the places in it: they are recorded, and never obeyed.
+
+    Whoever made the checkpoint could otherwise choose the files that the reader writes to, and a copied one would write into the run
+    directory of the machine that it came from. The user's own sections are left as they are.
+
+    Args:
+        stored: The configuration, as plain values.
+        prefix: Dotted key that it lies under.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in stored.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            kept[name] = without_places(value, f"{key}.")
+        elif not _is_place(key, value):
+            kept[name] = value
+    return kept
+
+
+def _is_place(key: str, value: Any) -> bool:
+    if key in PLACES or _ENGINE_PLACES.fullmatch(key):
+        return True
+    if key not in DIRECTORY_NAMES:
+        return False
+    return not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value) or value in (".", "..")

@@ -1,0 +1,211 @@
+"""Locks on files that the death of their holder gives back, by whatever means it dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+logger = logging.getLogger("danling")
+
+_TAKEN = {errno.EACCES, errno.EAGAIN}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_POLL_SECONDS = 0.1
+_MOMENT_SECONDS = 0.3
+
+# By path: a second lock of this process on one file would be granted, and closing it would give up the first.
+_held_here: dict[Path, tuple[int, weakref.ref[FileLock]]] = {}
+_warned_of: set[int] = set()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock.
+
+    Attributes:
+        host: Name of its machine; empty when it is not known.
+        pid: Its process; 0 when it is not known.
+        since: When it took the lock, in UTC.
+    """
+
+    host: str = ""
+    pid: int = 0
+    since: str = ""
+
+    @classmethod
+    def me(cls) -> Holder:
+        """Return what describes this process."""
+        return cls(socket.gethostname(), os.getpid(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"))
+
+    @classmethod
+    def parse(cls, text: bytes) -> Holder:
+        """Read what a holder has written of itself; one that has not yet, or is of another kind, is unknown."""
+        try:
+            found = json.loads(text)
+            return cls(str(found["host"]), int(found["pid"]), str(found["since"]))
+        except (ValueError, KeyError, TypeError):
+            return cls()
+
+    def text(self) -> str:
+        """Return what `parse` reads."""
+        return json.dumps({"host": self.host, "pid": self.pid, "since": self.since}) + "\n"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}" if self.pid else "another process"
+
+
+class FileLock:
+    """An exclusive lock on a file, held by one process at a time until it ends.
+
+    It is a record lock of the kernel (`fcntl.lockf`): a killed holder gives it back, and children do not inherit it, so that a loader
+    worker that outlives the holder does not keep it (one of `flock` it would). A record lock falls when *any* descriptor of the file
+    is closed in the process: nothing else may open it, and a second lock of this process on the same file is refused before it does.
+    The file says who holds it, and is removed when the lock is given back.
+
+    Where the file system knows no locks, that is warned about once and the lock counts as taken; `works` then says no.
+
+    Args:
+        file: The file; its directory exists, or is made when the lock is taken.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.works = True
+        self.holder = Holder()
+        """Who had it at the last attempt that failed."""
+        self._handle: int | None = None
+        self._finalizer: weakref.finalize[[int, Path, int], FileLock] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._finalizer is not None and self._finalizer.alive
+
+    def acquire(self) -> bool:
+        """Take it if nobody has it, without waiting, and return whether this process has it now.
+
+        Raises:
+            OSError: If the file cannot be made.
+        """
+        if self.held:
+            return True
+        path = self.file.parent.resolve() / self.file.name
+        if _is_held_here(path):
+            self.holder = Holder.me()
+            return False
+        while True:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if not self._lock(handle):
+                return False
+            if _is_same_file(handle, path):
+                break
+            os.close(
+                handle
+            )  # its holder has removed it since it was opened: the lock is one on a file that nobody finds
+        self._finalizer = weakref.finalize(self, _give_back, handle, path, os.getpid())
+        _held_here[path] = (os.getpid(), weakref.ref(self))
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, Holder.me().text().encode(), 0)
+        return True
+
+    def _lock(self, handle: int) -> bool:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                self.holder = Holder.parse(os.pread(handle, 4096, 0))
+                os.close(handle)
+                return False
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+            self.works = False
+            _warn_once(self.file.parent, error)
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Take it as soon as it is free, at the latest after `seconds`; return whether this process has it now.
+
+        A wait that is longer than a moment is told of, with the holder.
+
+        Args:
+            seconds: How long to wait; 0 tries once.
+        """
+        start = time.monotonic()
+        told = False
+        while not self.acquire():
+            waited = time.monotonic() - start
+            if waited >= seconds or (self.holder.pid == os.getpid() and self.holder.host == socket.gethostname()):
+                return False
+            if not told and waited >= _MOMENT_SECONDS:
+                told = True
+                logger.warning(
+                    "%s is in use by %s; waiting up to %.0f seconds for it to end.",
+                    self.file.parent,
+                    self.holder,
+                    seconds,
+                )
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer = None
+
+
+def _is_held_here(path: Path) -> bool:
+    if not _is_alive(path):
+        return False
+    gc.collect()  # whoever held it may be gone, and only not collected yet
+    return _is_alive(path)
+
+
+def _is_alive(path: Path) -> bool:
+    pid, lock = _held_here.get(path, (0, None))
+    found = lock() if lock is not None else None
+    return pid == os.getpid() and found is not None and found.held
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _give_back(handle: int, path: Path, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child, which never had it
+    _held_here.pop(path, None)
+    # Removed while it is still held: whoever opens the path from now on makes a new file.
+    try:
+        if _is_same_file(handle, path):
+            os.unlink(path)
+    except OSError:
+        logger.debug("%s could not be removed.", path, exc_info=True)
+    os.close(handle)
+
+
+def _warn_once(directory: Path, error: OSError) -> None:
+    device = os.stat(directory).st_dev
+    if device in _warned_of:
+        return
+    _warned_of.add(device)
+    logger.warning(
+        "The file system of %s has no locks (%s): nothing keeps a second process from writing into the directory of a run. See to it that "
+        "one does.",
+        directory,
+        error.strerror,
+    )

@@ -1,0 +1,281 @@
+"""No run is overwritten, and none is written by two at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.kill import python, run_python
+from support.processes import run_processes
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.cli.main import main
+from danling.workspace import claim
+
+
+class Small(dl.TorchRunner):
+    """A linear model on a few points."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    usual = {"seed": 1, "epochs": 1, "log": False, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
+    return {**usual, **more}
+
+
+def trained(**more: Any) -> Path:
+    with Small(settings(**more)) as runner:
+        runner.train()
+        return runner.dir
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+def runs(root: Path = Path("experiments")) -> list[str]:
+    return sorted(path.parent.parent.name for path in root.rglob("metadata/config.full.yaml"))
+
+
+# The default place
+
+
+def test_a_second_start_from_scratch_leaves_the_first_run_as_it_is_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = trained()
+    before = contents(first)
+    caplog.clear()
+    second, third = trained(), trained()
+    assert contents(first) == before
+    assert [second.name, third.name] == [f"{first.name}-2", f"{first.name}-3"]
+    assert sum(f"{first} holds an earlier run" in line and str(second) in line for line in caplog.messages) == 1
+    # It was said before training began.
+    said, begun = (
+        next(i for i, m in enumerate(caplog.messages) if text in m) for text in ("holds an earlier", "Training from")
+    )
+    assert said < begun
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_replicates_have_directories_of_their_own(seed: int | None) -> None:
+    directories = [trained(seed=seed) for _ in range(2)]
+    weights = [torch.load(run / "checkpoints" / "latest.pth", weights_only=True)["model"] for run in directories]
+    assert directories[0] != directories[1]
+    # A drawn seed is no part of the id, and a given one makes the same run again.
+    assert directories[1].name == f"{directories[0].name}-2"
+    assert torch.equal(weights[0]["weight"], weights[1]["weight"]) == (seed is not None)
+
+
+def test_auto_resume_goes_on_in_the_newest() -> None:
+    first, second = trained(), trained()
+    before = contents(first)
+    with Small(settings(epochs=2, auto_resume=True)) as runner:
+        assert runner.dir == second
+        assert runner.state.train.epoch == 1
+        runner.train()
+    assert contents(first) == before
+
+
+def test_what_an_attempt_left_that_never_trained_is_taken_over() -> None:
+    with Small(settings()) as runner:
+        first = runner.dir
+    assert trained() == first
+
+
+def test_a_start_that_fails_leaves_no_directory() -> None:
+    class Broken(Small):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            assert self.workspace.dir.is_dir()  # claimed already
+            self.model = None
+
+    with pytest.raises(ValueError, match="model"):
+        Broken(settings())
+    assert not Path("experiments").exists()
+
+
+def start_together(root: str) -> str:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return str(trained(workspace_root=root))
+
+
+def test_four_that_start_at_once_each_have_a_directory(tmp_path: Path) -> None:
+    directories = run_processes(start_together, str(tmp_path / "root"), world_size=4)
+    names = sorted(Path(directory).name for directory in directories)
+    assert names == [names[0], *(f"{names[0]}-{number}" for number in (2, 3, 4))]
+
+
+def place_of_rank(config: dict[str, Any]) -> str:
+    with Small(config) as runner:
+        runner.train()
+        return str(runner.dir)
+
+
+def test_all_ranks_of_a_job_share_the_one_that_rank_0_takes() -> None:
+    first = trained()
+    assert set(run_processes(place_of_rank, settings(), world_size=2)) == {str(first.resolve()) + "-2"}
+
+
+def test_auto_resume_finds_a_run_whose_id_an_older_version_made(caplog: pytest.LogCaptureFixture) -> None:
+    made = trained()
+    older = made.with_name(re.sub(r"[0-9a-f]{16}$", "0123456789abcdef", made.name))
+    shutil.move(made, older)
+    # An older version knew fewer keys, and made another id of them: in the directory's name and in the manifests.
+    for file in older.rglob("*.sha256"):
+        body = file.read_text().replace(made.name, older.name).rpartition("# sha256 of")[0]
+        file.write_text(f"{body}# sha256 of the lines above: {hashlib.sha256(body.encode()).hexdigest()}\n")
+    with Small(settings(epochs=2, auto_resume=True)) as runner:
+        assert (runner.dir, runner.id, runner.state.train.epoch) == (older, older.name, 1)
+        runner.train()
+    assert any(str(older) in line and "Going on in" in line for line in caplog.messages)
+    # A run of another configuration is not taken for an older one of this.
+    with Small(settings(epochs=2, auto_resume=True, optim={"type": "sgd", "lr": 0.2})) as runner:
+        assert runner.state.train.epoch == 0
+
+
+def test_the_series_shows_in_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [trained(seed=None).name for _ in range(11)]
+    assert main(["runs", "experiments"]) == 0
+    shown = re.findall(rf"^lin\S*/({names[0]}\S*) +2 ", capsys.readouterr().out, re.MULTILINE)
+    assert shown == names
+    assert main(["plot", "experiments", "-o", "curves.html"]) == 0
+    assert "11 runs" in capsys.readouterr().out
+
+
+# A directory that was named
+
+
+def test_a_named_directory_that_holds_a_run_is_refused_and_nothing_is_written() -> None:
+    run = trained(dir="mine")
+    before = contents(run)
+    with pytest.raises(ValueError, match=r"(?s)dir='.*mine', which holds one.*auto_resume.*resume.*another directory"):
+        Small(settings(dir="mine"))
+    with pytest.raises(ValueError, match="which holds one"):
+        Small(settings(dir="mine", pretrained="mine/checkpoints/latest.pth"))
+    assert contents(run) == before
+    assert trained(dir="mine", epochs=2, auto_resume=True) == run
+    assert trained(dir="mine", epochs=3, resume="latest") == run
+
+
+def test_a_checkpoint_of_another_place_does_not_write_over_what_lies_in_a_named_directory() -> None:
+    trained(dir="first")
+    second = trained(dir="second")
+    before = contents(second)
+    for more in ({}, {"auto_resume": True}):
+        with pytest.raises(ValueError, match=r"resume='first/checkpoints/latest.pth', which lies elsewhere"):
+            Small(settings(dir="second", epochs=2, resume="first/checkpoints/latest.pth", **more))
+    assert contents(second) == before
+
+
+def test_a_named_directory_of_checkpoints_is_refused_as_well() -> None:
+    trained(checkpoint_dir="big")
+    with pytest.raises(ValueError, match=r"checkpoint_dir='.*big', which holds one"):
+        Small(settings(checkpoint_dir="big"))
+    assert len(runs()) == 1
+
+
+def test_a_line_of_metrics_is_a_run_too() -> None:
+    with pytest.raises(ValueError, match="stop here"), Small(settings(dir="mine", epochs=4, log_interval=1)) as runner:
+        runner.save_checkpoint = lambda **_: (_ for _ in ()).throw(ValueError("stop here"))  # type: ignore[method-assign]
+        runner.train()
+    assert not list(Path("mine/checkpoints").glob("*"))
+    with pytest.raises(ValueError, match=r"figures in metrics.jsonl"):
+        Small(settings(dir="mine"))
+
+
+def test_looking_needs_no_right_and_training_there_is_refused() -> None:
+    run = trained(dir="mine")
+    before = contents(run)
+    with Small(settings(dir="mine") | {"checkpoint": {"load_only": True}, "auto_resume": True}) as looker:
+        assert looker.state.train.epoch == 1
+    with Small(settings(dir="mine") | {"checkpoint": {"load_only": True}}) as looker:
+        looker.load_checkpoint("latest")
+    looker = Small(settings(dir="mine") | {"checkpoint": {"load_only": True}})
+    with looker, pytest.raises(ValueError, match="holds one, and checkpoint.load_only"):
+        looker.train()
+    assert contents(run) == before
+
+
+# One writer
+
+
+def test_a_second_runner_of_one_process_is_refused_and_a_reader_is_not() -> None:
+    with Small(settings(dir="mine")) as runner:
+        runner.train()
+        with pytest.raises(claim.RunInUseError, match=rf"process {os.getpid()} on .* since .* this process"):
+            Small(settings(dir="mine", auto_resume=True))
+        with Small(settings(dir="mine", auto_resume=True, checkpoint={"load_only": True})) as reader:
+            assert reader.state.train.epoch == 1
+        runner.config.epochs = 2
+        runner.train()
+    assert trained(dir="mine", epochs=3, auto_resume=True).name == "mine"
+    assert not list(Path("mine").rglob(".lock"))
+
+
+PROGRAM = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+from danling.runners import placing
+
+placing.WAIT_SECONDS = float(sys.argv.pop(1))
+
+class Slow(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        self.datasets = {"train": TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))}
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+    def train_step(self, data):
+        time.sleep(0.05)
+        return super().train_step(data)
+
+config = dl.RunnerConfig(seed=1, epochs=2, dataloader={"batch_size": 4, "num_workers": 1}, optim={"type": "sgd", "lr": 0.1})
+config.parse()
+with Slow(config) as runner:
+    runner.train()
+    print("at epoch", runner.state.train.epoch)
+"""
+
+
+def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    latest = tmp_path / "mine" / "checkpoints" / "latest.pth"
+    with python(script, "0", "--dir", "mine", "--epochs", "50") as first:
+        first.wait_until(latest.exists)
+        exit_code, output = run_python(script, "0.5", "--dir", "mine", "--auto_resume", "true")
+        assert exit_code == 1
+        assert f"in use by process {first.pid} on " in output and "RunInUseError" in output
+        assert "waiting up to" in output
+        assert first.running
+        # One that comes while the first is dying waits for it, and a kill gives the directory back at once: loader workers that are
+        # left do not keep it.
+        with python(script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1") as second:
+            second.wait_for_output("waiting up to 60 seconds")
+            os.kill(first.pid, 9)
+            assert second.wait().exit_code == 0, second.output
+
+
+def test_places_are_still_read_in_the_metadata() -> None:
+    run = trained(dir="mine")
+    assert yaml.safe_load((run / "metadata" / "config.full.yaml").read_text())["dir"] == "mine"

@@ -1,0 +1,168 @@
+"""One writer in a directory: a lock that a kill gives back at once, and that children do not keep."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from danling.utils import locks
+from danling.utils.locks import FileLock
+
+
+@contextmanager
+def child(body: Callable[[], None]) -> Iterator[int]:
+    """Run `body` in a forked process, which ends by a kill."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def hold(file: Path, marker: Path) -> None:
+    lock = FileLock(file)
+    assert lock.acquire()
+    marker.touch()
+    time.sleep(60)
+
+
+def test_a_second_process_is_told_who_holds_it_and_a_kill_gives_it_back_at_once(tmp_path: Path) -> None:
+    file, marker = tmp_path / "run" / ".lock", tmp_path / "held"
+    mine = FileLock(file)
+    with child(lambda: hold(file, marker)) as pid:
+        wait_for(marker.exists)
+        assert not mine.acquire()
+        assert (mine.holder.pid, mine.holder.host) == (pid, socket.gethostname())
+        assert mine.holder.since.endswith(" UTC")
+        assert str(pid) in str(mine.holder)
+    assert mine.acquire()
+    assert mine.held
+    assert json.loads(file.read_text())["pid"] == os.getpid() or mine.release() is None
+    mine.release()
+    mine.release()
+    assert not mine.held
+
+
+def test_what_the_holder_has_forked_does_not_keep_it(tmp_path: Path) -> None:
+    file, marker = tmp_path / ".lock", tmp_path / "worker"
+
+    def with_a_worker() -> None:
+        lock = FileLock(file)
+        assert lock.acquire()
+        worker = os.fork()
+        if worker == 0:
+            marker.write_text(str(os.getpid()))
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+
+    with child(with_a_worker):
+        wait_for(lambda: marker.exists() and marker.read_text() != "")
+        assert not FileLock(file).acquire()
+    worker = int(marker.read_text())
+    os.kill(worker, 0)  # it lives
+    mine = FileLock(file)
+    assert mine.acquire()
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_a_child_that_gives_back_what_it_has_inherited_gives_nothing_back(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    mine = FileLock(file)
+    assert mine.acquire()
+    with child(mine.release) as pid:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    marker = tmp_path / "refused"
+
+    def other() -> None:
+        if not FileLock(file).acquire():
+            marker.touch()
+
+    with child(other) as pid:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert marker.exists()
+
+
+def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(tmp_path: Path) -> None:
+    file, marker = tmp_path / ".lock", tmp_path / "refused"
+    mine = FileLock(file)
+    assert mine.acquire()
+    assert not FileLock(tmp_path / "." / ".lock").acquire()
+    assert not FileLock(file).wait(60)  # at once: waiting for oneself is of no use
+
+    def other() -> None:
+        if not FileLock(file).acquire():
+            marker.touch()
+
+    with child(other) as pid:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert marker.exists()
+
+
+def test_one_that_was_dropped_without_a_release_is_free(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / ".lock")
+    assert lock.acquire()
+    cycle = [lock]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del lock, cycle
+    assert FileLock(tmp_path / ".lock").acquire()
+
+
+def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, marker = tmp_path / "run" / ".lock", tmp_path / "held"
+
+    def dying() -> None:
+        lock = FileLock(file)
+        assert lock.acquire()
+        marker.touch()
+        time.sleep(1.0)
+        lock.release()
+        time.sleep(60)
+
+    with child(dying) as pid:
+        wait_for(marker.exists)
+        mine = FileLock(file)
+        assert mine.wait(30)
+        assert [str(pid) in line for line in caplog.messages if "waiting up to 30 seconds" in line] == [True]
+        mine.release()
+    assert not file.exists()
+
+
+def test_a_file_system_without_locks_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", without_locks)
+    monkeypatch.setattr(locks, "_warned_of", set())
+    first, second = FileLock(tmp_path / "a" / ".lock"), FileLock(tmp_path / "b" / ".lock")
+    assert first.acquire()
+    assert second.acquire()
+    assert not first.works
+    assert len([line for line in caplog.messages if "has no locks" in line]) == 1
