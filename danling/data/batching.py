@@ -11,14 +11,17 @@ AUTO = "auto"
 """The `micro_batch_size` that is found by running out of memory."""
 OWN = frozenset({"global_batch_size", "micro_batch_size"})
 """Settings of a split that are not arguments of a loader."""
+OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"})
+"""Settings of worker processes, which are errors where there are none."""
 
 
 def merge_settings(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of one split over those that all splits share.
 
-    One of the two batch sizes in the split's own section takes the place of the other one in the common section.
+    One of the two batch sizes in the split's own section takes the place of the other one in the common section. What
+    the common section says about workers does not count for a split that has none.
     """
-    replaced: set[str] = set()
+    replaced: set[str] = set(OF_WORKERS) if own.get("num_workers") == 0 else set()
     if own.get("batch_size") is not None:
         replaced |= OWN
     if own.get("global_batch_size") is not None:

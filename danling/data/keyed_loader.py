@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import logging
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .generators import Generators
 from .host_streams import HOST_STREAMS
-from .keyed import KeyedDataset, draws_nothing
+from .keyed import KeyedDataset, draws_nothing, reading_roots
 from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
+
+logger = logging.getLogger("danling")
 
 
 class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
@@ -47,6 +53,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         self.split = split
+        name_uncontrollable(dataset, collate_fn, split)
         self._collates = collate_fn is not None
         self._draws = self._collates or not draws_nothing(dataset)
         # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
@@ -97,6 +104,35 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     def close(self) -> None:
         """End the worker processes; the loader can be iterated again."""
         shut_down_workers(self)
+
+
+_named: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Datasets of which has been said what cannot be keyed."""
+
+
+def name_uncontrollable(dataset: Any, collate_fn: Any, split: str) -> None:
+    """Say once what reading depends on that can neither be keyed nor saved.
+
+    Args:
+        dataset: The dataset.
+        collate_fn: The user's, or `None`.
+        split: Name of the split.
+    """
+    roots = reading_roots(dataset, collate_fn)
+    found = Generators(roots).uncontrollable if roots else []
+    if not found:
+        return
+    with suppress(TypeError):  # what cannot be referred to weakly is named each time
+        if dataset in _named:
+            return
+        _named.add(dataset)
+    logger.warning(
+        "Reading split %r depends on %s, which can neither be seeded nor saved: after a resume the samples that use it "
+        "differ. Draw from torch, NumPy or `random`, or from a generator of these held as an attribute; make an iterator "
+        "anew for each sample.",
+        split,
+        ", ".join(f"{path} ({kind})" for path, kind in found),
+    )
 
 
 def _shielded(iterator: Iterator[Any]) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data import BatchSource, DataLoader, build_dataloader
+from danling.data.batching import merge_settings
 from danling.data.sampled_loader import SampledLoader
 from danling.data.workers import WorkerInit
 
@@ -76,6 +77,15 @@ def test_samplers_of_the_user_are_used() -> None:
 def test_without_batch_size() -> None:
     assert len(list(build(range(5), {"batch_size": None}))) == 5
     assert len(list(build(Stream(5), {"batch_size": None}))) == 5
+
+
+def test_a_split_without_workers_is_not_asked_about_them() -> None:
+    common = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "prefetch_factor": 4, "timeout": 5}
+    settings = merge_settings(common, {"num_workers": 0})
+    assert settings == {"batch_size": 2, "num_workers": 0}
+    assert len(list(build(range(4), settings))) == 2
+    with pytest.raises(ValueError, match="persistent_workers"):  # the split's own is contradiction
+        build(range(4), merge_settings(common, {"num_workers": 0, "persistent_workers": True}))
 
 
 def test_unknown_settings_are_refused_with_the_nearest() -> None:

@@ -1,0 +1,226 @@
+"""Generators that a dataset holds are found wherever they are, and keyed by sample like the global streams."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.datasets import drain
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from danling.data import BatchSource, build_dataloader
+from danling.data.generators import Generators
+
+LENGTH = 12
+_of_module = random.Random(4)
+
+
+class Jitter:
+    """A transform with a generator of its own."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, value: float) -> float:
+        return value + draw(self.rng)
+
+
+class Slotted:
+    """The same without a `__dict__`."""
+
+    __slots__ = ("rng",)
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, value: float) -> float:
+        return value + draw(self.rng)
+
+
+class JitterModule(nn.Module):
+    """The same as a module, as the transforms of torchvision are."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__()
+        self.rng = rng
+
+    def forward(self, value: float) -> float:
+        return value + draw(self.rng)
+
+
+class Lazy:
+    """Makes its generator when it is first called, from torch's seed, as augmentation libraries do."""
+
+    rng: Any = None
+
+    def __call__(self, value: float) -> float:
+        if self.rng is None:
+            self.rng = numpy.random.default_rng(torch.initial_seed() % 2**32)
+        return value + draw(self.rng)
+
+
+class LazyInMapping:
+    """Makes one when a sample needs it that not every one does, in a mapping."""
+
+    def __init__(self) -> None:
+        self.rngs: dict[str, Any] = {}
+
+    def __call__(self, value: float) -> float:
+        if value % 3:
+            return value
+        rng = self.rngs.setdefault("here", random.Random(torch.initial_seed()))
+        return value + draw(rng)
+
+
+class OfClass:
+    """Its generator is one of the class."""
+
+    rng = random.Random(1)
+
+    def __call__(self, value: float) -> float:
+        return value + draw(self.rng)
+
+
+def by_module(value: float) -> float:
+    return value + draw(_of_module)
+
+
+def draw(rng: Any) -> float:
+    if isinstance(rng, torch.Generator):
+        return float(torch.rand((), generator=rng))
+    return float(rng.random())
+
+
+def closing_over(rng: Any) -> Callable[[float], float]:
+    return lambda value: value + draw(rng)
+
+
+class Drawing(Dataset[Tensor]):
+    """Sends each index through transforms."""
+
+    def __init__(self, *transforms: Callable[[float], float]) -> None:
+        self.transforms = {"all": list(transforms)}
+        self.myself = self  # a circle
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        value = float(index)
+        for transform in self.transforms["all"]:
+            value = transform(value)
+        return torch.tensor([index, value], dtype=torch.float64)
+
+
+MAKE: dict[str, Callable[[], Dataset[Tensor]]] = {
+    "torch": lambda: Drawing(Jitter(torch.Generator().manual_seed(1))),
+    "NumPy": lambda: Drawing(Jitter(numpy.random.default_rng())),
+    "NumPy, legacy": lambda: Drawing(Jitter(numpy.random.RandomState(1))),
+    "NumPy, Philox": lambda: Drawing(Jitter(numpy.random.Generator(numpy.random.Philox(1)))),
+    "random": lambda: Drawing(Jitter(random.Random())),
+    "several": lambda: Drawing(Jitter(random.Random(1)), Jitter(torch.Generator())),
+    "slots": lambda: Drawing(Slotted(random.Random(1))),
+    "module": lambda: Drawing(nn.Sequential(JitterModule(random.Random(1)))),
+    "partial": lambda: Drawing(functools.partial(Jitter.__call__, Jitter(random.Random(1)))),
+    "bound method": lambda: Drawing(Jitter(random.Random(1)).__call__),
+    "closure": lambda: Drawing(closing_over(random.Random(1))),
+    "global": lambda: Drawing(by_module),
+    "class": lambda: Drawing(OfClass()),
+    "lazy": lambda: Drawing(Lazy()),
+    "lazy in a mapping": lambda: Drawing(LazyInMapping()),
+    "subset": lambda: Subset(Drawing(Jitter(random.Random(1))), range(LENGTH)),
+    "concatenated": lambda: ConcatDataset([Drawing(Jitter(random.Random(1))), Drawing(Lazy())]),
+}
+
+
+def source_of(name: str, **settings: Any) -> BatchSource:
+    options = {"batch_size": 3, **settings}
+    return BatchSource(
+        build_dataloader(MAKE[name](), options, split="train", train=True, seed=5), split="train", seed=5
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MAKE))
+def test_generators_are_keyed_by_sample(name: str) -> None:
+    """What a sample is depends on no other one, so any stop and any batch size give the same."""
+    whole = torch.cat(drain(source_of(name)))
+    assert len(whole[:, 1].frac().unique()) > 2  # they draw
+    for stop in (1, 3):
+        first = source_of(name)
+        taken = drain(first, stop)
+        second = source_of(name, batch_size=1)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert torch.equal(torch.cat(taken + drain(second)), whole)
+
+
+@pytest.mark.parametrize("name", ["NumPy", "lazy in a mapping"])
+def test_generators_are_keyed_in_workers(name: str) -> None:
+    whole = torch.cat(drain(source_of(name)))
+    source = source_of(name, num_workers=2)
+    assert torch.equal(torch.cat(drain(source)), whole)
+    source.close()
+
+
+def test_samples_and_epochs_and_generators_draw_differently() -> None:
+    first = random.Random(1)
+    source = BatchSource(
+        build_dataloader(Drawing(Jitter(first), Jitter(random.Random(1))), {}, split="a", train=False, seed=5),
+        split="a",
+    )
+    draws = torch.cat(drain(source))[:, 1].frac()
+    source.finish_pass()
+    assert len(torch.cat([draws, torch.cat(drain(source))[:, 1].frac()]).unique()) == 2 * LENGTH
+    found = Generators({"dataset": Drawing(Jitter(first), Jitter(random.Random(1)))})
+    found.seed(3)
+    assert len({draw(place.current()) for place in found.places}) == 2
+
+
+def test_a_collate_function_with_a_generator_is_keyed_by_batch() -> None:
+    def make() -> BatchSource:
+        jitter = Jitter(random.Random(1))
+        settings = {"batch_size": 3, "collate_fn": lambda rows: jitter(sum(rows))}
+        return BatchSource(build_dataloader(range(LENGTH), settings, split="train", train=True, seed=5), split="train")
+
+    whole, first, second = drain(make()), make(), make()
+    taken = drain(first, 2)
+    second.load_state_dict(first.state_dict())
+    assert taken + drain(second) == whole
+
+
+def test_states_come_back() -> None:
+    kinds: list[Any] = [torch.Generator(), random.Random(), numpy.random.default_rng(), numpy.random.RandomState(2)]
+    found = Generators({"all": kinds})
+    states = copy.deepcopy(found.states())
+    drawn = [draw(kind) for kind in kinds]
+    found.set_states(states)
+    assert [draw(kind) for kind in kinds] == drawn
+
+
+def test_the_global_streams_are_not_anybodys_own() -> None:
+    held = [torch.default_generator, random.random, random.uniform, numpy.random.rand, numpy.random.normal]
+    assert not Generators({"dataset": held})
+
+
+def test_what_can_be_neither_seeded_nor_saved_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    data = Drawing(Jitter(random.SystemRandom()))
+    data.noise = itertools.cycle([0.1, 0.2])  # type: ignore[attr-defined]
+    with caplog.at_level("WARNING", logger="danling"):
+        for _ in range(2):
+            build_dataloader(data, {}, split="train", train=True, seed=5)
+    (record,) = caplog.records
+    assert "split 'train' depends on dataset.noise (cycle), " in record.getMessage()
+    assert "dataset.transforms['all'][0].rng (SystemRandom)" in record.getMessage()
+
+
+def test_long_containers_and_circles_end() -> None:
+    data: dict[str, Any] = {"samples": [object() for _ in range(100_000)], "names": ["a"] * 1_000_000}
+    data["again"] = data
+    assert not Generators({"dataset": data})
