@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,10 +44,10 @@ class DeepSpeedRunner(DeepSpeedState):
 
     # Update
 
-    def _micro_step(self, batch: Batch) -> None:
+    def _micro_step(self, batch: Batch, train_step: Callable[[Any], Any] | None = None) -> None:
         if self.engine is not None and self.window.count == 0:
             self.equalize_buffers()
-        super()._micro_step(batch)
+        super()._micro_step(batch, train_step)
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate the loss of the open micro-batch with its weight through the engine. Called on all ranks."""

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from .alone import make_standalone
+
 
 class MetaRunner(type):
     """Calls `__post_init__` once after the outermost `__init__` has returned, and closes a runner that failed to come up.
 
     A subclass puts model, data and optimizer on itself after `super().__init__(config)`; only when all of its `__init__` has run
     can they be moved, wrapped and restored, so no class in the chain could do it from its own `__init__`.
+
+    The verbs of every class are made to work alone; see `danling.runners.alone`.
     """
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        make_standalone(namespace)
+        return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -53,7 +61,7 @@ def strings_in_methods(runner_class: type) -> set[str]:
     """Return the strings that stand in the methods of a user's runner class, such as the keys that it reads from a mapping."""
     own = [kind for kind in runner_class.__mro__ if not kind.__module__.startswith("danling.") and kind is not object]
     methods = [value for kind in own for value in vars(kind).values() if isinstance(value, FunctionType)]
-    return {text for method in methods for text in _strings(method.__code__)}
+    return {text for method in methods for text in _strings(inspect.unwrap(method).__code__)}
 
 
 def _strings(code: CodeType) -> Iterator[str]:

@@ -122,7 +122,7 @@ class ParallelRunner(ParallelState):
             return scaled if self.precision.scaler is None else self.precision.scaler.scale(scaled)
 
         weight = self.window.current
-        with self.train_context(), self.forward_context():
+        with self.train_context() or nullcontext(), self.forward_context() or nullcontext():
             pred = self.pipeline.train(loss_of)
         if not losses:
             return None, torch.zeros((), device=self.device)
@@ -245,7 +245,7 @@ class ParallelRunner(ParallelState):
         pred = self._forward(data)
         if not self.holds_last_stage:
             return pred, None
-        with self._loss_context(), self.forward_context():
+        with self._loss_context(), self.forward_context() or nullcontext():
             loss = self.evaluated_loss(pred, peek_target(data))
         return _whole(pred), loss
 
@@ -256,7 +256,7 @@ class ParallelRunner(ParallelState):
     def _forward(self, data: Any) -> Any:
         assert self.pipeline is not None
         self.pipeline.open(unpack_batch(data)[0] if self.holds_first_stage else None)
-        with self.forward_context():
+        with self.forward_context() or nullcontext():
             return self.pipeline.evaluate()
 
     @overload

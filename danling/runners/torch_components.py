@@ -64,18 +64,7 @@ class TorchComponents(TorchData):
 
     def _check_effects(self) -> None:
         """Refuse a scheduler that nothing would advance, and warn of settings that nothing reads. Called on all ranks."""
-        if self.scheduler is not None and needs_metric(self.scheduler):
-            kind = type(self.scheduler).__name__
-            if self.scheduler_interval() == "step":
-                raise ValueError(
-                    f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which goes by a figure of evaluation. "
-                    "Received: scheduler.interval='step'. Unset it."
-                )
-            if not self.evaluate_splits and "monitor" not in self.config.get("scheduler", {}):
-                raise ValueError(
-                    f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
-                    "set scheduler.monitor to a figure of training, such as 'train.loss'."
-                )
+        self.check_scheduler(evaluates=bool(self.evaluate_splits))
         if self.is_main_process:
             try:
                 messages = self.idle_settings()
@@ -84,6 +73,29 @@ class TorchComponents(TorchData):
                 messages = []
             for message in messages:
                 logger.warning("%s", message)
+
+    def check_scheduler(self, *, evaluates: bool) -> None:
+        """Refuse a schedule that goes by a figure which nobody makes. No communication: may be called on one rank.
+
+        Args:
+            evaluates: Whether the run evaluates anything.
+
+        Raises:
+            ValueError: If it is such a one.
+        """
+        if self.scheduler is None or not needs_metric(self.scheduler):
+            return
+        kind = type(self.scheduler).__name__
+        if self.scheduler_interval() == "step":
+            raise ValueError(
+                f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which goes by a figure of evaluation. "
+                "Received: scheduler.interval='step'. Unset it."
+            )
+        if not evaluates and "monitor" not in self.config.get("scheduler", {}):
+            raise ValueError(
+                f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
+                "set scheduler.monitor to a figure of training, such as 'train.loss'."
+            )
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run.

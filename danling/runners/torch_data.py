@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from danling.data import BatchSource, DataLoader, Division, build_dataloader, divide_updates, merge_settings
@@ -35,6 +35,7 @@ class TorchData(BaseRunner):
             return [name for name in known if chosen(name)]
         for name in asked:
             self.check_split(name)
+        check_named_once(asked, key)
         return list(asked)
 
     def check_split(self, split: str) -> None:
@@ -215,6 +216,34 @@ class TorchData(BaseRunner):
     def _open_sources(self) -> None:
         self.sources = {split: self._source(split, loader) for split, loader in self.dataloaders.items()}
 
+    def source(self, split: str) -> BatchSource:
+        """Return the batches of a split and the position in them; a loader that was put into `dataloaders`, or a dataset that was put into
+        `datasets`, since construction is taken in. Called on all ranks.
+
+        Args:
+            split: The split.
+
+        Raises:
+            ValueError: If there is no such split, or no loader for it.
+        """
+        self.check_split(split)
+        if split not in self.dataloaders:
+            self.build_dataloaders()
+        if split not in self.dataloaders:
+            raise ValueError(
+                f"Expected `build_dataloaders` to put a loader for every dataset into `self.dataloaders`. Received: none for {split!r}. "
+                "Call super().build_dataloaders() in it, or put the loader there in __init__."
+            )
+        loader, known = self.dataloaders[split], self.sources.get(split)
+        if known is not None and known.loader is loader:
+            return known
+        added = self._source(split, loader)
+        if epoch := self.state.train.epoch if known is None else known.epoch:
+            added.set_epoch(epoch)
+        self._closers.callback(added.close)
+        self.sources[split] = added
+        return added
+
     def _source(self, split: str, loader: Any) -> BatchSource:
         self._check_sampler(split, loader)
         rank, size = self.data_place(split)
@@ -246,9 +275,13 @@ class TorchData(BaseRunner):
     def _choose_score(self) -> None:
         config = self.config
         split = self.score_split
-        if split is None:
+        if split is None and self._scores_itself:
+            # Scores that are made of anything but an evaluation.
+            split = ""
+        elif split is None:
             return
-        self.check_split(split)
+        else:
+            self.check_split(split)
         if split in self.train_splits and split not in self.evaluate_splits:
             raise ValueError(
                 f"Expected score_split to be a split that is evaluated: the mean over training is of weights that were left behind. "
@@ -257,6 +290,24 @@ class TorchData(BaseRunner):
         patience = config.patience
         self.scoreboard = ScoreBoard(
             config.score_name, mode=config.score_mode, split=split, patience=patience, min_delta=config.min_delta
+        )
+
+
+def check_named_once(splits: Sequence[str], where: str) -> None:
+    """Refuse a split that is named twice: it would be trained on, or evaluated, twice.
+
+    Args:
+        splits: Names of splits.
+        where: Where they were named, for the message.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    twice = sorted({split for split in splits if list(splits).count(split) > 1})
+    if twice:
+        raise ValueError(
+            f"Expected every split of {where} once. Received: {where}={list(splits)!r}, with {', '.join(map(repr, twice))} more than once. "
+            "Name each one once."
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any, Literal, overload
 
@@ -17,6 +17,7 @@ from danling.training import call_model, count_samples, criterion_setting, crite
 
 from .base_runner import RESERVED_FIGURES
 from .component_checks import check_metrics
+from .torch_data import check_named_once
 from .torch_loading import TorchLoading
 
 logger = logging.getLogger("danling")
@@ -144,6 +145,7 @@ class TorchEvaluation(TorchLoading):
         names = default if splits is None else [splits] if isinstance(splits, str) else list(splits)
         for split in names:
             self.check_split(split)
+        check_named_once(names, f"the splits to {verb}")
         if not names:
             raise ValueError(
                 f"Expected at least one split to {verb}. Received: datasets={sorted(self.datasets)}, "
@@ -192,7 +194,7 @@ class TorchEvaluation(TorchLoading):
         finally:
             self.meters = training
         totals.merge(own)
-        return _checked(split, self.summarize(split, totals))
+        return checked_figures("summarize", split, self.summarize(split, totals))
 
     def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; training heeds requests between them."""
@@ -213,14 +215,17 @@ class TorchEvaluation(TorchLoading):
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients. Called on all ranks.
 
+        Called alone, it is made as in an evaluation: on the bare model in evaluation mode, with averaged weights where there are any, and
+        training's random streams are left as they were.
+
         Args:
-            data: The batch, on the device.
+            data: The batch; within an evaluation it is on the device.
 
         Returns:
             The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
         """
         inputs, target = unpack_batch(data)
-        with self.forward_context():
+        with self.forward_context() or nullcontext():
             pred = call_model(self.model, inputs)
             return pred, self.evaluated_loss(pred, target)
 
@@ -296,18 +301,29 @@ class TorchEvaluation(TorchLoading):
                 return self._source(split, self.build_dataloader(split, self.datasets[split]))
             self._check_position(split)
             return self._source(split, self.dataloaders[split])
-        if split not in self.sources:
-            self.build_dataloaders()
-            self.sources[split] = self._source(split, self.dataloaders[split])
-        return self.sources[split]
+        return self.source(split)
 
     def _check_position(self, split: str) -> None:
-        if self.sources[split].consumed:
+        if self.source(split).consumed:
             raise ValueError(
                 f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
                 f"its place. Received: {type(self.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
                 "`self.datasets` instead, or a second loader under another split name."
             )
+
+    # Called alone
+
+    def _called_alone(self, verb: str) -> bool:
+        """Whether no loop has called one of the verbs of `danling.runners.alone`."""
+        return self.mode == "train" and not self._in_train_step
+
+    def _alone_evaluate_step(self, call: Callable[[Any], Any], data: Any) -> Any:
+        with self._evaluating("", "evaluate"), torch.no_grad():
+            return call(self.to_device(data))
+
+    def _alone_infer_step(self, call: Callable[[Any], Any], data: Any) -> Any:
+        with self._evaluating("", "infer"), torch.no_grad():
+            return call(self.to_device(data))
 
     # Inference
 
@@ -363,14 +379,16 @@ class TorchEvaluation(TorchLoading):
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks.
 
+        Called alone, it is made as in `infer`, without gradients.
+
         Args:
-            data: The batch, on the device.
+            data: The batch; within `infer` it is on the device.
 
         Returns:
             A tensor, list, tuple or mapping with an entry for each sample, as `infer` takes them apart.
         """
         inputs, _ = unpack_batch(data)
-        with self.forward_context():
+        with self.forward_context() or nullcontext():
             return call_model(self.model, inputs)
 
 
@@ -380,11 +398,21 @@ def model_loss(pred: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _checked(split: str, figures: Any) -> dict[str, float]:
-    """Return figures as floats: they go into checkpoints and files, which hold nothing else."""
+def checked_figures(hook: str, split: str, figures: Any) -> dict[str, float]:
+    """Return what a hook gave for a split as floats: it goes into checkpoints and files, which hold nothing else.
+
+    Args:
+        hook: Name of the hook, for the message.
+        split: The split.
+        figures: What it returned.
+
+    Raises:
+        ValueError: If these are no figures by name.
+    """
     if not isinstance(figures, Mapping):
         raise ValueError(
-            f"Expected `summarize` to return figures by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}."
+            f"Expected `{hook}` to return figures by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "
+            f"those of super().{hook}(...), or a mapping such as {{'loss': 0.5}}."
         )
     return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
 

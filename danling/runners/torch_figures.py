@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,14 @@ class TorchFigures(TorchUpdate):
         """
         return device_peak_flops(self.device, self.config.precision)
 
-    def _micro_step(self, batch: Batch) -> None:
+    def _alone_train_step(self, call: Callable[[Any], Any], data: Any) -> Any:
+        self.prepare_updates()
+        returned: list[Any] = []
+        self._micro_step(Batch(data, None, None), lambda moved: returned.append(call(moved)))
+        return returned[0]
+
+    def _micro_step(self, batch: Batch, train_step: Callable[[Any], Any] | None = None) -> None:
+        run = self.train_step if train_step is None else train_step
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
         self.window.open(weight, samples)
@@ -82,9 +89,9 @@ class TorchFigures(TorchUpdate):
         try:
             if self._measures_flops and samples:
                 self._measures_flops = False
-                self._measured_flops = counted(lambda: self.train_step(data)) / samples
+                self._measured_flops = counted(lambda: run(data)) / samples
             else:
-                self.train_step(data)
+                run(data)
         finally:
             self._in_train_step = False
         self.state.train.micro_step += 1
@@ -145,7 +152,6 @@ class TorchFigures(TorchUpdate):
         own = self.flops_per_token() or self.flops_per_sample()
         self._measures_flops = own is None and self._can_count_flops()
         self._profiler = self.build_profiler()
-        self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
         if self.is_main_process:
             self.progress_bar = Progress(self.steps, initial=step, desc=self.config.experiment)
             self.progress_bar.epoch = self._epoch_shown()

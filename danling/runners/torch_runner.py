@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from danling.workspace import format_scores
 
 from .config import RunnerConfig
 from .facts import Results
+from .torch_evaluation import checked_figures
 from .torch_replicas import UNCOMMITTED
 from .torch_watch import TorchWatch
 
@@ -93,6 +94,11 @@ class TorchRunner(TorchWatch):
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
+        if self.is_step_mode:
+            raise ValueError(
+                f"Expected a budget of epochs for `train_epochs`. Received: steps={self.steps}. Call `train()` or `train_steps()`, or set "
+                "`epochs` instead."
+            )
         state = self.state.train
         if state.epoch >= (self.epochs or 0) or self._gave_up():
             return self.results
@@ -101,14 +107,16 @@ class TorchRunner(TorchWatch):
                 self._moved = False
                 for split in to_train:
                     if not self._is_trained(split):
-                        self.train_epoch(split)
+                        figures = self.train_epoch(split)
+                        self._keep_figures(split, figures)
                     if self._stop_for or self._moved:
                         break
                 else:
                     for split in to_evaluate:
-                        self.open_result[split] = self.evaluate_epoch(split)
+                        figures = self.evaluate_epoch(split)
+                        self.open_result[split] = checked_figures("evaluate_epoch", split, figures)
                     for split in to_train:
-                        self.sources[split].finish_pass()
+                        self.source(split).finish_pass()
                     state.epoch += 1
                     self._close_result("epoch")
                     self._checkpoint_when_due(state.epoch, final=state.epoch == self.epochs)
@@ -116,6 +124,10 @@ class TorchRunner(TorchWatch):
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train what is left of one pass over one split. Call on all ranks.
+
+        What an override returns are the figures of the split. Called alone, it trains the next pass, and closes the epoch when every
+        split to train on has had its pass: `epoch` is counted, the figures go into `results`, a schedule by epochs advances. Evaluating and
+        saving are left to the caller; a signal, `stop()` and `max_time` end it as they end `train`.
 
         Args:
             split: The split, of a dataset or a loader to train on.
@@ -131,6 +143,45 @@ class TorchRunner(TorchWatch):
             return {}
         self.open_result[split] = self._training_figures()
         return self.open_result[split]
+
+    def _keep_figures(self, split: str, figures: Any) -> None:
+        if self._stop_for or self._moved:
+            return  # half-way through the pass
+        if figures is None:
+            self.open_result.setdefault(split, {})
+        else:
+            self.open_result[split] = checked_figures("train_epoch", split, figures)
+
+    def _called_alone(self, verb: str) -> bool:
+        """Whether no loop has called one of the verbs of `danling.runners.alone`."""
+        if verb == "train_epoch":
+            return not self._in_session
+        return not self._in_train_step if verb == "train_step" else super()._called_alone(verb)
+
+    def _alone_train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
+        self.check_trainable()
+        self.check_split(split)
+        self._agree_lengths()
+        with self._session(whole=False):
+            self._moved = False
+            figures = call(split, *args, **kwargs)
+            self._keep_figures(split, figures)
+            if not (self._stop_for or self._moved):
+                self._close_pass(split)
+        return figures
+
+    def _close_pass(self, split: str) -> None:
+        """Count the epoch, where every split to train on has had its pass."""
+        if split not in self.train_splits:
+            self.source(split).finish_pass()
+            del self.open_result[split]
+            return
+        if any(other not in self.open_result for other in self.train_splits):
+            return
+        for other in self.train_splits:
+            self.source(other).finish_pass()
+        self.state.train.epoch += 1
+        self._close_result("alone")
 
     def train_steps(
         self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
@@ -150,6 +201,11 @@ class TorchRunner(TorchWatch):
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
         to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
+        if not self.is_step_mode:
+            raise ValueError(
+                f"Expected a budget of steps for `train_steps`. Received: epochs={self.epochs}. Call `train()` or `train_epochs()`, or set "
+                "`steps` instead."
+            )
         state = self.state.train
         if (state.global_step >= (self.steps or 0) and not self.open_result) or self._gave_up():
             return self.results
@@ -173,7 +229,7 @@ class TorchRunner(TorchWatch):
                             break
                     else:
                         if not self._moved:
-                            self.sources[split].finish_pass()
+                            self.source(split).finish_pass()
                             continue
                     break
                 else:
@@ -186,7 +242,7 @@ class TorchRunner(TorchWatch):
         """Evaluate in step mode, and save what follows from it."""
         step = self.state.train.global_step
         for split in splits:
-            self.open_result[split] = self.evaluate_steps(split)
+            self.open_result[split] = checked_figures("evaluate_steps", split, self.evaluate_steps(split))
         self._close_result("validation")
         self._checkpoint_when_due(step, final=step == self.steps)
 
@@ -194,7 +250,7 @@ class TorchRunner(TorchWatch):
         """Whether the pass that the state stands in is over for one of the splits."""
         train = self.state.train
         if self.is_step_mode:
-            return train.global_step >= (self.steps or 0) or self.sources[split].epoch > train.epoch
+            return train.global_step >= (self.steps or 0) or self.source(split).epoch > train.epoch
         return train.epoch >= (self.epochs or 0) or split in self.open_result
 
     def _gave_up(self) -> bool:
@@ -202,30 +258,36 @@ class TorchRunner(TorchWatch):
         return since > 0 and since >= self.config.patience
 
     def _check_ready(self, train_splits: Any, evaluate_splits: Any) -> tuple[list[str], list[str]]:
-        self.check_settings_are_read()
+        self.check_trainable()
         if self.epochs is None and self.steps is None:
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        if self.optimizer is None:
-            raise ValueError(
-                "Expected an optimizer. Received: optimizer=None. Assign `self.optimizer` in __init__, or set `optim.type`."
-            )
+        to_train = self._named_splits(train_splits, self.train_splits, "train on")
+        if not (self.evaluate_splits if evaluate_splits is None else evaluate_splits):
+            self.check_scheduler(evaluates=False)
+            return to_train, []
+        return to_train, self._named_splits(evaluate_splits, self.evaluate_splits, "evaluate")
+
+    def check_trainable(self) -> None:
+        """Refuse settings that nobody has read, and an optimizer that does not take the gradient as it is. Called on all ranks.
+
+        Raises:
+            ValueError: If there are such settings, or there is no such optimizer.
+        """
+        self.check_settings_are_read()
+        self.check_optimizer_given()
         if takes_closure(self.optimizer):
             raise ValueError(
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {type(self.optimizer).__name__}, whose "
                 "step calls a closure again and again. Override `step` and `optimizer_step` for it, or choose another."
             )
-        to_train = self._named_splits(train_splits, self.train_splits, "train on")
-        if evaluate_splits is None and not self.evaluate_splits:
-            return to_train, []
-        return to_train, self._named_splits(evaluate_splits, self.evaluate_splits, "evaluate")
 
     # One update
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
-        source = self.sources[split]
+        source = self.source(split)
         in_update = self.batches_of_update(split)
         telemetry = self.telemetry
         assert telemetry is not None
@@ -255,6 +317,10 @@ class TorchRunner(TorchWatch):
                 self._micro_step(batch)
                 batch = upcoming
             outcome = self.step()
+            if not isinstance(outcome, UpdateOutcome):
+                raise ValueError(
+                    f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
+                )
             if outcome.reason == UNCOMMITTED:
                 batches = chain(consumed, batches)
                 continue
@@ -314,8 +380,8 @@ class TorchRunner(TorchWatch):
         """Record the figures of an epoch or an evaluation, and decide what follows from them; the same on all ranks."""
         result, self.open_result = self.open_result, {}
         self.results[self.index] = result
-        scores = self.scoreboard if self.scoreboard is not None and self.scoreboard.split in result else None
-        if scores is not None and (scores.finds(result) or not self._scores_itself):
+        scores = self.scoreboard if self._is_scored(result) else None
+        if scores is not None and scores.split and (scores.finds(result) or not self._scores_itself):
             scores.record(self.index, result)
             self._say_not_finite(scores.scores[self.index])
         if self.scheduler is not None and not self._steps_scheduler:
@@ -328,6 +394,12 @@ class TorchRunner(TorchWatch):
                 logger.info("Stopping early: no better score than %s since %s.", self.best_score, self.best_index)
         self.write_results()
         self._report(result)
+
+    def _is_scored(self, result: Mapping[str, Any]) -> bool:
+        board = self.scoreboard
+        if board is None or board.split:
+            return board is not None and board.split in result
+        return self.index in self.scores
 
     _said_not_finite: bool = False
     """Whether a score that is not finite was warned of; once is enough."""
@@ -349,6 +421,8 @@ class TorchRunner(TorchWatch):
 
     def _advance_scheduler(self, boundary: str, result: dict[str, dict[str, float]]) -> None:
         interval = self.scheduler_interval()
+        if boundary == "alone" and (interval != "epoch" or needs_metric(self.scheduler)):
+            return  # what goes by an evaluation waits for one
         if interval == "epoch" and boundary == ("pass" if needs_metric(self.scheduler) else "validation"):
             return  # without figures a metric scheduler has nothing to go by, and a validation ends no epoch for the others
         if needs_metric(self.scheduler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class TorchUpdate(TorchReplicas):
         self._rates: list[float] = []
         """Learning rates of the update that is logged next: those it was made with."""
 
+    _in_session = False
+    """Whether a loop trains."""
+
     def _requests(self) -> frozenset[str]:
         """What this rank asks the others for; taken once an update."""
         asked = frozenset(self._asked) if self._asked else _NOTHING
@@ -59,20 +63,60 @@ class TorchUpdate(TorchReplicas):
     def _heed(self, requests: frozenset[str]) -> None:
         """Do what any rank asked for; overridden by the loops."""
 
+    def prepare_updates(self) -> None:
+        """Read once what every update needs to know; the loops call it, and `train_step` where it is called alone. Called on all ranks.
+
+        Raises:
+            ValueError: If there is no optimizer, or updates are agreed on with other replica groups, which only the loops do.
+        """
+        self.check_optimizer_given()
+        if self._in_session:
+            return
+        if self.fault_tolerance is not None:
+            raise ValueError(
+                "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. Received: "
+                "a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
+            )
+        if self.window.count == 0:
+            self.begin_updates()
+
+    def begin_updates(self) -> None:
+        """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
+        self.follow_freezing()
+        self._parameters = None
+        self.reduces_gradients = True
+        self.window.sum_reduced = self.sums_loss
+        self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
+        if not self.model.training:
+            self.model.train()
+
+    def check_optimizer_given(self) -> None:
+        """Refuse to train without an optimizer. No communication: may be called on one rank.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.optimizer is None:
+            built = "`build_optimizer` returned none. " if self._overrides("build_optimizer") else ""
+            raise ValueError(
+                f"Expected an optimizer. Received: optimizer=None. {built}Assign `self.optimizer` in __init__, or set `optim.type`."
+            )
+
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
 
-        Override it for a loop of your own; call `self.backward(loss)` with the mean-reduced loss of the batch.
+        Override it for a loop of your own; call `self.backward(loss)` with the mean-reduced loss of the batch. Called alone, it is a
+        micro-batch of the open window, moved and weighed as by the loops; `step()` makes the update.
 
         Args:
-            data: The batch, on the device.
+            data: The batch; within a loop it is on the device.
 
         Returns:
             The prediction and the loss.
         """
         inputs, target = unpack_batch(data)
-        with self.train_context():
-            with self.forward_context():
+        with self.train_context() or nullcontext():
+            with self.forward_context() or nullcontext():
                 pred = call_model(self.model, inputs)
                 loss = self.compute_loss(pred, target)
             self.backward(loss)
@@ -83,11 +127,27 @@ class TorchUpdate(TorchReplicas):
 
         Args:
             loss: 0-dim, as the criterion reduced it.
+
+        Raises:
+            ValueError: If no micro-batch is open, so that nobody knows what the loss weighs.
         """
+        self.check_micro_batch_open()
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
+
+    def check_micro_batch_open(self) -> None:
+        """Refuse a loss, or an update, of no micro-batch. No communication: may be called on one rank.
+
+        Raises:
+            ValueError: If none was opened since the last update.
+        """
+        if self.window.count == 0 and not self._in_session:
+            raise ValueError(
+                "Expected a micro-batch, whose weight the gradient is divided by. Received: none since the last update. Call "
+                "`train_step(batch)` first, which calls `backward`, then `step()`; or `train_epoch(split)`, which calls them all."
+            )
 
     def step(self) -> UpdateOutcome:
         """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
@@ -99,6 +159,8 @@ class TorchUpdate(TorchReplicas):
             ValueError: If `train_step` left out `self.backward(loss)`.
             NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
         """
+        self.check_optimizer_given()
+        self.check_micro_batch_open()
         self.window.close_batch()
         if self.window.unscaled and type(self).backward.__module__.startswith("danling."):
             raise ValueError(
@@ -270,8 +332,14 @@ class TorchUpdate(TorchReplicas):
         return nonfinite_parameters(self.named_parameters())
 
     def optimizer_step(self) -> None:
-        """Apply a committed update to the weights. Called on all ranks."""
+        """Apply a committed update to the weights, with the gradient as it is. Called on all ranks.
+
+        Raises:
+            ValueError: If there is no optimizer; in float16, if it is called alone, since `step` takes the scale out of the gradient.
+        """
+        self.check_optimizer_given()
         if self.precision.scaler is not None:
+            self.check_micro_batch_open()
             self.precision.scaler.step(self.optimizer)
         else:
             self.optimizer.step()

@@ -42,7 +42,6 @@ class TorchWatch(TorchFigures):
         self._stop_for: str | None = None
         self._save_asked = False
         self._deadline = math.inf
-        self._in_session = False
         self._checkpoint_every = self._evaluate_every = 1
         self._first_update_done = False
 
@@ -140,25 +139,28 @@ class TorchWatch(TorchFigures):
     # The session
 
     @contextmanager
-    def _session(self) -> Iterator[None]:
-        """Train: what is logged meanwhile is of this run, whichever others are open."""
-        with speaking_for(self._run_log), self._collecting(), self._watched():
+    def _session(self, *, whole: bool = True) -> Iterator[None]:
+        """Train: what is logged meanwhile is of this run, whichever others are open.
+
+        Args:
+            whole: Whether the run ends here; a verb that was called alone saves only where it was asked to stop.
+        """
+        with speaking_for(self._run_log), self._collecting(), self._watched(whole):
             yield
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, whole: bool) -> Iterator[None]:
         """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
         self._stop_for = None
         self._save_asked = False
         self._update_open = False
-        self._parameters = None
-        self.window.sum_reduced = self.sums_loss
+        self.begin_updates()
+        self.model.train()
         limit = self.config.max_time_seconds()
         self._deadline = time.monotonic() + limit if limit is not None else math.inf
         self._log_every = self.log_interval
         self._checkpoint_every = self.checkpoint_interval
         self._evaluate_every = self.config.evaluate_interval or self._checkpoint_every
-        self.model.train()
         self.open_trackers()
         self.init_signal_handlers()
         self._open_progress()
@@ -171,7 +173,8 @@ class TorchWatch(TorchFigures):
             except WaitAbandonedError:
                 self._heed(agree(self.optimizer_domain, self._requests()))
             self._in_session = False
-            self._finish_session()
+            if self._stops_late() or whole:
+                self._finish_session()
         except Exception as error:
             if isinstance(error, QuorumError):
                 self._save_before_leaving()
@@ -200,7 +203,8 @@ class TorchWatch(TorchFigures):
         except Exception:
             logger.exception("That save failed; the loss itself follows.")
 
-    def _finish_session(self) -> None:
+    def _stops_late(self) -> bool:
+        """Whether the session was asked to stop, be it in its last update."""
         self.settle()
         if self.heartbeat is not None:
             # The epoch has been counted since the last update.
@@ -208,6 +212,9 @@ class TorchWatch(TorchFigures):
         # What was asked for in the last update, which an accelerator hands out with the next one.
         late = self.ballot.settle()
         self._stop_for = self._stop_for or next((name for name in _PRECEDENCE if name in late), None)
+        return self._stop_for is not None
+
+    def _finish_session(self) -> None:
         train = self.state.train
         if self._saved_at != (train.global_step, train.epoch):
             self.save_checkpoint()

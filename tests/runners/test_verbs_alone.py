@@ -1,0 +1,391 @@
+"""Every verb of the contract called by itself on a runner that was just constructed, and every hook overridden with little or nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import danling as dl
+from danling.training import UpdateOutcome
+
+
+def points(count: int = 20) -> TensorDataset:
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+class Toy(dl.Runner):
+    """Dropout, ragged batches, averaged weights and a schedule."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": points(), "val": points(7)}
+
+
+def settings(root: Path, **more: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "dir": str(root / "run"),
+        "seed": 5,
+        "log": False,
+        "dataloader": {"batch_size": 3, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+        "ema": {"enabled": True, "decay": 0.9},
+        "checkpoint": {"async_enabled": False},
+    }
+    return {**base, **({} if "steps" in more else {"epochs": 3}), **more}
+
+
+def weights(runner: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()]
+
+
+def equal(first: Any, second: Any) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(weights(first), weights(second)))
+
+
+def done(kind: Any, config: dict[str, Any], action: Callable[[Any], Any]) -> Any:
+    """Return a closed runner that has done something: runners of one process share its random streams, so one comes after the other."""
+    with kind(config) as runner:
+        action(runner)
+    return runner
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Any:
+    """Return a runner that `train` has trained to its end."""
+    return done(Toy, settings(tmp_path / "trained"), lambda runner: runner.train())
+
+
+# Epochs
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_epochs_by_hand_are_those_of_train(interval: str, tmp_path: Path) -> None:
+    scheduler = {"type": "cosine", "interval": interval}
+    whole = done(Toy, settings(tmp_path / "a", scheduler=scheduler), lambda runner: runner.train())
+    results = whole.results
+    with Toy(settings(tmp_path / "b", scheduler=scheduler)) as runner:
+        for epoch in range(3):
+            figures = runner.train_epoch()
+            assert figures == results[epoch + 1]["train"]
+            assert runner.evaluate() == {"val": results[epoch + 1]["val"]}
+            runner.save_checkpoint()
+        assert equal(whole, runner) and runner.train_state == whole.train_state
+        assert runner.results == {epoch: {"train": figures["train"]} for epoch, figures in results.items()}
+        rates = [each.optimizer.param_groups[0]["lr"] for each in (whole, runner)]
+        assert rates[0] == rates[1]
+
+
+def test_an_epoch_by_hand_goes_on_from_its_checkpoint(trained: Any, tmp_path: Path) -> None:
+    with Toy(settings(tmp_path)) as runner:
+        runner.train_epoch("train")
+        runner.save_checkpoint()
+    with Toy(settings(tmp_path, auto_resume=True)) as runner:
+        assert runner.train_state.epoch == 1
+        runner.train()
+        assert equal(trained, runner)
+
+
+class Stopping(Toy):
+    """Asks for a stop in the fourth update."""
+
+    def optimizer_step(self) -> None:
+        """Step, and ask."""
+        super().optimizer_step()
+        if self.train_state.global_step == 3 and not self.config.auto_resume:
+            self.stop()
+
+
+def test_an_epoch_by_hand_that_is_stopped_is_saved_and_finished_later(trained: Any, tmp_path: Path) -> None:
+    with Stopping(settings(tmp_path)) as runner:
+        assert runner.train_epoch() == {}
+        stopped = runner.train_state.global_step
+        assert 3 < stopped < 7 and (tmp_path / "run" / "checkpoints" / "latest.pth").exists()
+    with Stopping(settings(tmp_path, auto_resume=True)) as runner:
+        assert runner.train_state.global_step == stopped
+        for _ in range(3):
+            runner.train_epoch()
+        assert equal(trained, runner)
+
+
+def test_passes_by_hand_in_step_mode(tmp_path: Path) -> None:
+    whole = done(Toy, settings(tmp_path / "a", steps=14), lambda runner: runner.train())
+    with Toy(settings(tmp_path / "b", steps=14)) as runner:
+        runner.train_epoch()
+        runner.train_epoch()
+        assert equal(whole, runner) and runner.train_state.global_step == whole.train_state.global_step == 14
+        assert runner.train_state.epoch == 2
+
+
+class OwnEpoch(Toy):
+    """Has a loop of its own around `train_step` and `step`, and figures of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.figures: Any = {"loss": 0.25, "speed": 7}
+
+    def train_epoch(self, split: str = "train") -> Any:
+        """Go over the loader by hand."""
+        for batch in self.dataloaders[split]:
+            self.train_step(batch)
+            self.step()
+        return self.figures
+
+
+def test_what_an_override_of_train_epoch_returns_is_kept(trained: Any, tmp_path: Path) -> None:
+    with OwnEpoch(settings(tmp_path)) as runner:
+        results = runner.train()
+        assert [result["train"] for result in results.values()] == [{"loss": 0.25, "speed": 7.0}] * 3
+        assert runner.train_state.global_step == 21 and equal(trained, runner)
+
+
+def test_an_override_of_train_epoch_may_return_nothing_but_not_anything(tmp_path: Path) -> None:
+    with OwnEpoch(settings(tmp_path / "a", epochs=1)) as runner:
+        runner.figures = None
+        assert runner.train()[1]["train"] == {}
+    with OwnEpoch(settings(tmp_path / "b", epochs=1)) as runner:
+        runner.figures = 0.25
+        with pytest.raises(ValueError, match=r"Expected `train_epoch` to return figures by name\. Received: 0\.25"):
+            runner.train()
+
+
+# Steps
+
+
+def by_hand(runner: Any, accum_steps: int = 1) -> list[UpdateOutcome]:
+    outcomes = []
+    batches = list(runner.dataloaders["train"])
+    for index, batch in enumerate(batches, 1):
+        runner.train_step(batch)
+        if index % accum_steps == 0 or index == len(batches):
+            outcomes.append(runner.step())
+    return outcomes
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_updates_by_hand_are_those_of_the_loop(accum_steps: int, tmp_path: Path) -> None:
+    config = {"accum_steps": accum_steps}
+    whole = done(Toy, settings(tmp_path / "a", **config), lambda runner: runner.train_epoch())
+    with Toy(settings(tmp_path / "b", **config)) as runner:
+        outcomes = by_hand(runner, accum_steps)
+        assert all(outcome.committed for outcome in outcomes) and sum(outcome.samples for outcome in outcomes) == 20
+        assert equal(whole, runner)
+        for name in ("global_step", "micro_step", "samples"):
+            assert getattr(whole.train_state, name) == getattr(runner.train_state, name)
+        assert torch.equal(whole.ema.weights["0.weight"], runner.ema.weights["0.weight"])
+
+
+class OwnStep(Toy):
+    """Calls `backward` itself, as most overrides do."""
+
+    def train_step(self, data: Any) -> Any:
+        """Forward and backward by hand."""
+        inputs, target = data
+        pred = self.model(inputs)
+        loss = self.criterion(pred, target)
+        self.backward(loss)
+        return pred, loss
+
+
+def test_an_override_of_train_step_works_alone_too(tmp_path: Path) -> None:
+    plain = done(Toy, settings(tmp_path / "a"), lambda runner: runner.train_epoch())
+    with OwnStep(settings(tmp_path / "b")) as runner:
+        assert [outcome.weight for outcome in by_hand(runner)] == [3.0] * 6 + [2.0]
+        assert equal(plain, runner)
+
+
+def update_by_hand(config: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with Toy({**config, "dir": config["dir"] + "/hand"}) as runner:
+        by_hand(runner)
+        mine = weights(runner)
+    with Toy({**config, "dir": config["dir"] + "/loop"}) as runner:
+        runner.train_epoch()
+        return mine, weights(runner)
+
+
+def test_updates_by_hand_on_two_ranks(tmp_path: Path) -> None:
+    for by_hand_there, loop in run_processes(update_by_hand, settings(tmp_path), world_size=2):
+        assert all(torch.equal(one, other) for one, other in zip(by_hand_there, loop))
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "backward": (lambda runner: runner.backward(torch.zeros((), requires_grad=True)), "`train_step(batch)` first"),
+    "step": (lambda runner: runner.step(), "`train_step(batch)` first"),
+    "train_steps": (lambda runner: runner.train_steps(), "Call `train()` or `train_epochs()`"),
+    "infer": (lambda runner: runner.infer("predict"), "Expected a split out of"),
+    "train_epoch": (lambda runner: runner.train_epoch("training"), "Expected a split out of"),
+}
+
+
+@pytest.mark.parametrize("verb", list(CALLS))
+def test_what_cannot_be_called_yet_says_what_comes_first(verb: str, tmp_path: Path) -> None:
+    call, message = CALLS[verb]
+    with Toy(settings(tmp_path)) as runner:
+        before = copy.deepcopy(runner.train_state)
+        with pytest.raises(ValueError) as caught:
+            call(runner)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+        assert runner.train_state == before
+
+
+@pytest.mark.parametrize("verb", ["train", "train_epoch", "train_step", "step", "optimizer_step"])
+def test_without_an_optimizer_every_verb_says_so(verb: str, tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    del config["optim"], config["scheduler"]
+    with Toy(config) as runner:
+        arguments = [next(iter(runner.dataloaders["train"]))] if verb == "train_step" else []
+        with pytest.raises(ValueError, match=r"Expected an optimizer\. Received: optimizer=None"):
+            getattr(runner, verb)(*arguments)
+
+
+def test_epochs_need_a_budget_of_epochs(tmp_path: Path) -> None:
+    with (
+        Toy(settings(tmp_path, steps=3)) as runner,
+        pytest.raises(ValueError, match=r"Call `train\(\)` or `train_steps"),
+    ):
+        runner.train_epochs()
+
+
+def test_the_optimizer_steps_alone(tmp_path: Path) -> None:
+    with Toy(settings(tmp_path, optim={"type": "sgd", "lr": 1.0}, scheduler={})) as runner:
+        before = weights(runner)
+        for parameter in runner.unwrapped_model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        runner.optimizer_step()
+        assert all(torch.equal(new, old - 1) for new, old in zip(weights(runner), before))
+
+
+# Single batches of evaluation and inference
+
+
+@pytest.mark.parametrize("kind", [Toy, OwnStep])
+def test_a_batch_is_evaluated_and_predicted_as_in_a_whole_evaluation(kind: Any, tmp_path: Path) -> None:
+    with kind(settings(tmp_path, dataloader={"batch_size": 7})) as runner:
+        runner.train_epoch()
+        (batch,) = runner.dataloaders["val"]
+        state = torch.get_rng_state()
+        pred, loss = runner.evaluate_step(batch)
+        prediction = runner.infer_step(batch)
+        assert not pred.requires_grad and not loss.requires_grad and not prediction.requires_grad
+        assert float(loss) == runner.evaluate("val")["val"]["loss"]
+        assert torch.equal(torch.stack(runner.infer("val")), prediction) and torch.equal(pred, prediction)
+        assert runner.model.training and runner.mode == "train" and torch.equal(torch.get_rng_state(), state)
+
+
+class OwnEvaluation(Toy):
+    """Looks at the mode it is called in."""
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Return nothing but what the surroundings are."""
+        return (self.mode, self.model.training, torch.is_grad_enabled()), None
+
+    def infer_step(self, data: Any) -> Any:
+        """As `evaluate_step`."""
+        return self.mode, self.model.training, torch.is_grad_enabled()
+
+
+def test_overrides_are_called_in_the_same_surroundings(tmp_path: Path) -> None:
+    with OwnEvaluation(settings(tmp_path)) as runner:
+        assert runner.evaluate_step([])[0] == ("evaluate", False, False)
+        assert runner.infer_step([]) == ("infer", False, False)
+
+
+class Borrowing(Toy):
+    """Trains by what `evaluate_step` does."""
+
+    def train_step(self, data: Any) -> Any:
+        """Borrow the forward."""
+        pred, loss = self.evaluate_step(data)
+        self.backward(loss)
+        return pred, loss
+
+
+def test_a_train_step_may_borrow_from_evaluate_step(trained: Any, tmp_path: Path) -> None:
+    with Borrowing(settings(tmp_path)) as runner:
+        runner.train()
+        assert equal(trained, runner)
+
+
+# Data that comes later
+
+
+def test_data_that_is_added_after_construction_is_trained_on_and_evaluated(tmp_path: Path) -> None:
+    with Toy(settings(tmp_path)) as runner:
+        runner.dataloaders["train_more"] = DataLoader(points(9), batch_size=3)
+        runner.datasets["test"] = points(6)
+        assert runner.train_epoch("train_more")["loss"] > 0 and runner.train_state.global_step == 3
+        assert runner.evaluate("test")["test"]["loss"] > 0 and len(runner.infer("test")) == 6
+        assert runner.train_state.epoch == 0, "the other split has not had its pass"
+        runner.train_epoch("train")
+        assert runner.train_state.epoch == 1
+        assert runner.train()[3].keys() == {"train", "train_more", "val", "test"}
+
+
+def test_a_loader_that_is_replaced_is_the_one_that_is_read(tmp_path: Path) -> None:
+    with Toy(settings(tmp_path)) as runner:
+        runner.train_epoch()
+        runner.dataloaders["train"] = DataLoader(points(6), batch_size=3)
+        runner.train_epoch()
+        assert runner.train_state.samples == 26
+
+
+# Splits
+
+
+def test_no_evaluation_for_one_training(tmp_path: Path) -> None:
+    with Toy(settings(tmp_path)) as runner:
+        assert all(result.keys() == {"train"} for result in runner.train(evaluate_splits=[]).values())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda runner: runner.train(["train", "train"]),
+        lambda runner: runner.train("train", ["val", "val"]),
+        lambda runner: runner.evaluate(["val", "val"]),
+    ],
+)
+def test_a_split_that_is_named_twice_is_an_error(call: Any, tmp_path: Path) -> None:
+    with Toy(settings(tmp_path)) as runner, pytest.raises(ValueError, match=r"more than once\. Name each one once"):
+        call(runner)
+
+
+def test_a_split_that_is_configured_twice_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"evaluate_splits once.*'val' more than once"):
+        Toy(settings(tmp_path, evaluate_splits=["val", "val"]))
+
+
+# Scores of one's own
+
+
+class OwnScores(Toy):
+    """Scores the training loss, and evaluates nothing."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.datasets["val"]
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """The mean training loss, turned over: the first epoch is the best."""
+        return {index: -result["train"]["loss"] for index, result in self.results.items()}
+
+
+def test_scores_of_ones_own_make_a_best_checkpoint_without_an_evaluation(tmp_path: Path) -> None:
+    with OwnScores(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.best_index == min(runner.scores, key=lambda index: runner.scores[index])
+    best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
+    assert best["state"]["train"]["epoch"] == runner.best_index
