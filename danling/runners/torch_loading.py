@@ -254,7 +254,7 @@ class TorchLoading(TorchState):
                 )
             own = self._own_loader_state(split, states[split]) if states[split] is not None else None
             if own is not None:
-                self.sources[split].load_state_dict(own)
+                self.source(split).load_state_dict(own)
 
     def _own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
