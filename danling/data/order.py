@@ -1,7 +1,10 @@
-"""The order of the samples of an epoch: a permutation that is computed where it is looked at, and never written down."""
+"""The order of the samples of a pass: that of the dataset, a permutation that is drawn, or one that is computed where it is looked at."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import isqrt
 from typing import Any
 
@@ -13,19 +16,89 @@ from .randomness import mix_seed
 LISTED_UP_TO = 1 << 16
 """Up to this length an order is drawn by `torch.randperm`, half a megabyte once an epoch, which is quicker to read."""
 
+_BLOCK = 4096
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-class KeyedPermutation:
+class Order(ABC):
+    """The indices of a pass, by position.
+
+    Args:
+        length: Number of samples.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    @abstractmethod
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return the indices at the positions from `first` on, at most `count`, fewer at the end.
+
+        Args:
+            first: A position, at least 0.
+            count: How many.
+        """
+
+    def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return the indices of several stretches of positions, each given as (first, count)."""
+        return [self.indices(first, count) for first, count in places]
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, self.length, _BLOCK):
+            yield from self.indices(first, _BLOCK)
+
+
+def epoch_order(length: int, seed: int | None, *, listed: bool = False) -> Order:
+    """Return the order of a pass.
+
+    A permutation is drawn by `torch.randperm` up to `LISTED_UP_TO` samples, and computed where it is looked at above.
+
+    Args:
+        length: Number of samples.
+        seed: What a permutation follows from; `None` is the dataset's own order.
+        listed: Draw the permutation whatever the length is, as versions did that knew nothing else.
+    """
+    if seed is None:
+        return DatasetOrder(length)
+    return ListedPermutation(length, seed) if listed or length <= LISTED_UP_TO else KeyedPermutation(length, seed)
+
+
+class DatasetOrder(Order):
+    """The order of the dataset itself."""
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return the positions themselves."""
+        return list(range(first, min(first + count, self.length)))
+
+
+class ListedPermutation(Order):
+    """`torch.randperm` of a generator with the seed: eight bytes a sample on every rank, and a while before the first batch.
+
+    Args:
+        length: Number of samples.
+        seed: Of 63 bits.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        super().__init__(length)
+        self._indices = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return a part of the list."""
+        part: list[int] = self._indices[first : first + count].tolist()
+        return part
+
+
+class KeyedPermutation(Order):
     """A permutation of `range(length)` that follows from a seed; any part of it costs the same, wherever it lies.
 
-    Up to `LISTED_UP_TO` it is `torch.randperm` of a generator with the seed. Above, an index is computed from its position alone, in
-    integer arithmetic that is the same on every machine: a Feistel network of six rounds over two digits of base `a` and `b`, where
-    `a * b` is barely more than the length, as in Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), method
-    "generalized Feistel"; positions that it sends beyond the length are sent on until they fall below (cycle walking). The round function
-    is the multiply-and-shift mixer of SplitMix64 (Steele, Lea and Flood, 2014), reduced to a digit by its upper half.
+    An index is computed from its position alone, in integer arithmetic that is the same on every machine: a Feistel network of six rounds
+    over two digits of base `a` and `b`, where `a * b` is barely more than the length, as in Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains" (CT-RSA 2002), method "generalized Feistel"; positions that it sends beyond the length are sent on until they fall
+    below (cycle walking). The round function is the multiply-and-shift mixer of SplitMix64 (Steele, Lea and Flood, 2014), reduced to a
+    digit by its upper half. Made for lengths above `LISTED_UP_TO`; of a handful of samples it reaches some permutations only.
 
     Args:
         length: Number of samples, at least 1 and at most 2**62.
@@ -38,30 +111,29 @@ class KeyedPermutation:
     def __init__(self, length: int, seed: int) -> None:
         if not 1 <= length <= 1 << 62:
             raise ValueError(f"Expected a length between 1 and 2**62. Received: length={length}.")
-        self.length = length
-        self._listed = _listed(length, seed) if length <= LISTED_UP_TO else None
+        super().__init__(length)
         self._first_base = isqrt(length - 1) + 1
         self._second_base = -(-length // self._first_base)
         family = mix_seed(seed, length)
         self._keys = [mix_seed(family, number) for number in range(_ROUNDS)]
 
     def indices(self, first: int, count: int) -> list[int]:
-        """Return the indices at the positions from `first` on, at most `count`, fewer at the end.
-
-        Args:
-            first: A position, at least 0.
-            count: How many.
-        """
+        """Return what `index` returns of each position, in a few operations for all of them."""
         last = min(first + count, self.length)
-        if first >= last:
-            return []
-        if self._listed is not None:
-            listed: list[int] = self._listed[first:last].tolist()
-            return listed
         numpy = get_numpy()
         if numpy is None:
             return [self.index(position) for position in range(first, last)]
-        return self._walk(numpy, numpy.arange(first, last, dtype="uint64"))
+        return self._walk(numpy, numpy.arange(first, max(first, last), dtype="uint64"))
+
+    def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return the indices of several stretches of positions, computed together: most of the time is that of a call."""
+        numpy = get_numpy()
+        if numpy is None:
+            return super().parts(places)
+        stretches = [numpy.arange(first, min(first + count, self.length), dtype="uint64") for first, count in places]
+        found = self._walk(numpy, numpy.concatenate(stretches))
+        ends = list(accumulate(len(stretch) for stretch in stretches))
+        return [found[start:end] for start, end in zip([0, *ends[:-1]], ends)]
 
     def index(self, position: int) -> int:
         """Return the index at one position.
@@ -69,8 +141,6 @@ class KeyedPermutation:
         Args:
             position: At least 0 and below the length.
         """
-        if self._listed is not None:
-            return int(self._listed[position])
         while True:
             position = self._mixed(position)
             if position < self.length:
@@ -118,7 +188,3 @@ class KeyedPermutation:
         high *= width
         high += low
         return high
-
-
-def _listed(length: int, seed: int) -> torch.Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))

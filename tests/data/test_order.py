@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from danling.data import order
-from danling.data.order import LISTED_UP_TO, KeyedPermutation
+from danling.data.order import LISTED_UP_TO, KeyedPermutation, epoch_order
 
 numpy = pytest.importorskip("numpy")
 
@@ -30,25 +30,33 @@ def test_the_order_never_changes(key: tuple[int, int], expected: list[int]) -> N
     assert [permutation.indices(place, 1)[0] for place in places] == expected
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 10, LISTED_UP_TO, LISTED_UP_TO + 1, 99_991, 300_000])
+@pytest.mark.parametrize("length", [1, 2, 3, 10, 1000, LISTED_UP_TO + 1, 99_991, 300_000])
 def test_every_index_comes_once(length: int) -> None:
     found = KeyedPermutation(length, 5).indices(0, length)
     assert sorted(found) == list(range(length))
+    assert list(KeyedPermutation(length, 5)) == found
 
 
-def test_short_lengths_are_drawn_by_torch() -> None:
-    for length in (1, 7, 1000):
+def test_one_rule_says_which_order_it_is() -> None:
+    for length in (1, 7, LISTED_UP_TO):
         drawn = torch.randperm(length, generator=torch.Generator().manual_seed(11)).tolist()
-        assert KeyedPermutation(length, 11).indices(0, length) == drawn
+        assert epoch_order(length, 11).indices(0, length) == drawn
+    assert isinstance(epoch_order(LISTED_UP_TO + 1, 11), KeyedPermutation)
+    listed = epoch_order(LISTED_UP_TO + 1, 11, listed=True)
+    drawn = torch.randperm(LISTED_UP_TO + 1, generator=torch.Generator().manual_seed(11)).tolist()
+    assert listed.indices(5, 100) == drawn[5:105]
+    assert epoch_order(10**12, None).indices(10**12 - 2, 5) == [10**12 - 2, 10**12 - 1]
 
 
-@pytest.mark.parametrize("length", [50, 70_001, 10**12])
+@pytest.mark.parametrize("length", [60, 70_001, 10**12])
 def test_any_part_is_that_of_the_whole(length: int) -> None:
     permutation = KeyedPermutation(length, 3)
     whole = permutation.indices(length - 50, 60)
     assert len(whole) == 50
     assert whole == [index for first in range(length - 50, length, 7) for index in permutation.indices(first, 7)][:50]
     assert permutation.indices(length, 4) == []
+    places = [(3, 5), (length - 2, 9), (40, 0), (20, 1)]
+    assert permutation.parts(places) == [permutation.indices(*place) for place in places]
 
 
 def test_without_numpy_the_order_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +64,7 @@ def test_without_numpy_the_order_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
     expected = permutation.indices(1000, 500)
     monkeypatch.setattr(order, "get_numpy", lambda: None)
     assert permutation.indices(1000, 500) == expected
+    assert permutation.parts([(1000, 500)]) == [expected]
 
 
 def test_a_length_out_of_range_is_refused() -> None:
@@ -134,7 +143,7 @@ def test_short_lengths_draw_every_permutation_equally_often() -> None:
     draws = 6000
     counts: dict[tuple[int, ...], int] = {}
     for key in range(draws):
-        found = tuple(KeyedPermutation(3, key).indices(0, 3))
+        found = tuple(epoch_order(3, key).indices(0, 3))
         counts[found] = counts.get(found, 0) + 1
     assert len(counts) == 6
     chi = sum((count - draws / 6) ** 2 / (draws / 6) for count in counts.values())
