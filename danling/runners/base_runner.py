@@ -36,6 +36,7 @@ from danling.workspace import (
     run_id,
 )
 from danling.workspace.claim import Claim, Wish, claim
+from danling.workspace.litter import remove_litter
 
 from .checkpoints import CheckpointError, read_config
 from .config import RunnerConfig
@@ -324,6 +325,8 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         self.id = self._on_main(self._entered)
         self.workspace = self.locate_workspace()
         self.workspace.create()
+        if self.is_main_process and not config.checkpoint.load_only:
+            remove_litter(self.workspace.dir)
         self._run_log = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
