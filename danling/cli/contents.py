@@ -48,7 +48,8 @@ class Contents:
     """A checkpoint without its tensors' values.
 
     Attributes:
-        kind: `file`, `sharded`, `safetensors` or `torch file` (one that another program wrote).
+        kind: `file`, `sharded`, `engine` (what the runner saved beside a DeepSpeed engine), `safetensors` or `torch file` (one that
+            another program wrote).
         path: The file or directory that was read.
         entries: Its tensors.
         plain: Everything else, nested as it was saved.
@@ -65,7 +66,7 @@ class Contents:
         """Return, for each first component, the number of tensors, elements and bytes, and the dtypes."""
         table: dict[str, dict[str, Any]] = {}
         for entry in self.entries:
-            section = entry.name.partition(".")[0] if self.kind in ("file", "sharded") else "tensors"
+            section = entry.name.partition(".")[0] if self.kind in ("file", "sharded", "engine") else "tensors"
             row = table.setdefault(section, {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}})
             row["tensors"] += 1
             row["elements"] += entry.numel
@@ -93,7 +94,10 @@ def read_contents(source: str | Path) -> Contents:
         return Contents("safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain)
     store, found = locate(path)
     target = store.target(found)
-    contents = _read_sharded(target) if target.is_dir() else _read_file(target)
+    contents = _read_directory(target) if target.is_dir() else _read_file(target)
+    if contents.kind != "torch file":
+        # Its tensors stay unread, so that sizes are enough.
+        store.verify(found, "size")
     try:
         record = store.record(found)
     except CheckpointDamaged:
@@ -135,11 +139,11 @@ def _safetensors_entry(name: str, about: Mapping[str, Any]) -> Entry:
 
 
 def _read_file(path: Path) -> Contents:
-    from danling.runners.checkpoints.reading import read_file
+    from danling.runners.checkpoints.reading import check_foreign, is_own, read_file
 
+    check_foreign(path, "size")
     payload = read_file(path, mmap=True)
-    own = isinstance(payload, Mapping) and "format_version" in payload
-    contents = Contents("file" if own else "torch file", path)
+    contents = Contents("file" if is_own(payload) else "torch file", path)
     contents.entries = list(_tensors(payload, ""))
     contents.plain = _without_tensors(payload) if isinstance(payload, Mapping) else {}
     return contents
@@ -169,19 +173,23 @@ def _without_tensors(value: Any) -> Any:
     return value
 
 
+def _read_directory(path: Path) -> Contents:
+    from danling.runners.checkpoints.deepspeed_files import is_engine_target, read_runner_file
+
+    if not is_engine_target(path):
+        return _read_sharded(path)
+    payload = read_runner_file(path)
+    return Contents("engine", path, list(_tensors(payload, "")), _without_tensors(payload))
+
+
 def _read_sharded(path: Path) -> Contents:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from danling.runners.checkpoints.dcp_files import read_target
+    from danling.runners.checkpoints.shard_index import read_index
+    from danling.utils.tensors import dtype_of
 
-    from danling.runners.checkpoints.dcp_files import TargetReader, read_target
-
-    metadata = TargetReader(path).read_metadata()
-    contents = Contents("sharded", path)
-    for name, about in sorted(metadata.state_dict_metadata.items()):
-        if isinstance(about, TensorStorageMetadata):
-            dtype = about.properties.dtype
-            size = math.prod(about.size) * dtype.itemsize
-            text = str(dtype).removeprefix("torch.")
-            contents.entries.append(Entry(name, text, tuple(about.size), size, len(about.chunks)))
     plain = read_target(path, sections=["format_version", "runner", "state"])
-    contents.plain = _without_tensors(plain)
+    contents = Contents("sharded", path, plain=_without_tensors(plain))
+    for name, about in sorted(read_index(path).tensors.items()):
+        size = math.prod(about.shape) * dtype_of(about.dtype).itemsize
+        contents.entries.append(Entry(name, about.dtype, about.shape, size, len(about.chunks)))
     return contents

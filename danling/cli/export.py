@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-from danling.runners.checkpoints.errors import CheckpointDamaged, CheckpointMismatch
-from danling.runners.checkpoints.file_store import SUMS, FileStore
+from danling.runners.checkpoints.errors import CheckpointMismatch
+from danling.runners.checkpoints.file_store import SUMS
 from danling.runners.checkpoints.target_store import TARGETS
 
 from .contents import read_contents
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="of files in a directory, such as 5GB or 2GiB"
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="let DeepSpeed put the shares of its engine together: it unpickles them, which runs what is in them",
+    )
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
 
@@ -56,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             "Leave its ending out, or the option."
         )
     _check_place(options.output, options.checkpoint)
-    model, ema, step = read_weights(options.checkpoint, options.ema)
+    model, ema, step = read_weights(options.checkpoint, options.ema, trust=options.trust)
     import torch
 
     from danling.runners.checkpoints.exchange import export_weights
@@ -91,29 +97,29 @@ def _check_place(output: Path, checkpoint: str) -> None:
         )
 
 
-def read_weights(source: str, ema: str | None) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
+def read_weights(
+    source: str, ema: str | None, *, trust: bool = False
+) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
     """Return the weights to write as the model, those to write beside them, and the step of a verified checkpoint.
 
     Args:
         source: See `locate`.
         ema: `"instead"`, `"beside"` or `None`.
+        trust: See `read_payload`.
 
     Raises:
         CheckpointDamaged: If it does not verify.
         CheckpointMismatch: If it has no weights of the kind asked for.
     """
     from danling.runners.checkpoints.deepspeed_files import is_engine_target
-    from danling.runners.checkpoints.reading import read_payload
+    from danling.runners.checkpoints.reading import moment, read_payload
 
     store, found = locate(source)
-    if isinstance(store, FileStore) and not store.has_sums(found):
-        raise CheckpointDamaged(
-            f"Expected a checkpoint with its sums beside it. Received: {found}; {found.name}{SUMS} is missing. If it is a copy, copy the "
-            "sums too; if another program wrote it, it is no checkpoint of this library, and a run loads it with `pretrained`."
-        )
     store.verify(found, "full")
     target = store.target(found)
-    payload = read_payload(target, sections=["model", "ema"] if ema else ["model"])
+    alone = store.lacks_sums(found)
+    sections = ["model", *(["ema"] if ema else []), *(["state"] if alone else [])]
+    payload = read_payload(target, sections=sections, trust=trust)
     model: Any = payload.get("model")
     averaged: Any = (payload.get("ema") or {}).get("weights")
     if model is None or (ema and averaged is None):
@@ -121,7 +127,12 @@ def read_weights(source: str, ema: str | None) -> tuple[dict[str, Any], dict[str
         # The payload has only what was asked for.
         held = sorted(payload if is_engine_target(target) else read_contents(found).sections())
         raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {held}.")
-    step = store.record(found).step
+    if alone:
+        print(
+            f"danling: {found} has no sums beside it: verified by those inside of it, {moment(payload)}",
+            file=sys.stderr,
+        )
+    step = payload.get("state", {}).get("train", {}).get("global_step") if alone else store.record(found).step
     if ema == "instead":
         return dict(averaged), None, step
     return dict(model), dict(averaged) if ema else None, step

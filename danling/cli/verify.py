@@ -1,8 +1,8 @@
 """Compare checkpoints with the SHA-256 sums that were written with them, and name every file that differs.
 
 A file, pointer or target is verified alone; a checkpoint or run directory means all that lies in it, sums whose file is gone
-included. What a killed process of the run has left is named as litter: it is no damage, and the next start removes it. Nothing is
-loaded, and torch is not needed. Exit code 1 says that something is damaged.
+included. A file that was copied without its sums is compared with those inside of it. Nothing is loaded, and torch is not needed.
+Exit code 1 says that something is damaged.
 
 Example: danling verify experiments/digits/e3551df201ca5a2c
 """
@@ -10,22 +10,23 @@ Example: danling verify experiments/digits/e3551df201ca5a2c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from danling.runners.checkpoints import storage
-from danling.runners.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
-from danling.runners.checkpoints.file_store import NEXT, SUFFIX, read_manifest
+from danling.runners.checkpoints.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
+from danling.runners.checkpoints.file_store import NEXT, SUFFIX, has_sums, is_of_run, read_manifest, verify_alone
 from danling.runners.checkpoints.file_store import SUMS as FILE_SUMS
-from danling.runners.checkpoints.litter import litter_in
 from danling.runners.checkpoints.manifest import Manifest, complaints
 from danling.runners.checkpoints.manifest import read_manifest as read_sums
 from danling.runners.checkpoints.policy import is_name
 from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore
-from danling.workspace.claim import is_in_use
-from danling.workspace.litter import litter_in_run
-from danling.workspace.runs import Run
 
 from .output import DAMAGED, OK, add_json, print_json
 
@@ -39,49 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print one line for each checkpoint and one for each problem."""
-    path = Path(options.checkpoint)
-    litter = litter_of(path)
-    verdicts = [verdict for verdict in verify(path, options.level) if not _is_left_of(verdict["path"], litter)]
+    verdicts = verify(Path(options.checkpoint), options.level)
     damaged = [verdict for verdict in verdicts if verdict["problems"]]
     if options.json:
-        litter_paths = [str(left) for left in litter]
-        print_json({"level": options.level, "checkpoints": verdicts, "litter": litter_paths})
+        print_json({"level": options.level, "checkpoints": verdicts})
     else:
         for verdict in verdicts:
             about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
             print(f"{'DAMAGED' if verdict['problems'] else 'ok':8}{verdict['path']}{about}")
+            if verdict["note"] and not verdict["problems"]:
+                print(f"        {verdict['note']}")
             for problem in verdict["problems"]:
                 print(f"        {problem}")
-        for left in litter:
-            print(f"{'litter':8}{left}")
         if damaged:
             print(f"{len(damaged)} of {len(verdicts)} damaged")
     return DAMAGED if damaged else OK
 
 
-def litter_of(path: Path) -> list[Path]:
-    """Return what killed processes of the run have left in a run or checkpoint directory; none while a process writes there.
-
-    Args:
-        path: As for `verify`.
-    """
-    if not path.is_dir() or (path / SUMS).is_file():
-        return []
-    run = path if (path / "metadata").is_dir() or (path / "checkpoints").is_dir() else path.parent
-    if is_in_use(run):
-        return []
-    keep = Run(run, run.name).config.get("checkpoint.keep_latest_k", 0)
-    found = [left for directory in {path, run / "checkpoints"} for left in litter_in(directory, keep=int(keep or 0))]
-    return sorted(found) + (litter_in_run(run) if run == path else [])
-
-
-def _is_left_of(path: str, litter: list[Path]) -> bool:
-    """Whether a checkpoint is one of which a deletion that was killed has left the sums alone."""
-    return Path(path + FILE_SUMS) in litter
-
-
 def verify(path: Path, level: str) -> list[dict[str, Any]]:
-    """Return a verdict for each checkpoint that a path means: `path`, `problems`, and `step` and `epoch` where known.
+    """Return a verdict for each checkpoint that a path means: `path`, `problems`, a `note`, and `step` and `epoch` where known.
 
     Args:
         path: A file, pointer, target, checkpoint directory or run directory.
@@ -140,6 +117,8 @@ def _target_of(pointer: Path) -> str | None:
 def _verdict(path: Path, level: str) -> dict[str, Any]:
     manifest: Manifest | None = None
     try:
+        if path.suffix == SUFFIX and path.is_file() and not has_sums(path) and not is_of_run(path.parent):
+            return _verdict_alone(path, level)
         if path.suffix == SUFFIX:
             manifest, problems = _check_file(path, level)
         else:
@@ -152,6 +131,31 @@ def _verdict(path: Path, level: str) -> dict[str, Any]:
         "step": record.step if record else None,
         "epoch": record.epoch if record else None,
         "problems": problems,
+        "note": None,
+    }
+
+
+def _verdict_alone(path: Path, level: str) -> dict[str, Any]:
+    """Judge a file that was copied without its sums by those inside of it."""
+    facts: Mapping[str, Any] = {}
+    problems: list[str] = []
+    note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 sums inside of the file"
+    try:
+        verify_alone(path, level)
+        # torch is needed to say more: what a file is stands in a manifest, and else only in what torch reads.
+        from danling.runners.checkpoints.reading import read_payload
+
+        facts = read_payload(path, sections=["state"], mmap=True).get("state", {}).get("train", {})
+    except CheckpointMismatch:
+        note += "; it is no checkpoint of this library"
+    except CheckpointError as error:
+        problems = [str(error)]
+    return {
+        "path": str(path),
+        "step": facts.get("global_step"),
+        "epoch": facts.get("epoch"),
+        "problems": problems,
+        "note": note,
     }
 
 

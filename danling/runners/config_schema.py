@@ -66,6 +66,8 @@ class CheckpointConfig(ClosedSection):
     """Never write a checkpoint."""
     verify: Literal["full", "size", "none"] = "full"
     """What is checked on load: full (SHA-256 sums), size, or none."""
+    trust: bool = False
+    """Let DeepSpeed's converters unpickle engine files, which runs what is in them; never taken from a checkpoint."""
     async_enabled: bool = True
     """Write in the background."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | None = None

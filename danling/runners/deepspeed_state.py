@@ -117,7 +117,7 @@ class DeepSpeedState(DeepSpeedModel):
             self._load_tag(state)
             return
         if isinstance(state, EngineTag):
-            state = self.checkpoint_manager.on_all(lambda: consolidated_weights(state.path))
+            state = self.checkpoint_manager.on_all(lambda: consolidated_weights(state.path, trust=self._trusted))
         with self.whole_weights(modify=True):
             super().load_model(state, partial=partial)
         if self.engine is not None and engines.is_divided(self.engine):
@@ -135,7 +135,9 @@ class DeepSpeedState(DeepSpeedModel):
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):
-            state = self.checkpoint_manager.on_all(lambda: consolidated_optimizer(state.path, state.outline))
+            state = self.checkpoint_manager.on_all(
+                lambda: consolidated_optimizer(state.path, state.outline, trust=self._trusted)
+            )
         if not engines.is_divided(self.engine):
             super().load_optimizer(state)
             return
@@ -152,6 +154,10 @@ class DeepSpeedState(DeepSpeedModel):
             self.engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()]
         )
 
+    @property
+    def _trusted(self) -> bool:
+        return bool(self.config.checkpoint.trust)
+
     def _fits(self, tag: EngineTag) -> bool:
         """Whether the engine reads the tag itself; one of another stage or number of ranks is put together and divided anew."""
         return tag.stage == self.engine_stage and (tag.world_size == self.world_size or tag.stage == 0)
@@ -161,7 +167,7 @@ class DeepSpeedState(DeepSpeedModel):
     def _load_tag(self, tag: EngineTag) -> None:
         excluded = self.config.checkpoint.exclude_from_loading or []
         listed = [excluded] if isinstance(excluded, str) else list(excluded)
-        files = HashingFiles()
+        files = HashingFiles(trust=self._trusted)
         with engines.single_writer(self.engine, files):
             self.engine.load_checkpoint(
                 str(tag.path.parent), tag=tag.path.name, load_optimizer_states="optimizer" not in listed

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
-from danling.utils.secrets import secret_values
 from danling.workspace import (
     JsonlTracker,
     TensorBoardTracker,
@@ -130,8 +129,7 @@ class RunnerSupervision(RunnerFacts):
                 dir=settings.dir or self.workspace.dir,
                 mode=settings.mode,
                 run_id=self.instance,
-                config=self.config.public(),
-                secrets=secret_values(self.config.plain(), self.config.secret_keys or ()),
+                config=self.config.plain(),
             )
         )
 

@@ -34,9 +34,7 @@ class TorchLoading(TorchState):
         """
         config = self.config
         if not config.checkpoint.load_only:
-            # Now, and not at the first save. Replica groups share the directory, and another one may be writing.
-            if self.workspace_part is None:
-                self.checkpoint_manager.tidy()
+            # Now, and not at the first save.
             self.checkpoint_manager.check_directory()
         if config.resume:
             self.load_checkpoint(config.resume)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; nobody has one who has not imported its module."""
@@ -55,6 +57,17 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
     return with_local_part(like, local.to(local_part(like).device).contiguous())
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that torch prints as `torch.{name}`; the name is compared, not looked up as an attribute of torch.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"Expected the name of a dtype, such as 'float32'. Received: {name!r}.")
+    return _DTYPES[name]
 
 
 def floating_dtype(name: str, *, key: str) -> torch.dtype:

@@ -172,11 +172,11 @@ def test_what_torch_cannot_read_is_said_in_one_plain_line(run: Path, capsys: pyt
         assert "danling verify" in capsys.readouterr().err
 
 
-def test_export_without_sums_advises_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_what_another_program_wrote_says_what_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"a.weight": torch.ones(2, 3)}, "foreign.pth")
-    assert main(["export", "foreign.pth", "out.pth"]) == 1
+    assert main(["export", "foreign.pth", "out.pth"]) == 2
     told = capsys.readouterr().err
-    assert "foreign.pth.sha256 is missing" in told and "checkpoint.verify" not in told
+    assert "`pretrained`" in told and "checkpoint.verify" not in told
 
 
 def test_export_of_averages_that_are_not_there_names_what_is(

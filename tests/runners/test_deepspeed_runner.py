@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import hostile
 from support.engines import AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.processes import run_outcomes, run_processes
 from support.toys import differences
 
 import danling as dl
-from danling.runners.checkpoints import CheckpointDamaged, export_deepspeed_checkpoint, read_config
+from danling.cli.main import main
+from danling.runners.checkpoints import (
+    CheckpointDamaged,
+    CheckpointError,
+    export_deepspeed_checkpoint,
+    read_config,
+)
 from danling.training import NonFiniteError
 
 
@@ -138,6 +146,11 @@ def finetuned(config: dict[str, Any], source: str) -> dict[str, torch.Tensor]:
         return {name: weight.clone() for name, weight in runner.model_state_dict().items()}
 
 
+def needs_trust(action: Callable[..., Any], *arguments: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint\.trust=true .*danling export --trust"):
+        action(*arguments)
+
+
 def finetune_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, torch.Tensor]]:
     return [finetuned(config, source) for config, source in cases]
 
@@ -155,14 +168,19 @@ def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
         (latest,) = Path(config["workspace_root"]).rglob("checkpoints/latest")
         assert read_config(latest)["deepspeed"] == config["deepspeed"]
         assert len(list(latest.parent.glob("ckpt-*"))) == 1
-        (file,) = export_deepspeed_checkpoint(latest.parent, tmp_path / f"{Path(config['workspace_root']).name}.pth")
+        out = tmp_path / f"{Path(config['workspace_root']).name}.pth"
+        if config["deepspeed"]["zero_optimization"]["stage"] > 0:
+            needs_trust(export_deepspeed_checkpoint, latest.parent, out)
+            needs_trust(AnyStackRunner, settings(tmp_path / "ddp", "ddp", pretrained=str(latest)))
+            assert main(["export", str(latest), str(out)]) == 1
+        (file,) = export_deepspeed_checkpoint(latest.parent, out, trust=True)
         exported = torch.load(file, weights_only=True)
         assert differences(exported, found["state"]["model"]) == []
         assert "state" in torch.load(
             latest.parent / "targets" / latest.read_text().strip() / "runner.pth", weights_only=True
         )
         loads.append((settings(tmp_path / "ddp", "ddp"), str(file)))
-        loads.append((settings(tmp_path / "again", deepspeed=zero(3)), str(latest)))
+        loads.append((settings(tmp_path / "again", deepspeed=zero(3), **{"checkpoint.trust": True}), str(latest)))
     for index, weights in enumerate(run_processes(finetune_each, loads, world_size=1, timeout=100)[0]):
         assert differences(weights, trained[index // 2]["state"]["model"]) == []
 
@@ -196,7 +214,8 @@ def test_a_run_goes_on_at_another_stage_number_of_processes_and_stack(tmp_path: 
         {"deepspeed": zero(1), "dataloader": {"batch_size": 8, "drop_last": False}},
         {"stack": "ddp"},
     ]
-    second = [({**config, **changes, "auto_resume": True}, {}) for (config, _), changes in zip(first, targets)]
+    trusting = {"auto_resume": True, "checkpoint.trust": True}
+    second = [({**config, **changes, **trusting}, {}) for (config, _), changes in zip(first, targets)]
     two = run_processes(train_each, second[::2], world_size=2, timeout=100)[0]
     one = run_processes(train_each, second[1:2], world_size=1, timeout=100)[0]
     reference = run_processes(train, settings(tmp_path / "ddp", "ddp"), world_size=2)[0]["state"]
@@ -225,7 +244,8 @@ def test_weights_and_moments_come_back_at_another_stage_on_another_number_of_pro
     config = settings(tmp_path, deepspeed=zero(stage), dataloader={"batch_size": 8 // ranks, "drop_last": False})
     saved = run_processes(train, config, stop_at=3, world_size=ranks, timeout=90)[0]["state"]
     changes = {"deepspeed": zero(stage_then), "dataloader": {"batch_size": 8 // ranks_then, "drop_last": False}}
-    again = {**config, **changes, "resume": str(next(tmp_path.rglob("checkpoints/latest")))}
+    latest = str(next(tmp_path.rglob("checkpoints/latest")))
+    again = {**config, **changes, "resume": latest, "checkpoint.trust": True}
     for found in run_processes(restored, again, world_size=ranks_then, timeout=90):
         assert differences(found["model"], saved["model"]) == []
         assert differences(found["optimizer"], saved["optimizer"]["state"]) == []
@@ -276,6 +296,29 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
     assert file.name in message
 
 
+def resume_with_a_pickle(root: Path) -> str:
+    config = settings(root, deepspeed=zero(1))
+    train(config, stop_at=2)
+    # The engine's own files of the same layout need no trust.
+    with AnyStackRunner({**config, "auto_resume": True}) as runner:
+        assert runner.state.train.global_step == 2
+    (file,) = root.rglob("*_optim_states.pt")
+    hostile.plant_in_file(file, hostile.harm("os.system", root / "mark", protocol=2))
+    hostile.reseal(root)
+    try:
+        AnyStackRunner({**config, "auto_resume": True}).close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@needs_deepspeed
+def test_an_engines_file_runs_nothing_unless_it_is_trusted(tmp_path: Path) -> None:
+    message = run_processes(resume_with_a_pickle, tmp_path, world_size=1)[0]
+    assert "checkpoint.trust=true" in message and "optim_states.pt" in message
+    assert not (tmp_path / "mark").exists()
+
+
 def without_launcher(root: Path) -> dict[str, Any]:
     """What a process that nobody launched runs into."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -300,7 +343,7 @@ def without_launcher(root: Path) -> dict[str, Any]:
         found["thaw"] = str(caught.value)
     first = settings(root / "first", deepspeed=zero(1))
     trained = train(first, stop_at=3)["state"]
-    again = {**first, "auto_resume": True, "checkpoint.exclude_from_loading": ["model"]}
+    again = {**first, "auto_resume": True, "checkpoint.exclude_from_loading": ["model"], "checkpoint.trust": True}
     with AnyStackRunner(again) as runner:
         found["optimizer"] = differences(runner.optimizer_state_dict()["state"], trained["optimizer"]["state"])
         found["model"] = differences(runner.model_state_dict(), trained["model"])

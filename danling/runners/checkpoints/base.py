@@ -15,18 +15,22 @@ from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .executor import SaveExecutor
 from .file_store import FileStore
-from .litter import pruned_sums
-from .ownership import newest_record
 from .policy import Line, Record, history_name, newest, next_line, on_line
 from .reading import read_payload
 from .settings import CheckpointSettings
 from .snapshot import SnapshotBuffers, to_host
 from .store import CheckpointStore
-from .target_store import TARGETS, TargetStore
+from .target_store import TargetStore
 
 logger = logging.getLogger("danling")
 
 T = TypeVar("T")
+
+_ALONE = {
+    "full": ": it was verified by those inside of it, which tell damage, but not which save it is.",
+    "size": ": all but its tensors was verified by those inside of it.",
+    "none": ", and checkpoint.verify='none' looks at nothing else.",
+}
 
 
 class CheckpointManager(ABC):
@@ -71,6 +75,7 @@ class CheckpointManager(ABC):
         self._line: Line | None = None
         self._resumed: Record | None = None
         self._closed = False
+        self._alone: set[Path] = set()
 
     # Saving
 
@@ -165,11 +170,14 @@ class CheckpointManager(ABC):
         """
         self.wait()
         path = self.on_main(lambda: self._verified(source))
-        return self.on_all(lambda: read_payload(path, template=template, sections=sections))
+        return self.on_all(lambda: read_payload(path, template=template, sections=sections, trust=self.settings.trust))
 
     def _verified(self, source: str | Path) -> Path:
         store, path = self._resolve(source)
         store.verify(path, self.settings.verify)
+        if store.lacks_sums(path) and path not in self._alone:
+            self._alone.add(path)
+            logger.warning("%s has no sums beside it%s", path, _ALONE[self.settings.verify])
         self._record_of(store, path)
         return store.target(path)
 
@@ -233,23 +241,6 @@ class CheckpointManager(ABC):
             CheckpointMismatch: If there is a checkpoint of another run.
         """
         self.on_main(lambda: self._refuse_foreign(self._records()))
-
-    def tidy(self) -> None:
-        """Remove what killed saves and deletions have left in the directory of this run. Call on all ranks, where nobody else writes."""
-        self.on_main(self._tidy)
-
-    def _tidy(self) -> None:
-        last = newest_record(self.directory)
-        if last is None or last.run != self.run_id:
-            return
-        try:
-            for store in self.stores:
-                if not isinstance(store, TargetStore) or (self.directory / TARGETS).is_dir():
-                    store.recover()
-            for orphan in pruned_sums(self.directory, self.settings.keep_latest_k):
-                storage.remove(orphan)
-        except OSError as error:
-            logger.warning("What killed saves have left in %s could not be removed: %s", self.directory, error)
 
     def is_foreign(self) -> bool:
         """Whether another run saves in the directory."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,6 +27,7 @@ from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
 from .manifest import Manifest
 from .policy import Record
+from .shard_index import INDEX, from_metadata, read_index, to_metadata
 from .target_store import SUMS
 
 METADATA = ".metadata"
@@ -73,7 +72,7 @@ class HashedResult(WriteResult):
 
 
 class TargetWriter(FileSystemWriter):
-    """Writes one target: files of all ranks, `.metadata`, and last the manifest, which makes it complete.
+    """Writes one target: files of all ranks, `.metadata`, the index, and last the manifest, which makes it complete.
 
     Args:
         path: The target; nothing was ever written to it.
@@ -99,12 +98,13 @@ class TargetWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata` and the manifest; on the coordinator, when all ranks have written."""
+        """Write `.metadata`, the index and the manifest; on the coordinator, when all ranks have written."""
         super().finish(metadata, results)
         path = Path(self.path)
         files: dict[str, tuple[int, str]] = {METADATA: self._hashing.written[f"{METADATA}.tmp"]}
         for result in (result for of_rank in results for result in of_rank):
             files.update(result.written if isinstance(result, HashedResult) else {})
+        files[INDEX] = storage.write_new_text(path / INDEX, from_metadata(metadata).text())
         storage.sync_directory(path)
         storage.sync_directory(path.parent)
         storage.write_text(path / SUMS, Manifest(self.record, files).text())
@@ -119,38 +119,21 @@ class TargetWriter(FileSystemWriter):
 
 
 class TargetReader(FileSystemReader):
-    """Reads a target; its metadata may name nothing but what metadata consists of."""
+    """Reads a target of which the index is known: torch's own would unpickle `.metadata`.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The target.
+        metadata: What lies where in it.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
         self.fs: HashingFileSystem = HashingFileSystem()
+        self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`.
-
-        Raises:
-            CheckpointDamaged: If it cannot be read, or holds anything else.
-        """
-        path = Path(self.path) / METADATA
-        try:
-            with os.fdopen(storage.open_regular(path), "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except Exception as error:
-            raise CheckpointDamaged(
-                f"Expected the metadata of a distributed checkpoint. Received: {path}: {error}"
-            ) from error
-        return cast(Metadata, metadata)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "pathlib") else None
-        plain = found is torch.Size or isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
-        own = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
-        layout = (module, name) in (("torch.serialization", "_get_layout"), ("torch._utils", "_rebuild_layout"))
-        if plain or own or layout or (module.partition(".")[0] == "pathlib" and isinstance(found, type)):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of metadata")
+        """Return what lies where."""
+        return self.metadata
 
 
 def read_target(
@@ -166,8 +149,7 @@ def read_target(
     Raises:
         CheckpointDamaged: If it cannot be read.
     """
-    reader = TargetReader(path)
-    metadata = reader.read_metadata()
+    metadata = _metadata(path)
     flat = destinations(metadata, template, None if sections is None else frozenset(sections))
     elsewhere = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
     flat = {name: value for name, value in flat.items() if name not in elsewhere}
@@ -175,7 +157,7 @@ def read_target(
     if flat:
         try:
             with quiet():
-                load(flat, storage_reader=reader, planner=planner, no_dist=True)
+                load(flat, storage_reader=TargetReader(path, metadata), planner=planner, no_dist=True)
         except CheckpointException as error:
             reason = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise CheckpointDamaged(f"Expected a readable checkpoint. Received: {path}: {reason}") from None
@@ -195,6 +177,19 @@ def save_target(
     """
     with quiet():
         save(payload, storage_writer=writer, planner=SavePlanner(), process_group=group, no_dist=alone)
+
+
+def _metadata(path: Path) -> Metadata:
+    index = read_index(path)
+    sizes = {extent.file: storage.size_of(path / extent.file) for extent in index.extents()}
+    # What is no regular file, such as a pipe, would be waited for.
+    missing = sorted(file for file, size in sizes.items() if size is None)
+    if missing:
+        raise CheckpointDamaged(f"Expected the files of {path}. Received: no {', '.join(missing[:5])}.")
+    try:
+        return to_metadata(index)
+    except ValueError as error:
+        raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
 
 
 @contextmanager

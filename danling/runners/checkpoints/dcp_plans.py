@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from danling.utils.tensors import is_sharded
 
+from .archive import archive_complaints
 from .errors import CheckpointDamaged, CheckpointError
 
 Path = tuple[Any, ...]
@@ -115,6 +116,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read one plain value."""
         name = read_item.dest_index.fqn
+        problems = archive_complaints(value)
+        if problems:
+            raise CheckpointDamaged(f"Expected a readable entry. Received: {name}: {'; '.join(problems)}")
+        value.seek(0)
         try:
             self.state_dict[name] = _Leaf(torch.load(value, weights_only=True))
         except Exception as error:

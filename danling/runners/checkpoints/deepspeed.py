@@ -126,7 +126,9 @@ class DeepSpeedCheckpointManager(CheckpointManager):
         self.wait()
         path = self.on_main(lambda: self._verified(source))
         if sections is not None or not self.on_main(lambda: is_engine_target(path)):
-            return self.on_all(lambda: read_payload(path, template=template, sections=sections))
+            return self.on_all(
+                lambda: read_payload(path, template=template, sections=sections, trust=self.settings.trust)
+            )
         payload = self.on_all(lambda: read_runner_file(path))
         if "model" in payload:
             raise CheckpointMismatch(
@@ -137,12 +139,15 @@ class DeepSpeedCheckpointManager(CheckpointManager):
         return {**payload, "model": tag, "optimizer": tag}
 
 
-def export_deepspeed_checkpoint(source: str | Path, path: str | Path, **options: Any) -> list[Path]:
+def export_deepspeed_checkpoint(
+    source: str | Path, path: str | Path, *, trust: bool = False, **options: Any
+) -> list[Path]:
     """Put the weights of a checkpoint of the DeepSpeed manager together and write them for other programs. Call on one process.
 
     Args:
         source: A checkpoint directory, one of its pointer files, or a target.
         path: As in `export_weights`: a file for `torch.load`, a `.safetensors` file, or a directory.
+        trust: Let DeepSpeed put the shares of several ranks, or of ZeRO 1 to 3, together: it unpickles them, which runs what is in them.
         options: As in `export_weights`.
 
     Returns:
@@ -151,7 +156,7 @@ def export_deepspeed_checkpoint(source: str | Path, path: str | Path, **options:
     Raises:
         CheckpointNotFound: If there is no such checkpoint.
         CheckpointDamaged: If it is not what was written.
-        CheckpointError: If DeepSpeed is not installed.
+        CheckpointError: If it takes trust, or DeepSpeed is not installed.
     """
     store = TargetStore(Path("checkpoints"), run_id="")
     found = store.locate(Path(source))
@@ -166,6 +171,6 @@ def export_deepspeed_checkpoint(source: str | Path, path: str | Path, **options:
             f"Expected a checkpoint of the DeepSpeed manager. Received: {target}, without {RUNNER_FILE}."
         )
     payload = read_runner_file(target)
-    weights = payload["model"] if "model" in payload else consolidated_weights(target)
+    weights = payload["model"] if "model" in payload else consolidated_weights(target, trust=trust)
     averaged = payload.get("ema", {}).get("weights")
     return export_weights(path, weights, ema=averaged, **options)

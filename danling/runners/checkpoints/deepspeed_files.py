@@ -1,7 +1,7 @@
 """The files of a DeepSpeed checkpoint: an engine's tag, and beside its files what the runner saves.
 
-Reading the runner's part needs nothing of DeepSpeed and runs nothing that is in the file. The engine's own files are pickles of
-DeepSpeed's: reading weights or optimizer out of them runs what is in them, as DeepSpeed itself does.
+Reading the runner's part needs nothing of DeepSpeed and runs nothing that is in the file. The engine's own files are read through a
+fixed table of classes. Where shares have to be put together, DeepSpeed's own converters do it, which unpickle: that takes trust.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from danling.utils.names import canonical_name
 
 from . import storage
-from .errors import CheckpointDamaged, CheckpointError
+from .engine_pickles import read_engine_file, require_trust
+from .errors import CheckpointError
 from .reading import check_format, read_file
 
 RUNNER_FILE = "runner.pth"
@@ -57,13 +58,17 @@ class HashingFiles:
     What a DeepSpeed engine asks of its checkpoint engine. A rank whose write fails goes on to the engine's barriers, and the error is
     raised when all ranks have come through.
 
+    Args:
+        trust: See `read_engine_file`.
+
     Attributes:
         written: `(size in bytes, SHA-256)` by file name.
         error: The first error of a write.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trust: bool = False) -> None:
         self.name = "danling"
+        self.trust = trust
         self.written: dict[str, tuple[int, str]] = {}
         self.error: Exception | None = None
 
@@ -89,7 +94,7 @@ class HashingFiles:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file of DeepSpeed's."""
-        return read_engine_file(Path(path), map_location=map_location)
+        return read_engine_file(Path(path), map_location=map_location, trust=self.trust)
 
     def commit(self, info: Any) -> bool:
         """Nothing is left to do."""
@@ -117,20 +122,6 @@ class HashingFiles:
         return True
 
 
-def read_engine_file(path: Path, *, map_location: Any = "cpu") -> Any:
-    """Read a file that an engine wrote. It is a pickle: whatever is in it runs.
-
-    Raises:
-        CheckpointDamaged: If torch cannot read it.
-    """
-    try:
-        return torch.load(path, map_location=map_location, weights_only=False)
-    except Exception as error:
-        raise CheckpointDamaged(
-            f"Expected a file of DeepSpeed's. Received: {path}, on which torch.load fails: {error}"
-        ) from error
-
-
 def is_engine_target(path: Path) -> bool:
     """Whether a target was written by the DeepSpeed manager."""
     return storage.size_of(path / RUNNER_FILE) is not None
@@ -141,31 +132,38 @@ def read_runner_file(path: Path) -> dict[str, Any]:
     return check_format(read_file(path / RUNNER_FILE), path)
 
 
-def read_engine_target(path: Path, *, sections: Iterable[str] | None = None) -> dict[str, Any]:
+def read_engine_target(path: Path, *, sections: Iterable[str] | None = None, trust: bool = False) -> dict[str, Any]:
     """Return the payload of a target as the other stacks save it: whole float32 weights, and the optimizer's state by name.
 
     Args:
         path: The target.
         sections: Components to return; `None` returns all.
+        trust: See `consolidated_weights`.
     """
     payload = read_runner_file(path)
     if "model" not in payload and (sections is None or "model" in sections):
-        payload["model"] = consolidated_weights(path)
+        payload["model"] = consolidated_weights(path, trust=trust)
         if "engine" in payload and (sections is None or "optimizer" in sections):
-            payload["optimizer"] = consolidated_optimizer(path, payload["engine"])
+            payload["optimizer"] = consolidated_optimizer(path, payload["engine"], trust=trust)
     return {name: value for name, value in payload.items() if sections is None or name in sections}
 
 
-def consolidated_weights(path: Path) -> dict[str, Tensor]:
+def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor]:
     """Return the whole float32 weights of a target by canonical name, put together from the shares of all ranks.
 
+    Args:
+        path: The target.
+        trust: Let DeepSpeed put shares together, which unpickles them and so runs what is in them.
+
     Raises:
-        CheckpointError: If DeepSpeed, which does it, is not installed, or a weight of the model is in none of the files.
+        CheckpointError: If there are shares and they are not trusted; if DeepSpeed, which puts them together, is not installed; or if a
+            weight of the model is in none of the files.
         CheckpointDamaged: If a file cannot be read.
     """
     if not any(path.glob("*_optim_states.pt")):
-        module = read_engine_file(path / _WHOLE_MODEL)["module"]
+        module = read_engine_file(path / _WHOLE_MODEL, trust=trust)["module"]
         return {canonical_name(name): tensor for name, tensor in module.items()}
+    require_trust(trust, path)
     _require_deepspeed(path)
     convert = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -195,23 +193,25 @@ def _require_deepspeed(path: Path) -> None:
         )
 
 
-def consolidated_optimizer(path: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
+def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
     """Return the whole state of the optimizer by parameter name, through DeepSpeed's universal checkpoint.
 
     Args:
         path: The target.
         engine: What the runner saved of the engine: its stage, the groups of parameters, and states that are no tensors.
+        trust: See `consolidated_weights`.
     """
     if int(engine["stage"]) == 0:
-        found = read_engine_file(path / _WHOLE_MODEL)["optimizer"]
+        found = read_engine_file(path / _WHOLE_MODEL, trust=trust)["optimizer"]
         return _named(found, engine["param_groups"])
+    require_trust(trust, path)
     _require_deepspeed(path)
     with TemporaryDirectory(prefix="danling-universal-") as folder:
         convert = import_module("deepspeed.checkpoint.ds_to_universal")
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             convert.main(_conversion(path, Path(folder)))
         names = [name for group in engine["param_groups"] for name in group["params"]]
-        weights = consolidated_weights(path)
+        weights = consolidated_weights(path, trust=trust)
         state = {
             name: _universal_state(Path(folder) / "zero" / name, weights[name].shape, engine["scalars"])
             for name in names

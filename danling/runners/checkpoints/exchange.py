@@ -20,7 +20,8 @@ from danling.utils.tensors import is_sharded
 
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .reading import read_file
+from .file_store import has_sums, is_of_run, missing_sums, read_manifest
+from .reading import check_foreign, is_own, read_file
 
 _STEMS = {"model": "model", "ema": "ema"}
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
@@ -114,8 +115,20 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     elif source.suffix == ".safetensors":
         weights = _read_safetensors(source)
     else:
-        weights = _state_dict(read_file(source), source, which)
+        weights = _state_dict(_read_torch_file(source), source, which)
     return _canonical(weights)
+
+
+def _read_torch_file(path: Path) -> Any:
+    """Read a file of `torch.save` after comparing it with its sums, or with those inside of it where it has none beside it."""
+    if has_sums(path):
+        read_manifest(path, "full")
+        return read_file(path)
+    check_foreign(path, "full")
+    content = read_file(path)
+    if is_own(content) and is_of_run(path.parent):
+        raise missing_sums(path)
+    return content
 
 
 def _canonical(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import storage
+from .archive import archive_complaints
 from .errors import CheckpointDamaged
 from .manifest import Manifest, complaints, damaged
 from .manifest import read_manifest as read_sums
@@ -15,8 +16,6 @@ from .store import CheckpointStore
 SUFFIX = ".pth"
 SUMS = ".sha256"
 NEXT = ".sha256.next"
-DELETING = ".deleting-"
-"""Prefix of a mark that a checkpoint of that name is being deleted: it lies there until the last of its files is gone."""
 
 
 class FileStore(CheckpointStore):
@@ -67,20 +66,15 @@ class FileStore(CheckpointStore):
             storage.discard(staged)
 
     def _make_way(self, path: Path) -> None:
-        # A deletion that failed half-way must not be finished on what takes the name now.
-        storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
         for part in (path, _beside(path, NEXT), _beside(path, SUMS)):
             self.moved(part, storage.make_way(part))
-        if storage.size_of(path) is not None and not self.has_sums(path):
+        if storage.size_of(path) is not None and not has_sums(path):
             # No save leaves a file like that, not even one that was killed: it is somebody's.
             self.moved(path, storage.set_aside(path))
 
     def recover(self) -> None:
-        """Remove unfinished files, and bring to an end every change of names and every deletion that was interrupted."""
+        """Remove unfinished files and settle every change of names that was interrupted."""
         storage.clean(self.directory)
-        for name in sorted(storage.names(self.directory)):
-            if name.startswith(DELETING):
-                self.delete(name.removeprefix(DELETING))
         self._settle_all()
 
     def _settle_all(self) -> None:
@@ -124,32 +118,71 @@ class FileStore(CheckpointStore):
         return _parsed(path, _beside(path, SUMS)).record
 
     def verify(self, path: Path, level: str) -> None:
-        """Compare a file with its sums; level `"none"` needs no sums."""
+        """Compare a file with its sums; one that was copied without them, with those inside of it. Level `"none"` needs none.
+
+        In the directory of a run missing sums are damage: nothing else tells whether a file there is the one of its name.
+        """
         if level == "none":
             return
-        if not self.has_sums(path):
-            raise CheckpointDamaged(
-                f"Expected a checkpoint with its sums beside it. Received: {path}; {path.name}{SUMS} is missing. If another program wrote "
-                "the file, load its weights with `pretrained`; if it is a copy, copy the sums too, or set checkpoint.verify to 'none'."
-            )
-        read_manifest(path, level)
+        if has_sums(path):
+            read_manifest(path, level)
+        elif self.owns(path) or is_of_run(path.parent):
+            raise missing_sums(path)
+        else:
+            verify_alone(path, level)
 
-    def has_sums(self, path: Path) -> bool:
-        """Whether there is something to compare a file with."""
-        return any(storage.size_of(_beside(path, suffix)) is not None for suffix in (SUMS, NEXT))
+    def lacks_sums(self, path: Path) -> bool:
+        """Whether a checkpoint was copied without its sums."""
+        return not has_sums(path)
 
     def delete(self, name: str) -> None:
-        """Remove a file and its sums, under a mark that lets whoever comes after a kill finish it."""
-        mark = self.directory / f"{DELETING}{name}"
-        storage.write_new_text(mark, "")
+        """Remove a file and its sums."""
         # Sums last: a file that lost them alone would lie there for ever, neither a checkpoint nor removed by retention.
         storage.remove(self.path(name))
         storage.remove(_beside(self.path(name), NEXT))
         storage.remove(_beside(self.path(name), SUMS))
-        storage.remove(mark)
 
     def sweep(self, protected: set[int]) -> None:
         """Nothing: a file that has no name is gone."""
+
+
+def has_sums(path: Path) -> bool:
+    """Whether sums lie beside a file."""
+    return any(storage.size_of(_beside(path, suffix)) is not None for suffix in (SUMS, NEXT))
+
+
+def is_of_run(directory: Path) -> bool:
+    """Whether files in a directory are checkpoints of a run, and no copies: others have sums, or the run's description is near."""
+    if storage.size_of(directory.parent / "metadata" / "config.full.yaml") is not None:
+        return True
+    return any(name.endswith((f"{SUFFIX}{SUMS}", f"{SUFFIX}{NEXT}")) for name in storage.names(directory))
+
+
+def missing_sums(path: Path) -> CheckpointDamaged:
+    """Return the error for a file in the directory of a run that has no sums."""
+    return CheckpointDamaged(
+        f"Expected a checkpoint with its sums beside it. Received: {path}; {path.name}{SUMS} is missing, which in the directory of a run "
+        "is damage. Use another checkpoint; or, if you put the file there, move it to a directory of its own, where it is verified "
+        "by the sums inside of it."
+    )
+
+
+def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
+    """Compare a file with the sums inside of it.
+
+    Args:
+        path: A file of `torch.save`.
+        level: `"full"` reads all of it, `"size"` all but the tensors, `"none"` nothing.
+        required: Refuse a file without sums inside.
+
+    Raises:
+        CheckpointDamaged: If they differ.
+    """
+    problems = [] if level == "none" else archive_complaints(path, tensors=level == "full", required=required)
+    if problems:
+        raise CheckpointDamaged(
+            f"Expected {path} as it was written. Received: {'; '.join(problems[:5])}. Copy it again, with {path.name}{SUMS} beside it."
+        )
 
 
 def _beside(path: Path, suffix: str) -> Path:

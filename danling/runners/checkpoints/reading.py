@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,20 +12,28 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from .archive import is_archive
 from .errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
-from .file_store import SUMS, FileStore
+from .file_store import SUMS, FileStore, has_sums, verify_alone
 from .policy import is_name
 from .target_store import TARGETS, TargetStore
 
 if TYPE_CHECKING:
     from .base import CheckpointManager
 
+logger = logging.getLogger("danling")
+
 FORMAT_VERSION = 1
 """The newest `format_version` that can be read."""
 
 
 def read_payload(
-    path: Path, *, template: Mapping[str, Any] | None = None, sections: Iterable[str] | None = None, mmap: bool = False
+    path: Path,
+    *,
+    template: Mapping[str, Any] | None = None,
+    sections: Iterable[str] | None = None,
+    mmap: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint, a file or a directory, onto the CPU, without running anything that is in it. Verifies nothing.
 
@@ -33,9 +42,11 @@ def read_payload(
         template: See `CheckpointManager.load_checkpoint`.
         sections: Components to return; `None` returns all.
         mmap: Leave the tensors of a file on disk until they are used.
+        trust: Let DeepSpeed put the shares of an engine together, which runs what is in its files.
 
     Raises:
         CheckpointDamaged: If torch cannot read it.
+        CheckpointError: If it takes trust to read it.
         CheckpointMismatch: If it is no checkpoint of this library, or of a format that this version does not know.
     """
     wanted = None if sections is None else {*sections, "format_version"}
@@ -43,7 +54,7 @@ def read_payload(
         from .deepspeed_files import is_engine_target, read_engine_target
 
         if is_engine_target(path):
-            return read_engine_target(path, sections=wanted)
+            return read_engine_target(path, sections=wanted, trust=trust)
         from .dcp_files import read_target
 
         return check_format(read_target(path, template=template, sections=wanted), path)
@@ -110,29 +121,29 @@ def read_config(source: str | Path) -> dict[str, Any]:
         CheckpointNotFound: If there is none.
         CheckpointDamaged: If it cannot be read, or a file has another size than was written.
     """
-    return dict(read_sections(source, ["runner"])["runner"])
-
-
-def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]:
-    """Return components of a checkpoint, found as `read_config` finds it; the tensors of a file stay on disk until they are used.
-
-    Args:
-        source: As for `read_config`.
-        sections: Names of the components.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-        CheckpointDamaged: If it cannot be read, or a file has another size than was written.
-    """
     for kind in (FileStore, TargetStore):
         store = kind(Path("checkpoints"), run_id="")
         found = store.locate(Path(source))
         if found is not None:
             store.verify(found, "size")
-            return read_payload(store.target(found), sections=sections, mmap=True)
+            return dict(read_payload(store.target(found), sections=["runner"], mmap=True)["runner"])
     raise CheckpointNotFound(
         f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none."
     )
+
+
+def obeyed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint less those that would let a file say that it is to be trusted.
+
+    Args:
+        stored: What `read_config` returned.
+    """
+    settings = dict(stored)
+    # The second names compiled code, which runs when it is loaded.
+    for section, key in (("checkpoint", "trust"), ("compile", "precompile_artifact_dir")):
+        if isinstance(settings.get(section), Mapping):
+            settings[section] = {name: value for name, value in settings[section].items() if name != key}
+    return settings
 
 
 def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tensor]:
@@ -150,15 +161,52 @@ def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tens
         from .exchange import import_weights
 
         return manager.on_all(lambda: import_weights(source))
-    payload = manager.load_checkpoint(source, sections=["model"])
+    payload = manager.load_checkpoint(source, sections=["model", "state"])
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
         raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")
+    logger.info("%s holds the weights of %s.", source, moment(payload))
     return dict(weights)
+
+
+def moment(payload: Mapping[str, Any]) -> str:
+    """Return when in its run a payload was saved, as people read it."""
+    state = payload.get("state")
+    train = state.get("train") if isinstance(state, Mapping) else None
+    if not isinstance(train, Mapping):
+        return "a step that is not recorded"
+    return f"step {train.get('global_step')}, epoch {train.get('epoch')}"
 
 
 def _is_foreign(path: Path) -> bool:
     if path.is_dir():
         return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
-    return path.is_file() and not pointer and not (path.parent / f"{path.name}{SUMS}").is_file()
+    if not path.is_file() or pointer or has_sums(path):
+        return False
+    return path.name.endswith((".safetensors", ".index.json")) or not holds_format(path)
+
+
+def holds_format(path: Path) -> bool:
+    """Whether a file is a checkpoint of this library, by what is in it.
+
+    Raises:
+        CheckpointDamaged: If it cannot be read, or the sums inside of it are not those of its contents.
+    """
+    check_foreign(path, "size")
+    return is_own(read_file(path, mmap=True))
+
+
+def is_own(payload: Any) -> bool:
+    """Whether a payload was saved by this library."""
+    return isinstance(payload, Mapping) and "format_version" in payload
+
+
+def check_foreign(path: Path, level: str) -> None:
+    """Compare a file that need not be of this library with the sums inside of it, where it has some.
+
+    Raises:
+        CheckpointDamaged: If they differ.
+    """
+    if is_archive(path) or is_zipfile(path):
+        verify_alone(path, level, required=False)

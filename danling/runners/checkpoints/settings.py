@@ -17,6 +17,7 @@ class CheckpointSettings:
         verify: `"full"`, `"size"` or `"none"`.
         wait_timeout: Seconds to wait at close; `None` waits.
         load_only: Never write.
+        trust: Read engine files by unpickling them, which runs what is in them.
         dedicated_async_process_group: Whether background saves have a process group of their own.
         async_process_group_backend: Its backend.
     """
@@ -26,6 +27,7 @@ class CheckpointSettings:
     verify: str = "full"
     wait_timeout: float | None = None
     load_only: bool = False
+    trust: bool = False
     dedicated_async_process_group: bool = True
     async_process_group_backend: str = "gloo"
 
@@ -38,6 +40,7 @@ class CheckpointSettings:
             "verify",
             "wait_timeout",
             "load_only",
+            "trust",
             "dedicated_async_process_group",
             "async_process_group_backend",
         )

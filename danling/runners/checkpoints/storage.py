@@ -339,8 +339,12 @@ def _chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
             os.close(handle)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, limit: int | None = _TEXT_LIMIT) -> str:
     """Return the contents of a small text file; bytes that are no text come back as marks.
+
+    Args:
+        path: The file.
+        limit: The most bytes to read; `None` reads all.
 
     Raises:
         CheckpointDamaged: If it is far larger than any that the library writes.
@@ -348,8 +352,8 @@ def read_text(path: Path) -> str:
     content = bytearray()
     for chunk in _chunks(path, _TEXT_CHUNK):
         content += chunk
-        if len(content) > _TEXT_LIMIT:
-            raise CheckpointDamaged(f"{path.name} has more than {_TEXT_LIMIT:,} bytes")
+        if limit is not None and len(content) > limit:
+            raise CheckpointDamaged(f"{path.name} has more than {limit:,} bytes")
     return content.decode("utf-8", errors="replace")
 
 

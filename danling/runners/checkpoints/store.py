@@ -63,6 +63,10 @@ class CheckpointStore(ABC):
             CheckpointDamaged: If they differ; every file that does is named.
         """
 
+    def lacks_sums(self, path: Path) -> bool:
+        """Whether a checkpoint was copied without the sums that belong beside it."""
+        return False
+
     @abstractmethod
     def delete(self, name: str) -> None:
         """Remove one name."""

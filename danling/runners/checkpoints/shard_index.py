@@ -1,0 +1,272 @@
+"""What lies where in the files of a sharded checkpoint: plain JSON beside the manifest, read without running anything.
+
+torch keeps the same in `.metadata`, a pickle, which stays beside it for torch's own reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import storage
+from .errors import CheckpointDamaged
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+INDEX = "index.json"
+FORMAT = "danling-index 1"
+
+Name = tuple["str | int", ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A stretch of a file.
+
+    Attributes:
+        file: Name of a file beside the index.
+        offset: First byte.
+        length: Number of bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor.
+
+    Attributes:
+        offsets: Where it begins in each dimension of the whole tensor.
+        sizes: Its shape.
+        extent: Where it lies.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor.
+
+    Attributes:
+        path: Its keys in the state, from the outside.
+        dtype: Its dtype, as torch prints it, less `torch.`.
+        shape: Its whole shape.
+        chunks: The parts that it is stored in.
+    """
+
+    path: Name
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class ValueEntry:
+    """Plain values that were saved together.
+
+    Attributes:
+        path: Their keys in the state, from the outside.
+        extent: Where they lie.
+    """
+
+    path: Name
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """All tensors and plain values of a checkpoint, by dotted name."""
+
+    tensors: dict[str, TensorEntry]
+    values: dict[str, ValueEntry]
+
+    def check(self) -> ShardIndex:
+        """Return the index if its parts fit together.
+
+        Raises:
+            ValueError: If the chunks of a tensor are not the whole of it, or a file does not lie beside the index.
+        """
+        for name, tensor in self.tensors.items():
+            inside = all(
+                len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
+                and all(offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape))
+                for chunk in tensor.chunks
+            )
+            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            # What no chunk covers would stay memory that nothing was read into.
+            if not inside or covered != math.prod(tensor.shape):
+                raise ValueError(f"the chunks of {name} do not make up its shape {list(tensor.shape)}")
+        for extent in self.extents():
+            if Path(extent.file).name != extent.file or extent.file in ("", ".", ".."):
+                raise ValueError(f"{extent.file!r} is no name of a file beside it")
+        return self
+
+    def extents(self) -> list[Extent]:
+        """Return every stretch of a file that is named."""
+        chunks = [chunk.extent for tensor in self.tensors.values() for chunk in tensor.chunks]
+        return [*chunks, *(value.extent for value in self.values.values())]
+
+    def text(self) -> str:
+        """Return the index as JSON. A chunk is `[offsets, sizes, file, offset, length]`, where `file` counts in `files`."""
+        files = sorted({extent.file for extent in self.extents()})
+        number = {file: index for index, file in enumerate(files)}
+
+        def place(extent: Extent) -> list[int]:
+            return [number[extent.file], extent.offset, extent.length]
+
+        tensors = {
+            name: {
+                "path": list(entry.path),
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "chunks": [[list(c.offsets), list(c.sizes), *place(c.extent)] for c in entry.chunks],
+            }
+            for name, entry in self.tensors.items()
+        }
+        values = {name: {"path": list(e.path), "place": place(e.extent)} for name, e in self.values.items()}
+        content = {"format": FORMAT, "files": files, "tensors": tensors, "values": values}
+        return json.dumps(content, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> ShardIndex:
+        """Read an index.
+
+        Raises:
+            ValueError: If it is not one, or does not fit together.
+        """
+        content = json.loads(text)
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+            raise ValueError(f"it is no {FORMAT}")
+        try:
+            files = [string(file) for file in content["files"]]
+            tensors = {name: _tensor(about, files) for name, about in content["tensors"].items()}
+            values = {
+                name: ValueEntry(path_of(about["path"]), _extent(about["place"], files))
+                for name, about in content["values"].items()
+            }
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"a part of it is missing or of another kind: {error!r}") from error
+        return cls(tensors, values).check()
+
+
+def _tensor(about: Mapping[str, Any], files: list[str]) -> TensorEntry:
+    chunks = tuple(
+        Chunk(whole(offsets), whole(sizes), _extent(place, files)) for offsets, sizes, *place in about["chunks"]
+    )
+    return TensorEntry(path_of(about["path"]), string(about["dtype"]), whole(about["shape"]), chunks)
+
+
+def _extent(place: Any, files: list[str]) -> Extent:
+    file, offset, length = whole(place)
+    return Extent(files[file], offset, length)
+
+
+def string(value: Any) -> str:
+    """Return a value that must be a string."""
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no string")
+    return value
+
+
+def whole(values: Any) -> tuple[int, ...]:
+    """Return values that must be whole numbers from 0."""
+    found = tuple(values)
+    strange = next((value for value in found if type(value) is not int or value < 0), None)
+    if strange is not None:
+        raise TypeError(f"{strange!r} is no whole number from 0")
+    return found
+
+
+def path_of(keys: Any) -> Name:
+    """Return keys that must be strings, or numbers of places in a list."""
+    found = tuple(keys)
+    strange = next((key for key in found if type(key) not in (str, int)), None)
+    if not found or strange is not None:
+        raise TypeError(f"{keys!r} is no path of keys")
+    return found
+
+
+def read_index(directory: Path) -> ShardIndex:
+    """Return what lies where in a target: from its index, or from `.metadata` where it has none.
+
+    Checkpoints of earlier versions, and what other programs wrote, have none.
+
+    Raises:
+        CheckpointDamaged: If it cannot be read.
+    """
+    path = directory / INDEX
+    if storage.size_of(path) is None:
+        from .stock_metadata import read_stock_metadata
+
+        return read_stock_metadata(directory / ".metadata")
+    try:
+        return ShardIndex.parse(storage.read_text(path, limit=None))
+    except (ValueError, RecursionError, MemoryError, OSError) as error:
+        raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
+
+
+def from_metadata(metadata: Metadata) -> ShardIndex:
+    """Return the index of what `torch.distributed.checkpoint` has written."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+    def extent(key: MetadataIndex) -> Extent:
+        place = metadata.storage_data[key]
+        return Extent(str(place.relative_path), int(place.offset), int(place.length))
+
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, ValueEntry] = {}
+    for name, about in metadata.state_dict_metadata.items():
+        path = tuple(metadata.planner_data[name])
+        if not isinstance(about, TensorStorageMetadata):
+            values[name] = ValueEntry(path, extent(MetadataIndex(name)))
+            continue
+        chunks = tuple(
+            Chunk(tuple(c.offsets), tuple(c.sizes), extent(MetadataIndex(name, c.offsets))) for c in about.chunks
+        )
+        dtype = str(about.properties.dtype).removeprefix("torch.")
+        tensors[name] = TensorEntry(path, dtype, tuple(about.size), chunks)
+    return ShardIndex(tensors, values).check()
+
+
+def to_metadata(index: ShardIndex) -> Metadata:
+    """Return an index as `torch.distributed.checkpoint` has it.
+
+    Raises:
+        ValueError: If torch has no such dtype.
+    """
+    import torch
+    from torch.distributed.checkpoint import metadata as stock
+
+    from danling.utils.tensors import dtype_of
+
+    places: dict[stock.MetadataIndex, Any] = {}
+    entries: dict[str, Any] = {}
+    for name, tensor in index.tensors.items():
+        chunks = [stock.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+        properties = stock.TensorProperties(dtype=dtype_of(tensor.dtype))
+        entries[name] = stock.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            places[stock.MetadataIndex(name, chunk.offsets)] = _stored(chunk.extent)
+    for name, value in index.values.items():
+        entries[name] = stock.BytesStorageMetadata()
+        places[stock.MetadataIndex(name)] = _stored(value.extent)
+    paths = {name: tensor.path for name, tensor in index.tensors.items()}
+    paths.update({name: value.path for name, value in index.values.items()})
+    return stock.Metadata(entries, planner_data=paths, storage_data=places)
+
+
+def _stored(extent: Extent) -> Any:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(extent.file, extent.offset, extent.length)

@@ -1,0 +1,99 @@
+"""Every reader of files, fed with a pickle of every dangerous kind: nothing runs."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import hostile
+
+from danling.runners.checkpoints import CheckpointError
+from danling.runners.checkpoints.dcp_files import read_target
+from danling.runners.checkpoints.engine_pickles import read_engine_file
+from danling.runners.checkpoints.exchange import import_weights
+from danling.runners.checkpoints.reading import read_file
+from danling.runners.checkpoints.stock_metadata import TABLE, read_stock_metadata
+
+FIXTURES = Path(__file__).parents[1] / "runners" / "checkpoints" / "fixtures" / "v1"
+
+
+def _in_metadata(place: Path, content: bytes) -> Path:
+    place.write_bytes(content)
+    return place
+
+
+def _in_archive(place: Path, content: bytes) -> Path:
+    torch.save({"model": {"a": torch.ones(2)}}, place)
+    hostile.plant_in_file(place, content)
+    return place
+
+
+def _in_old_file(place: Path, content: bytes) -> Path:
+    # What torch.save wrote before 1.6: a magic number, the protocol, the machine, and then the object, each pickled.
+    buffer = io.BytesIO()
+    torch.save({}, buffer, _use_new_zipfile_serialization=False)
+    head = buffer.getvalue().split(b"\x80\x02}")[0]
+    place.write_bytes(head + content)
+    return place
+
+
+def _in_value(place: Path, content: bytes) -> Path:
+    (source,) = (FIXTURES / "indexed" / "targets").iterdir()
+    shutil.copytree(source, place)
+    hostile.plant_in_value(place, content)
+    return place
+
+
+READERS: dict[str, tuple[Callable[[Path, bytes], Path], Callable[[Path], Any]]] = {
+    ".metadata": (_in_metadata, read_stock_metadata),
+    "an archive": (_in_archive, read_file),
+    "an archive, mapped": (_in_archive, lambda path: read_file(path, mmap=True)),
+    "an old file": (_in_old_file, read_file),
+    "foreign weights": (_in_archive, import_weights),
+    "a bare pickle": (_in_metadata, read_file),
+    "a file of an engine": (_in_archive, read_engine_file),
+    "an old file of an engine": (_in_old_file, read_engine_file),
+    "plain values of a sharded checkpoint": (_in_value, read_target),
+}
+
+
+@pytest.mark.parametrize("kind", hostile.kinds())
+def test_a_careless_reader_is_harmed(tmp_path: Path, kind: str) -> None:
+    """The pickles are what they claim to be: otherwise the tests below could not fail."""
+    hostile.works(kind, tmp_path / "mark")
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("reader", READERS)
+def test_nothing_runs(tmp_path: Path, reader: str) -> None:
+    plant, read = READERS[reader]
+    for number, kind in enumerate(hostile.kinds()):
+        for protocol in (2, 4):
+            place = plant(tmp_path / f"{number}-{protocol}", hostile.harm(kind, tmp_path / "mark", protocol=protocol))
+            with pytest.raises(CheckpointError, match=r"Expected .* Received: ") as caught:
+                read(place)
+            assert str(place) in str(caught.value) or "runner" in str(caught.value), kind
+            assert not (tmp_path / "mark").exists(), kind
+
+
+def test_the_table_holds_no_name_with_dots_and_nothing_of_torch_but_dtypes() -> None:
+    for (module, name), value in TABLE.items():
+        assert "." not in name and module.partition(".")[0] in ("torch", "pathlib", "builtins")
+        assert isinstance(value, torch.dtype) or "stock_metadata" in (
+            value.__module__ if isinstance(value, type) else type(value).__module__
+        )
+
+
+def test_trust_is_what_runs_an_engines_pickle(tmp_path: Path) -> None:
+    place = _in_archive(tmp_path / "states.pt", hostile.harm("io.FileIO", tmp_path / "mark", protocol=2))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.trust=true .*danling export --trust"):
+        read_engine_file(place)
+    assert not (tmp_path / "mark").exists()
+    read_engine_file(place, trust=True)
+    assert (tmp_path / "mark").exists()
