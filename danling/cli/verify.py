@@ -1,8 +1,9 @@
 """Compare checkpoints with the SHA-256 sums that were written with them, and name every file that differs.
 
 A file, pointer or target is verified alone; a checkpoint or run directory means all that lies in it, sums whose file is gone
-included. A file that was copied without its sums is compared with those inside of it. Nothing is loaded, and torch is not needed.
-Exit code 1 says that something is damaged.
+included. A file that was copied without its sums is compared with those inside of it. What a killed process of the run has left is
+named as litter: it is no damage, and the next start removes it. Nothing is loaded, and torch is not needed. Exit code 1 says that
+something is damaged.
 
 Example: danling verify experiments/digits/e3551df201ca5a2c
 """
@@ -23,10 +24,14 @@ from danling.runners.checkpoints.errors import (
 )
 from danling.runners.checkpoints.file_store import NEXT, SUFFIX, has_sums, is_of_run, read_manifest, verify_alone
 from danling.runners.checkpoints.file_store import SUMS as FILE_SUMS
+from danling.runners.checkpoints.litter import litter_in
 from danling.runners.checkpoints.manifest import Manifest, complaints
 from danling.runners.checkpoints.manifest import read_manifest as read_sums
 from danling.runners.checkpoints.policy import is_name
 from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore
+from danling.workspace.claim import is_in_use
+from danling.workspace.litter import litter_in_run
+from danling.workspace.runs import Run
 
 from .output import DAMAGED, OK, add_json, print_json
 
@@ -40,10 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print one line for each checkpoint and one for each problem."""
-    verdicts = verify(Path(options.checkpoint), options.level)
+    path = Path(options.checkpoint)
+    litter = litter_of(path)
+    verdicts = [verdict for verdict in verify(path, options.level) if not _is_left_of(verdict["path"], litter)]
     damaged = [verdict for verdict in verdicts if verdict["problems"]]
     if options.json:
-        print_json({"level": options.level, "checkpoints": verdicts})
+        litter_paths = [str(left) for left in litter]
+        print_json({"level": options.level, "checkpoints": verdicts, "litter": litter_paths})
     else:
         for verdict in verdicts:
             about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
@@ -52,9 +60,32 @@ def run(options: argparse.Namespace) -> int:
                 print(f"        {verdict['note']}")
             for problem in verdict["problems"]:
                 print(f"        {problem}")
+        for left in litter:
+            print(f"{'litter':8}{left}")
         if damaged:
             print(f"{len(damaged)} of {len(verdicts)} damaged")
     return DAMAGED if damaged else OK
+
+
+def litter_of(path: Path) -> list[Path]:
+    """Return what killed processes of the run have left in a run or checkpoint directory; none while a process writes there.
+
+    Args:
+        path: As for `verify`.
+    """
+    if not path.is_dir() or (path / SUMS).is_file():
+        return []
+    run = path if (path / "metadata").is_dir() or (path / "checkpoints").is_dir() else path.parent
+    if is_in_use(run):
+        return []
+    keep = Run(run, run.name).config.get("checkpoint.keep_latest_k", 0)
+    found = [left for directory in {path, run / "checkpoints"} for left in litter_in(directory, keep=int(keep or 0))]
+    return sorted(found) + (litter_in_run(run) if run == path else [])
+
+
+def _is_left_of(path: str, litter: list[Path]) -> bool:
+    """Whether a checkpoint is one of which a deletion that was killed has left the sums alone."""
+    return Path(path + FILE_SUMS) in litter
 
 
 def verify(path: Path, level: str) -> list[dict[str, Any]]:

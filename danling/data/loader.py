@@ -9,6 +9,9 @@ from .keyed_loader import KeyedLoader
 from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
 
+_LISTED, _COMPUTED = "listed", "computed"
+"""How a permutation is come by; positions that do not say it were saved by a version that listed every one."""
+
 
 class DataLoader(KeyedLoader):
     """A `StatefulDataLoader` that comes back exactly.
@@ -171,6 +174,7 @@ class DataLoader(KeyedLoader):
             "consumed": self.consumed,
             "length": self.positions.length,
             "shuffle": self.positions.shuffle,
+            "order": _LISTED if self.positions.listed else _COMPUTED,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -184,6 +188,7 @@ class DataLoader(KeyedLoader):
             # Workers that are kept hold a copy of the old seed.
             self.close()
         self.positions.seed = state_dict["seed"]
+        self.positions.listed = state_dict.get("order", _LISTED) == _LISTED
         self.positions.epoch, self.positions.consumed = state_dict["epoch"], state_dict["consumed"]
 
     def _check_fits(self, state: Mapping[str, Any]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 
-import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from .keyed import Key
+from .order import Order, epoch_order
 from .randomness import derive_seed
 from .shares import Division
+
+_AHEAD = 1024
+"""Samples whose order is computed at a time."""
 
 
 class PositionedBatchSampler(Sampler[list[Key]]):
@@ -61,6 +63,8 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.listed = False
+        """Whether the order is drawn as versions did that drew all of it; a run that began so ends so."""
         self.epoch = 0
         self.consumed = 0
 
@@ -128,9 +132,17 @@ class PositionedBatchSampler(Sampler[list[Key]]):
 
     def _batches(self, epoch: int, start: int, stretches: Iterator[int]) -> Iterator[list[Key]]:
         order = self.order(epoch)
+        places = self._places(start, stretches)
+        # Several batches at a time, since computing the order of one takes nearly as long.
+        while ahead := list(islice(places, max(_AHEAD // self.batch_size, 1))):
+            for indices in order.parts(ahead):
+                yield list(zip(repeat(epoch), indices, strict=False))
+
+    def _places(self, start: int, stretches: Iterator[int]) -> Iterator[tuple[int, int]]:
+        """Return the first position and the size of each batch of this rank; padding reads the first sample of its stretch."""
         for samples in stretches:
             for offset, size in self._cut(samples):
-                yield self._keys(epoch, order, start + offset if size else start, size or 1)
+                yield (start + offset, size) if size else (start, 1)
             start += samples
 
     def _stretches(self, consumed: int) -> Iterator[int]:
@@ -139,17 +151,10 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         tail = self._tail(consumed)
         return chain(full, [tail]) if tail else full
 
-    def order(self, epoch: int) -> Tensor | range:
+    def order(self, epoch: int) -> Order:
         """Return the indices of an epoch in the order in which the ranks together read them."""
-        if not self.shuffle:
-            return range(self.length)
-        generator = torch.Generator()
-        generator.manual_seed(derive_seed(self.seed, "order", epoch))
-        return torch.randperm(self.length, generator=generator)
-
-    def _keys(self, epoch: int, order: Tensor | range, first: int, size: int) -> list[Key]:
-        part = order[first : first + size]
-        return list(zip(repeat(epoch), part.tolist() if isinstance(part, Tensor) else part, strict=False))
+        seed = derive_seed(self.seed, "order", epoch) if self.shuffle else None
+        return epoch_order(self.length, seed, listed=self.listed)
 
     def _tail(self, consumed: int) -> int:
         """Return the number of samples of the ragged stretch that ends a pass from a position on."""

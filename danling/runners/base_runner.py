@@ -24,6 +24,7 @@ from danling.distributed import (
     select_device,
 )
 from danling.metrics import Meters, ScoreBoard
+from danling.utils.secrets import without_secrets
 from danling.workspace import (
     CodeIdentity,
     Printer,
@@ -35,6 +36,7 @@ from danling.workspace import (
     run_id,
 )
 from danling.workspace.claim import Claim, Wish, claim
+from danling.workspace.litter import remove_litter
 
 from .checkpoints import CheckpointError, read_config
 from .checkpoints.reading import obeyed
@@ -254,7 +256,9 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         """Choose the run directory, on the main process for all. Called on all ranks."""
         self.id = run_id(self.code_id, self.config_id)
         self._placed_for = self._places()
-        wish = wish_of(self.config, id=self.id, code_id=self.code_id, part=self.workspace_part)
+        wish = wish_of(
+            self.config, id=self.id, code_id=self.code_id, part=self.workspace_part, replicas=self.data_replicas
+        )
         self._run_dir, self.id, self._place_notice = self._on_main(lambda: self._claimed(wish))
         self.workspace = self.locate_workspace()
 
@@ -322,6 +326,8 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         self.id = self._on_main(self._entered)
         self.workspace = self.locate_workspace()
         self.workspace.create()
+        if self.is_main_process and not config.checkpoint.load_only:
+            remove_litter(self.workspace.dir)
         self._run_log = open_run_log(
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
@@ -342,7 +348,7 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
 
         Places that the checkpoint names (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are not obeyed. A
         checkpoint that lies in the directory of its run goes on there; from anywhere else the run writes where `config` says, or into
-        a new directory under the default root.
+        a new directory under the default root. Secrets (text under `token`, `api_key`, ...) are taken from `config` alone.
 
         Args:
             checkpoint: A checkpoint file or directory.
@@ -353,6 +359,8 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
             CheckpointNotFound: If there is none.
         """
         stored = obeyed(without_places(cls.read_config(checkpoint)))
+        # Those of the run that made it, which an older version wrote down, are not for this one to use.
+        stored = without_secrets(stored, stored.get("secret_keys") or ())
         if isinstance(config, RunnerConfig):
             own = deepcopy(config)
             own.merge(stored)

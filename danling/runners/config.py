@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from chanfig.utils import Null
 
+from danling.utils.secrets import without_secrets
 from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
@@ -157,6 +158,10 @@ class RunnerConfig(ClosedSection):
     """Process-group backend; none: nccl with CUDA, else gloo."""
     init_method: str | None = None
     """Where processes meet, such as tcp://host:port; none: what torchrun says."""
+    secret_keys: list[str] | None = None
+    """Further keys, by last name or dotted, whose text is kept out of files, trackers and the run's id, as that of token or api_key."""
+    git_diff: bool = True
+    """Keep the uncommitted changes of the code in metadata/git.diff, less the lines that look like secrets."""
     log: bool = True
     """Write a log file."""
     log_interval: PositiveInt | None = None
@@ -561,6 +566,10 @@ class RunnerConfig(ClosedSection):
         return json.dumps(strict_json(self.plain()), *args, allow_nan=False, **kwargs)
 
     # Identity
+
+    def public(self) -> Any:
+        """Return the contents as plain values without the text of keys that name a secret: what files and trackers are given."""
+        return without_secrets(self.plain(), self.secret_keys or ())
 
     def changed(self) -> Any:
         """Return what differs from the library's defaults, as nested plain values; what a subclass sets is among it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from chanfig import Config
 
+from danling.utils.secrets import hide_secrets
 from danling.utils.suggest import did_you_mean
 
 from .config_fields import fields_of
@@ -91,7 +92,7 @@ def refusal(name: str, received: str, root: type[Config], own: Iterable[str], *,
         own: The program's own top-level keys.
         mend: What makes a key of one's own of it.
     """
-    expected = f"Expected keys that are read. Received: {received}"
+    expected = f"Expected keys that are read. Received: {hide_secrets(received)}"
     place = place_of(name, root)
     if place is not None:
         return f"{expected}. Its place is {place}."

@@ -12,6 +12,8 @@ from enum import Enum
 from os import PathLike, fspath
 from typing import Any
 
+from danling.utils.secrets import without_secrets
+
 from .config_updates import is_update_key, size_differences, update_sizes, with_update_sizes
 
 # Does not change what is learned: where it runs, how fast, what is written where, and how long it goes on. The budgets are here
@@ -22,11 +24,12 @@ LAYOUT_OF_FSDP = frozenset(
 )
 NAMES = frozenset({"name", "lineage", "experiment", "workspace_root", "dir", "checkpoint_dir", "log_file"})
 SOURCES = frozenset({"resume", "auto_resume"})
+RECORDS = frozenset({"secret_keys", "git_diff"})
 OUTPUT = frozenset({"log", "log_interval", "tensorboard", "wandb", "checkpoint"})
 SUPERVISION = frozenset({"gc", "profiling", "heartbeat"})
 BUDGETS = frozenset({"steps", "epochs", "max_time", "patience", "min_delta", "max_skipped_updates"})
 EVALUATION = frozenset({"evaluate_interval", "evaluate_splits"})
-NOT_SEMANTIC = LAYOUT | LAYOUT_OF_FSDP | NAMES | SOURCES | OUTPUT | SUPERVISION | BUDGETS | EVALUATION
+NOT_SEMANTIC = LAYOUT | LAYOUT_OF_FSDP | NAMES | SOURCES | RECORDS | OUTPUT | SUPERVISION | BUDGETS | EVALUATION
 LOADING = frozenset(
     {
         "num_workers",
@@ -93,13 +96,14 @@ def _plain_object(value: Any, key: str) -> Any:
 def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, Any]:
     """Return what changes the result of a run, of plain settings, sorted by key; empty sections are left out.
 
-    Batch size, accumulation and number of ranks enter as their product: the samples of an update.
+    Batch size, accumulation and number of ranks enter as their product: the samples of an update. Secrets are left out: a new token makes
+    no other run.
 
     Args:
         settings: A whole configuration as plain values.
         replicas: Ranks that read different samples.
     """
-    sized = with_update_sizes(settings, replicas)
+    sized = with_update_sizes(without_secrets(settings, settings.get("secret_keys") or ()), replicas)
     kept = {name: value for name, value in sized.items() if name not in NOT_SEMANTIC}
     if isinstance(kept.get("fsdp"), Mapping):
         kept["fsdp"] = {name: value for name, value in kept["fsdp"].items() if f"fsdp.{name}" not in NOT_SEMANTIC}
@@ -182,6 +186,8 @@ def differences(
         stored_replicas: Ranks that read different samples when the checkpoint was made.
         replicas: The same of this run.
     """
+    listed = {"secret_keys": [*(stored.get("secret_keys") or ()), *(now.get("secret_keys") or ())]}
+    stored, now = {**stored, **listed}, {**now, **listed}
     before = flatten(canonical(stored, replicas=stored_replicas))
     after = flatten(canonical(now, replicas=replicas))
     skipped = set(RESUMABLE)

@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"-[1-9]\d{0,5}$")
 _PATIENT_SHARE = 0.5
 
 
-def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | None) -> Wish:
+def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | None, replicas: int) -> Wish:
     """Return where a run with this configuration may write.
 
     Args:
@@ -42,13 +42,14 @@ def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | N
         id: Identity of the run.
         code_id: Identity of the code, or `None` without git.
         part: Directory below the run directory that this group of processes writes into.
+        replicas: Ranks that read different samples.
     """
     family = _absolute(config.workspace_root) / (f"{config.lineage}-{code_id}" if code_id else config.lineage)
     named, checkpoint_dir = config.get("dir", None), config.get("checkpoint_dir", None)
     name = config.checkpoint.dir_name
 
     def own_id(run: Path) -> str | None:
-        return recognised(config, run, checkpoints=run / name, id=id, code_id=code_id)
+        return recognised(config, run, checkpoints=run / name, id=id, code_id=code_id, replicas=replicas)
 
     return Wish(
         family=family,
@@ -62,14 +63,17 @@ def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | N
         only_looks=config.checkpoint.load_only,
         wait_seconds=_patience(config),
         own_id=own_id,
-        differences=lambda run: _differences(config, run / name),
-        older=lambda: older_run(config, family, id=id, code_id=code_id),
+        differences=lambda run: _differences(config, run / name, replicas) or [],
+        older=lambda: older_run(config, family, id=id, code_id=code_id, checkpoint_dir_name=name, replicas=replicas),
     )
 
 
-def _differences(config: RunnerConfig, checkpoints: Path) -> list[str]:
+def _differences(config: RunnerConfig, checkpoints: Path, replicas: int) -> list[str] | None:
+    """Return how the run that saved in a directory differs in what changes the result; `None` where nothing can be read of it."""
     stored = stored_settings(checkpoints)
-    return config.differences(stored) if stored is not None else []
+    if stored is None:
+        return None
+    return config.differences(stored[0], stored_replicas=stored[1], replicas=replicas)
 
 
 def _patience(config: RunnerConfig) -> float:
@@ -78,7 +82,9 @@ def _patience(config: RunnerConfig) -> float:
     return WAIT_SECONDS if limit is None else min(WAIT_SECONDS, limit * _PATIENT_SHARE)
 
 
-def recognised(config: RunnerConfig, run: Path, *, checkpoints: Path, id: str, code_id: str | None) -> str | None:
+def recognised(
+    config: RunnerConfig, run: Path, *, checkpoints: Path, id: str, code_id: str | None, replicas: int
+) -> str | None:
     """Return the id under which a run goes on in a run directory; `None` where the directory holds another run.
 
     It is the run's own, or one that stands for the same configuration and code: an older version made ids in another way, and a seed
@@ -90,6 +96,7 @@ def recognised(config: RunnerConfig, run: Path, *, checkpoints: Path, id: str, c
         checkpoints: Its directory of checkpoints.
         id: Identity of the run.
         code_id: Identity of its code.
+        replicas: Ranks that read different samples.
     """
     record = newest_record(checkpoints)
     if record is None:
@@ -98,11 +105,12 @@ def recognised(config: RunnerConfig, run: Path, *, checkpoints: Path, id: str, c
         return id
     if _code_of(record.run) != (code_id or ""):
         return None
-    stored = stored_settings(checkpoints)
-    return record.run if stored is not None and not config.differences(stored) else None
+    return record.run if _differences(config, checkpoints, replicas) == [] else None
 
 
-def older_run(config: RunnerConfig, family: Path, *, id: str, code_id: str | None) -> Path | None:
+def older_run(
+    config: RunnerConfig, family: Path, *, id: str, code_id: str | None, checkpoint_dir_name: str, replicas: int
+) -> Path | None:
     """Return the newest run directory that an older version made for this configuration, under an id that this version does not make.
 
     Args:
@@ -110,15 +118,19 @@ def older_run(config: RunnerConfig, family: Path, *, id: str, code_id: str | Non
         family: Where the runs of its line of work lie.
         id: The id that this version makes.
         code_id: Identity of the code.
+        checkpoint_dir_name: Name of the directories of checkpoints.
+        replicas: Ranks that read different samples.
     """
     for run in newest_first(family):
         stem = _NUMBER.sub("", run.name)
         if number_of(run.name, id) is not None or _code_of(stem) != (code_id or ""):
             continue
         stored = _canonical_of(run)
-        if stored is None or stem[-_DIGITS:] in _ids_now(stored) or config.differences(stored):
+        # Most are of other configurations: their checkpoints are not opened.
+        if stored is None or stem[-_DIGITS:] in _ids_now(stored):
             continue
-        return run
+        if _differences(config, run / checkpoint_dir_name, replicas) == []:
+            return run
     return None
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
+from danling.utils.secrets import secret_values
 from danling.workspace import (
     JsonlTracker,
     TensorBoardTracker,
@@ -129,7 +130,8 @@ class RunnerSupervision(RunnerFacts):
                 dir=settings.dir or self.workspace.dir,
                 mode=settings.mode,
                 run_id=self.instance,
-                config=self.config.plain(),
+                config=self.config.public(),
+                secrets=secret_values(self.config.plain(), self.config.secret_keys or ()),
             )
         )
 

@@ -18,6 +18,7 @@ from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
 from danling.training import EMA, Compilation, Precision, Window
 from danling.utils.names import canonical_name
+from danling.utils.secrets import secret_values, without_secrets
 
 from .base_runner import RESERVED_FIGURES
 from .checkpoints import FileCheckpointManager
@@ -338,8 +339,15 @@ class TorchComponents(TorchData):
         if config.checkpoint.load_only and self._on_main(self.workspace.has_metadata):
             return  # it only looks
         if self.is_main_process:
-            canonical = config.canonical(replicas=self.data_replicas)
-            self.workspace.write_metadata(config.plain(), canonical, config.changed(), self._identity)
+            listed = config.secret_keys or ()
+            self.workspace.write_metadata(
+                config.public(),
+                config.canonical(replicas=self.data_replicas),
+                without_secrets(config.changed(), listed),
+                self._identity,
+                keep_diff=config.git_diff,
+                secrets=secret_values(config.plain(), listed),
+            )
 
     # Contexts
 

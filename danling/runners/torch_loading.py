@@ -34,7 +34,9 @@ class TorchLoading(TorchState):
         """
         config = self.config
         if not config.checkpoint.load_only:
-            # Now, and not at the first save.
+            # Now, and not at the first save. Replica groups share the directory, and another one may be writing.
+            if self.workspace_part is None:
+                self.checkpoint_manager.tidy()
             self.checkpoint_manager.check_directory()
         if config.resume:
             self.load_checkpoint(config.resume)

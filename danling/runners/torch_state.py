@@ -106,7 +106,7 @@ class TorchState(TorchComponents):
         self.state.rng.ranks = {str(entry["stream"]): entry["rng"] for entry in reversed(ranks)}
         payload: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
-            "runner": self.config.plain(),
+            "runner": self.config.public(),
             "state": self._run_state(),
             **self.component_states(),
             "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
@@ -188,7 +188,7 @@ class TorchState(TorchComponents):
 
     def export_model(self) -> None:
         """Write the weights, and the averaged ones, as `model`, cast to `checkpoint.export_dtype`. Call on all ranks."""
-        payload: dict[str, Any] = {"format_version": FORMAT_VERSION, "runner": self.config.plain()}
+        payload: dict[str, Any] = {"format_version": FORMAT_VERSION, "runner": self.config.public()}
         dtype = export_dtype(self.config.checkpoint.export_dtype)
         payload["model"] = cast_floating(self.model_state_dict(), dtype)
         if self.ema is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         data: Its contents.
     """
     raw = data.encode() if isinstance(data, str) else data
-    handle, staged = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    staged = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    # 0666 less the umask, as any other file: not the 0600 of `tempfile`, and not more than the user allows.
+    handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(staged, 0o644)
         os.replace(staged, path)
     except BaseException:
-        Path(staged).unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
 
 

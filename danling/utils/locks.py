@@ -118,6 +118,25 @@ class FileLock:
         os.pwrite(handle, Holder.me().text().encode(), 0)
         return True
 
+    def is_taken(self) -> bool:
+        """Whether another holds it, asked without taking it: nothing is made, changed or removed."""
+        if self.held:
+            return False
+        path = self.file.parent.resolve() / self.file.name
+        if _is_held_here(path):
+            return True
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in _TAKEN
+        finally:
+            os.close(handle)
+        return False
+
     def _lock(self, handle: int) -> bool:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

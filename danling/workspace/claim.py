@@ -15,6 +15,9 @@ from .series import LOCK, holds_checkpoint, holds_figures, member, natural_key, 
 WAIT_SECONDS = 60.0
 """How long a start waits for the process that uses its directory to end: after a kill, ranks take a while to die."""
 
+_MOMENT_SECONDS = 0.25
+"""How long the lock of somebody who only asks whether it is taken may stand in the way."""
+
 _CONFIG = Path("metadata", "config.full.yaml")
 
 
@@ -227,7 +230,7 @@ def _unnamed(wish: Wish) -> Claim:
 
 
 def _newest(wish: Wish, existing: list[Path]) -> Path | None:
-    with_run = [run for run in existing if wish.holds_run(run) or _is_in_use(run)]
+    with_run = [run for run in existing if wish.holds_run(run) or is_in_use(run)]
     if with_run:
         return with_run[-1]
     older = wish.older()
@@ -270,7 +273,7 @@ def _adopt(wish: Wish, run: Path) -> Claim | None:
 
     A replica group joins the others of its job there.
     """
-    joins = wish.part is not None and _is_in_use(run)
+    joins = wish.part is not None and is_in_use(run)
     if wish.holds_run(run) and not joins:
         return None
     claimed = Claim(run, wish.id, wish=wish)
@@ -281,7 +284,7 @@ def _adopt(wish: Wish, run: Path) -> Claim | None:
         return claimed
     lock = FileLock(run / LOCK)
     # Without locks nobody can tell whether somebody is about to write there.
-    if lock.acquire() and lock.works and not wish.holds_run(run):
+    if lock.wait(_MOMENT_SECONDS) and lock.works and not wish.holds_run(run):
         claimed._locks.append(lock)
         return claimed
     lock.release()
@@ -292,7 +295,7 @@ def _try_lock(claimed: Claim, run: Path, part: str | None) -> bool:
     directory = run / part if part else run
     claimed.make(directory)
     lock = FileLock(directory / LOCK)
-    if lock.acquire():
+    if lock.wait(_MOMENT_SECONDS):
         claimed._locks.append(lock)
         return True
     return False
@@ -305,7 +308,7 @@ def _chosen(wish: Wish, run: Path, *, from_scratch: bool) -> Claim:
 
 def _refuse_run(wish: Wish, run: Path) -> None:
     _refuse_checkpoints(wish)
-    joins = wish.part is not None and _is_in_use(run)
+    joins = wish.part is not None and is_in_use(run)
     if not joins and wish.holds_run(run):
         what = "figures in metrics.jsonl" if holds_figures(run) else "a checkpoint"
         raise ValueError(_refusal(wish, "dir", run, what))
@@ -352,18 +355,9 @@ def _lies_in(wish: Wish, run: Path) -> bool:
     return any(place in (source, *source.parents) for place in places)
 
 
-def _is_in_use(run: Path) -> bool:
+def is_in_use(run: Path) -> bool:
     """Whether a process writes into a run directory, or into the part of a group of it."""
-    return any(_is_locked(directory / LOCK) for directory in (run, *parts(run)))
-
-
-def _is_locked(file: Path) -> bool:
-    if not file.exists():
-        return False
-    lock = FileLock(file)
-    free = lock.acquire()
-    lock.release()
-    return not free
+    return any(FileLock(directory / LOCK).is_taken() for directory in (run, *parts(run)))
 
 
 def run_of(checkpoint: Path, part: str | None = None) -> Path | None:

@@ -6,8 +6,9 @@ import io
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -239,6 +240,8 @@ class WandbTracker:
         dir: Directory in which the directory `wandb` with local files is created: the run directory.
         mode: `online`, `offline`, `disabled` or `shared`; `None` leaves it to wandb, and so to `WANDB_MODE`.
         config: The configuration, as plain values.
+        secrets: Texts that W&B must not be given: where the command line of the program has one of them, W&B is told nothing of the
+            system, of which the command line is a part.
 
     Raises:
         ImportError: If `wandb` is not installed.
@@ -257,6 +260,7 @@ class WandbTracker:
         dir: PathLike | None = None,
         mode: str | None = None,
         config: Mapping[str, Any] | None = None,
+        secrets: Collection[str] = (),
     ) -> None:
         _require("wandb")
         import wandb
@@ -278,6 +282,8 @@ class WandbTracker:
             "mode": mode,
             "config": dict(config) if config is not None else None,
         }
+        if any(secret in word for word in sys.argv for secret in secrets):
+            settings["settings"] = wandb.Settings(x_disable_meta=True)
         self.run = wandb.init(id=run_id, resume=_resume_policy(mode), **settings)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

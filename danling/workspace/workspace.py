@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 
 from danling.utils.files import json_text, write_atomically
 from danling.utils.plain import to_plain
+from danling.utils.secrets import redact_patch
 
 from .claim import make_directory
 from .identity import CodeIdentity
@@ -111,6 +112,9 @@ class Workspace:
         canonical: Mapping[str, Any],
         diff: Mapping[str, Any],
         identity: CodeIdentity | None = None,
+        *,
+        keep_diff: bool = True,
+        secrets: Collection[str] = (),
     ) -> None:
         """Write what the run was made of as YAML, on the main process; an earlier attempt's files are replaced.
 
@@ -119,6 +123,8 @@ class Workspace:
             canonical: What of it changes the result.
             diff: What of it differs from the defaults.
             identity: State of the code. Without git, `git.yaml` and `git.diff` are left out.
+            keep_diff: Whether to write `git.diff`. Lines in it that look like secrets are replaced, and counted in `git.yaml`.
+            secrets: Texts that must not stand in the diff.
         """
         if not self.is_main:
             return
@@ -130,8 +136,12 @@ class Workspace:
             described.unlink(missing_ok=True)
             patch.unlink(missing_ok=True)
             return
-        write_atomically(described, _to_yaml(identity.describe()))
-        write_atomically(patch, identity.diff)
+        text, left_out = redact_patch(identity.diff, secrets)
+        write_atomically(described, _to_yaml({**identity.describe(), "lines_left_out": left_out}))
+        if keep_diff:
+            write_atomically(patch, text)
+        else:
+            patch.unlink(missing_ok=True)
 
     def write_results(
         self, results: Mapping[Any, Any], latest: Mapping[str, Any] | None, best: Mapping[str, Any] | None

@@ -16,7 +16,8 @@ from support.datasets import Augmented, BatchAugmented, drain, host_state, ids
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from danling.data import BatchSource, DataLoader, preserved_random_state
+from danling.data import BatchSource, DataLoader, derive_seed, preserved_random_state
+from danling.data.order import LISTED_UP_TO, KeyedPermutation
 
 LENGTH = 23
 
@@ -366,3 +367,48 @@ def _alive(pid: int) -> bool:
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+class Numbers:
+    """A long map-style dataset that holds nothing."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_long_dataset_is_read_in_an_order_that_is_not_written_down() -> None:
+    length = 10**12
+    ranks = [make_long(length, rank=rank, world_size=3) for rank in range(3)]
+    for loader in ranks:
+        loader.load_state_dict({**loader.state_dict(), "epoch": 4, "consumed": length - 30})
+    seen = [[int(index) for batch in loader for index in batch] for loader in ranks]
+    together = [seen[rank][first : first + 4] for first in (0, 4) for rank in range(3)]
+    together += [seen[rank][8:10] for rank in range(3)]
+    expected = list(KeyedPermutation(length, derive_seed(7, "order", 4)).indices(length - 30, 30))
+    assert [index for part in together for index in part] == expected
+
+
+def make_long(length: int, **settings: Any) -> DataLoader:
+    return DataLoader(Numbers(length), **{"batch_size": 4, "shuffle": True, "seed": 7, "pad": True, **settings})
+
+
+def test_a_run_that_began_with_a_listed_order_ends_with_it() -> None:
+    length = LISTED_UP_TO + 40
+    fresh = make_long(length)
+    older = {key: value for key, value in fresh.state_dict().items() if key != "order"}
+    resumed = make_long(length)
+    resumed.load_state_dict({**older, "consumed": length - 8})
+    listed = torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(7, "order", 0))).tolist()
+    assert [int(index) for batch in resumed for index in batch] == listed[-8:]
+    again = make_long(length)
+    again.load_state_dict(resumed.state_dict())
+    again.set_epoch(1)
+    listed = torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(7, "order", 1))).tolist()
+    assert next(iter(again)).tolist() == listed[:4]
+    assert next(iter(fresh)).tolist() != listed[:4]

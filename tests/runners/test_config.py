@@ -53,6 +53,8 @@ CONTRACT_DEFAULTS: dict[str, Any] = {
     "pretrained": None,
     "backend": None,
     "init_method": None,
+    "secret_keys": None,
+    "git_diff": True,
     "log": True,
     "log_interval": None,
     "tensorboard": False,

@@ -15,12 +15,14 @@ from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .executor import SaveExecutor
 from .file_store import FileStore
+from .litter import pruned_sums
+from .ownership import newest_record
 from .policy import Line, Record, history_name, newest, next_line, on_line
 from .reading import read_payload
 from .settings import CheckpointSettings
 from .snapshot import SnapshotBuffers, to_host
 from .store import CheckpointStore
-from .target_store import TargetStore
+from .target_store import TARGETS, TargetStore
 
 logger = logging.getLogger("danling")
 
@@ -241,6 +243,23 @@ class CheckpointManager(ABC):
             CheckpointMismatch: If there is a checkpoint of another run.
         """
         self.on_main(lambda: self._refuse_foreign(self._records()))
+
+    def tidy(self) -> None:
+        """Remove what killed saves and deletions have left in the directory of this run. Call on all ranks, where nobody else writes."""
+        self.on_main(self._tidy)
+
+    def _tidy(self) -> None:
+        last = newest_record(self.directory)
+        if last is None or last.run != self.run_id:
+            return
+        try:
+            for store in self.stores:
+                if not isinstance(store, TargetStore) or (self.directory / TARGETS).is_dir():
+                    store.recover()
+            for orphan in pruned_sums(self.directory, self.settings.keep_latest_k):
+                storage.remove(orphan)
+        except OSError as error:
+            logger.warning("What killed saves have left in %s could not be removed: %s", self.directory, error)
 
     def is_foreign(self) -> bool:
         """Whether another run saves in the directory."""

@@ -16,6 +16,8 @@ from .store import CheckpointStore
 SUFFIX = ".pth"
 SUMS = ".sha256"
 NEXT = ".sha256.next"
+DELETING = ".deleting-"
+"""Prefix of a mark that a checkpoint of that name is being deleted: it lies there until the last of its files is gone."""
 
 
 class FileStore(CheckpointStore):
@@ -66,6 +68,8 @@ class FileStore(CheckpointStore):
             storage.discard(staged)
 
     def _make_way(self, path: Path) -> None:
+        # A deletion that failed half-way must not be finished on what takes the name now.
+        storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
         for part in (path, _beside(path, NEXT), _beside(path, SUMS)):
             self.moved(part, storage.make_way(part))
         if storage.size_of(path) is not None and not has_sums(path):
@@ -73,8 +77,11 @@ class FileStore(CheckpointStore):
             self.moved(path, storage.set_aside(path))
 
     def recover(self) -> None:
-        """Remove unfinished files and settle every change of names that was interrupted."""
+        """Remove unfinished files, and bring to an end every change of names and every deletion that was interrupted."""
         storage.clean(self.directory)
+        for name in sorted(storage.names(self.directory)):
+            if name.startswith(DELETING):
+                self.delete(name.removeprefix(DELETING))
         self._settle_all()
 
     def _settle_all(self) -> None:
@@ -136,11 +143,14 @@ class FileStore(CheckpointStore):
         return not has_sums(path)
 
     def delete(self, name: str) -> None:
-        """Remove a file and its sums."""
+        """Remove a file and its sums, under a mark that lets whoever comes after a kill finish it."""
+        mark = self.directory / f"{DELETING}{name}"
+        storage.write_new_text(mark, "")
         # Sums last: a file that lost them alone would lie there for ever, neither a checkpoint nor removed by retention.
         storage.remove(self.path(name))
         storage.remove(_beside(self.path(name), NEXT))
         storage.remove(_beside(self.path(name), SUMS))
+        storage.remove(mark)
 
     def sweep(self, protected: set[int]) -> None:
         """Nothing: a file that has no name is gone."""

@@ -12,7 +12,7 @@ from .file_store import SUFFIX
 from .file_store import SUMS as FILE_SUMS
 from .manifest import Manifest
 from .policy import Record
-from .reading import read_config
+from .reading import read_sections
 from .target_store import SUMS, TARGETS
 
 
@@ -27,17 +27,20 @@ def newest_record(directory: Path) -> Record | None:
     return max((record for record in records if record is not None), key=lambda r: r.sequence, default=None)
 
 
-def stored_settings(directory: Path) -> Mapping[str, Any] | None:
-    """Return the configuration in the newest checkpoint of a directory that can be read; `None` without one.
+def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
+    """Return the configuration in the newest checkpoint of a directory that can be read, and how many ranks that read different samples
+    made it; `None` without one.
 
     Args:
         directory: A directory of checkpoints.
     """
     for name in ("latest", f"latest{SUFFIX}", "best", f"best{SUFFIX}"):
         try:
-            return read_config(directory / name)
-        except (CheckpointError, OSError, KeyError):
+            payload = read_sections(directory / name, ["runner", "state"])
+        except (CheckpointError, OSError):
             continue
+        elastic = (payload.get("state") or {}).get("elastic") or {}
+        return payload.get("runner") or {}, int(elastic.get("data_replicas", elastic.get("world_size", 1)))
     return None
 
 

@@ -121,12 +121,26 @@ def read_config(source: str | Path) -> dict[str, Any]:
         CheckpointNotFound: If there is none.
         CheckpointDamaged: If it cannot be read, or a file has another size than was written.
     """
+    return dict(read_sections(source, ["runner"])["runner"])
+
+
+def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]:
+    """Return components of a checkpoint, found as `read_config` finds it; the tensors of a file stay on disk until they are used.
+
+    Args:
+        source: As for `read_config`.
+        sections: Names of the components.
+
+    Raises:
+        CheckpointNotFound: If there is none.
+        CheckpointDamaged: If it cannot be read, or a file has another size than was written.
+    """
     for kind in (FileStore, TargetStore):
         store = kind(Path("checkpoints"), run_id="")
         found = store.locate(Path(source))
         if found is not None:
             store.verify(found, "size")
-            return dict(read_payload(store.target(found), sections=["runner"], mmap=True)["runner"])
+            return read_payload(store.target(found), sections=sections, mmap=True)
     raise CheckpointNotFound(
         f"Expected a checkpoint file or directory. Received: {str(source)!r}, where there is none."
     )

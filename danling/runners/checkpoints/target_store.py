@@ -92,7 +92,7 @@ class TargetStore(CheckpointStore):
         storage.make_directory(targets)
         storage.clean(self.directory)
         for name in storage.names(targets):
-            if _TARGET.fullmatch(name) and _is_unfinished(targets / name):
+            if _TARGET.fullmatch(name) and is_unfinished(targets / name):
                 self.give_up(name)
 
     def records(self, *, complete: bool) -> list[Record]:
@@ -106,7 +106,7 @@ class TargetStore(CheckpointStore):
                     led_to.add(record.name)
                     found.append(replace(record, name=name))
         for name in sorted(self._targets() - led_to):
-            if _TARGET.fullmatch(name) and not _is_unfinished(self.path(name)):
+            if _TARGET.fullmatch(name) and not is_unfinished(self.path(name)):
                 record = self._recorded(self.path(name), complete)
                 found += [record] if record is not None else []
         return sorted(found, key=lambda record: (record.sequence, record.name))
@@ -168,6 +168,11 @@ class TargetStore(CheckpointStore):
                 storage.remove_tree(self.path(record.name))
 
 
-def _is_unfinished(target: Path) -> bool:
+def is_unfinished(target: Path) -> bool:
     """Whether a target is what a killed save leaves: a directory without a manifest, which is written last."""
     return os.path.isdir(target) and not os.path.islink(target) and storage.absence(target / SUMS) == storage.MISSING
+
+
+def is_target(name: str) -> bool:
+    """Whether a directory of that name is a target."""
+    return _TARGET.fullmatch(name) is not None

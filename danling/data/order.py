@@ -1,0 +1,190 @@
+"""The order of the samples of a pass: that of the dataset, a permutation that is drawn, or one that is computed where it is looked at."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import isqrt
+from typing import Any
+
+import torch
+
+from .host_streams import get_numpy
+from .randomness import mix_seed
+
+LISTED_UP_TO = 1 << 16
+"""Up to this length an order is drawn by `torch.randperm`, half a megabyte once an epoch, which is quicker to read."""
+
+_BLOCK = 4096
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Order(ABC):
+    """The indices of a pass, by position.
+
+    Args:
+        length: Number of samples.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    @abstractmethod
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return the indices at the positions from `first` on, at most `count`, fewer at the end.
+
+        Args:
+            first: A position, at least 0.
+            count: How many.
+        """
+
+    def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return the indices of several stretches of positions, each given as (first, count)."""
+        return [self.indices(first, count) for first, count in places]
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, self.length, _BLOCK):
+            yield from self.indices(first, _BLOCK)
+
+
+def epoch_order(length: int, seed: int | None, *, listed: bool = False) -> Order:
+    """Return the order of a pass.
+
+    A permutation is drawn by `torch.randperm` up to `LISTED_UP_TO` samples, and computed where it is looked at above.
+
+    Args:
+        length: Number of samples.
+        seed: What a permutation follows from; `None` is the dataset's own order.
+        listed: Draw the permutation whatever the length is, as versions did that knew nothing else.
+    """
+    if seed is None:
+        return DatasetOrder(length)
+    return ListedPermutation(length, seed) if listed or length <= LISTED_UP_TO else KeyedPermutation(length, seed)
+
+
+class DatasetOrder(Order):
+    """The order of the dataset itself."""
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return the positions themselves."""
+        return list(range(first, min(first + count, self.length)))
+
+
+class ListedPermutation(Order):
+    """`torch.randperm` of a generator with the seed: eight bytes a sample on every rank, and a while before the first batch.
+
+    Args:
+        length: Number of samples.
+        seed: Of 63 bits.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        super().__init__(length)
+        self._indices = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return a part of the list."""
+        part: list[int] = self._indices[first : first + count].tolist()
+        return part
+
+
+class KeyedPermutation(Order):
+    """A permutation of `range(length)` that follows from a seed; any part of it costs the same, wherever it lies.
+
+    An index is computed from its position alone, in integer arithmetic that is the same on every machine: a Feistel network of six rounds
+    over two digits of base `a` and `b`, where `a * b` is barely more than the length, as in Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains" (CT-RSA 2002), method "generalized Feistel"; positions that it sends beyond the length are sent on until they fall
+    below (cycle walking). The round function is the multiply-and-shift mixer of SplitMix64 (Steele, Lea and Flood, 2014), reduced to a
+    digit by its upper half. Made for lengths above `LISTED_UP_TO`; of a handful of samples it reaches some permutations only.
+
+    Args:
+        length: Number of samples, at least 1 and at most 2**62.
+        seed: Of 63 bits, such as `derive_seed` returns.
+
+    Raises:
+        ValueError: If the length is out of range.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        if not 1 <= length <= 1 << 62:
+            raise ValueError(f"Expected a length between 1 and 2**62. Received: length={length}.")
+        super().__init__(length)
+        self._first_base = isqrt(length - 1) + 1
+        self._second_base = -(-length // self._first_base)
+        family = mix_seed(seed, length)
+        self._keys = [mix_seed(family, number) for number in range(_ROUNDS)]
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return what `index` returns of each position, in a few operations for all of them."""
+        last = min(first + count, self.length)
+        numpy = get_numpy()
+        if numpy is None:
+            return [self.index(position) for position in range(first, last)]
+        return self._walk(numpy, numpy.arange(first, max(first, last), dtype="uint64"))
+
+    def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return the indices of several stretches of positions, computed together: most of the time is that of a call."""
+        numpy = get_numpy()
+        if numpy is None:
+            return super().parts(places)
+        stretches = [numpy.arange(first, min(first + count, self.length), dtype="uint64") for first, count in places]
+        found = self._walk(numpy, numpy.concatenate(stretches))
+        ends = list(accumulate(len(stretch) for stretch in stretches))
+        return [found[start:end] for start, end in zip([0, *ends[:-1]], ends)]
+
+    def index(self, position: int) -> int:
+        """Return the index at one position.
+
+        Args:
+            position: At least 0 and below the length.
+        """
+        while True:
+            position = self._mixed(position)
+            if position < self.length:
+                return position
+
+    def _mixed(self, position: int) -> int:
+        """Return where the network sends a position: of the whole domain, which is a little larger than the length."""
+        high, low = divmod(position, self._second_base)
+        base, other = self._first_base, self._second_base
+        for key in self._keys:
+            word = ((low ^ key) * _FIRST) & _MASK
+            word = ((word ^ (word >> 32)) * _SECOND) & _MASK
+            digit = high + ((word >> 32) * base >> 32)
+            high, low = low, digit - base if digit >= base else digit
+            base, other = other, base
+        return high * self._second_base + low
+
+    def _walk(self, numpy: Any, positions: Any) -> list[int]:
+        found = self._mixed_all(numpy, positions)
+        beyond = numpy.flatnonzero(found >= numpy.uint64(self.length))
+        while len(beyond):
+            found[beyond] = self._mixed_all(numpy, found[beyond])
+            beyond = beyond[found[beyond] >= numpy.uint64(self.length)]
+        indices: list[int] = found.tolist()
+        return indices
+
+    def _mixed_all(self, numpy: Any, positions: Any) -> Any:
+        """Return `_mixed` of an array of uint64, in fewer than ten operations a round."""
+        shift, first, second = numpy.uint64(32), numpy.uint64(_FIRST), numpy.uint64(_SECOND)
+        base, other = numpy.uint64(self._first_base), numpy.uint64(self._second_base)
+        width = other
+        high, low = numpy.divmod(positions, other)
+        for key in self._keys:
+            word = low ^ numpy.uint64(key)
+            word *= first
+            word ^= word >> shift
+            word *= second
+            word >>= shift
+            word *= base
+            word >>= shift
+            word += high
+            # Of unsigned integers: what is below the base becomes huge when the base is taken away, and stays.
+            high, low = low, numpy.minimum(word, word - base)
+            base, other = other, base
+        high *= width
+        high += low
+        return high

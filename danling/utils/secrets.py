@@ -1,0 +1,159 @@
+"""What must not be written down: text under names of secrets, and lines of a patch that look like one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+_NAMES = frozenset({"token", "api_key", "password", "secret", "credential", "credentials"})
+_ENDINGS = ("_token", "_api_key", "_password", "_secret")
+_SHORTEST = 6
+
+LEFT_OUT = "[left out: it looks like a secret]"
+"""What stands in a patch in the place of a line."""
+
+
+def names_secret(key: str, listed: Collection[str] = ()) -> bool:
+    """Whether a dotted key names a secret, by its last name.
+
+    `token`, `api_key`, `password`, `secret`, `credential` and `credentials` do, and what ends in `_token`, `_api_key`, `_password` or
+    `_secret`; `pad_token_id`, `num_tokens` and `tokenizer` do not.
+
+    Args:
+        key: The dotted key.
+        listed: Further names, or dotted keys.
+
+    Examples:
+        >>> [names_secret(key) for key in ("hub.token", "wandb.api_key", "model.pad_token_id", "tokenizer")]
+        [True, True, False, False]
+    """
+    name = key.rpartition(".")[2]
+    lower = name.lower().replace("-", "_")
+    return lower in _NAMES or lower.endswith(_ENDINGS) or name in listed or key in listed
+
+
+def without_secrets(settings: Mapping[str, Any], listed: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return settings without the text under keys that name a secret; numbers, switches and `None` stay.
+
+    Args:
+        settings: Plain values, nested.
+        listed: Further keys, see `names_secret`.
+        prefix: Dotted key that they lie under.
+    """
+    kept = {name: _without(value, f"{prefix}{name}", listed, secret=False) for name, value in settings.items()}
+    return {name: value for name, value in kept.items() if value is not _GONE}
+
+
+_GONE = object()
+
+
+def _without(value: Any, key: str, listed: Collection[str], *, secret: bool) -> Any:
+    secret = secret or names_secret(key, listed)
+    if isinstance(value, str):
+        return _GONE if secret else value
+    if isinstance(value, Mapping):
+        items = {name: _without(item, f"{key}.{name}", listed, secret=secret) for name, item in value.items()}
+        return {name: item for name, item in items.items() if item is not _GONE}
+    if isinstance(value, (list, tuple)):
+        # An entry has the name of its list.
+        return [item for entry in value if (item := _without(entry, key, listed, secret=secret)) is not _GONE]
+    return value
+
+
+def secret_values(settings: Mapping[str, Any], listed: Collection[str] = ()) -> set[str]:
+    """Return the texts that `without_secrets` leaves out, less those too short to be told from other text."""
+    return {text for text in _texts(settings, "", listed, secret=False) if len(text) >= _SHORTEST}
+
+
+def _texts(value: Any, key: str, listed: Collection[str], *, secret: bool) -> Iterator[str]:
+    if isinstance(value, str):
+        if secret:
+            yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{key}.{name}" if key else str(name)
+            yield from _texts(item, inner, listed, secret=secret or names_secret(inner, listed))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item, key, listed, secret=secret)
+
+
+_SHOWN = re.compile(
+    r"""(?ix) ( (?: token | api_key | password | secret | credentials? ) ['")\]]* \s* [=:]\s* ) (?: '[^']*' | "[^"]*" )"""
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Return a line for people in which the text of keys that name a secret is not shown.
+
+    Examples:
+        >>> hide_secrets("hub.token='abc', width=3")
+        "hub.token='...', width=3"
+    """
+    return _SHOWN.sub(r"\1'...'", text)
+
+
+# Patches
+
+_NAME = rb"(?:token|api[_-]?key|password|passwd|secret|credentials?|access[_-]?key|private[_-]?key)[\"'\]]*"
+_QUOTED = re.compile(rb"(?i)" + _NAME + rb"\s*(?::\s*\w+\s*=|:?=|:)\s*[a-z]{0,2}[\"'][^\"'\s]{6,}")
+_BARE = re.compile(rb"(?i)" + _NAME + rb"(?:\s*[:=]\s*|\s+)(?=[^\s\"']*[0-9])[\w+/=.-]{8,}(?![\w(\[.])")
+# In files of settings a value needs no quotes; in a program it would be a name.
+_SETTING = re.compile(rb"(?i)" + _NAME + rb"\s*[:=]\s*[^\s\"'${]{6,}\s*$")
+_PROGRAM = re.compile(rb"\.(?:py|pyi|ipynb|js|ts|c|h|cc|cpp|cu|cuh|go|rs|java|jl|lua|r|R|md|rst)$")
+_KNOWN = re.compile(
+    rb"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|xox[abeoprs]-[\w-]{8,}"
+    rb"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}|://[^/\s:@]+:[^/\s@]+@"
+)
+_KEY_BEGINS, _KEY_ENDS = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY"), re.compile(rb"-----END [A-Z ]*PRIVATE KEY")
+_FILE_OF_SECRETS = re.compile(
+    rb"(?i)(?:^|/)(?:\.env(?:\.[\w-]+)?|\.netrc|\.pypirc|\.npmrc|id_(?:rsa|dsa|ecdsa|ed25519)"
+    rb"|[^/]*(?:credentials?|secrets?)[^/.]*(?:\.(?:json|ya?ml|toml|ini|cfg|txt|env))?|[^/]*\.(?:pem|key|p12|pfx|keystore|jks))$"
+)
+_FILE = re.compile(rb"diff --git a/.* b/(.*)$")
+
+
+def redact_patch(patch: bytes, values: Collection[str] = ()) -> tuple[bytes, int]:
+    """Return a patch of `git diff` with every line that looks like a secret replaced, and how many those are.
+
+    A line goes that gives a value to a name of a secret, has the form of a known kind of token, is part of a private key, holds one of
+    the values, or belongs to a file that is there to hold secrets (`.env`, `*.pem`, `credentials.json`, ...). The number of lines and
+    what each does stay as they are. What looks like nothing known is not found: a patch is no place for secrets.
+
+    Args:
+        patch: The patch.
+        values: Texts that must not stand in it.
+    """
+    forbidden = [value.encode() for value in values]
+    kept: list[bytes] = []
+    found = 0
+    hidden_file = in_key = in_body = binary = False
+    patterns: tuple[re.Pattern[bytes], ...] = ()
+    for line in patch.split(b"\n"):
+        header = _FILE.match(line)
+        if header:
+            name = header[1].strip(b'"')
+            hidden_file, in_key, in_body, binary = bool(_FILE_OF_SECRETS.search(name)), False, False, False
+            patterns = (_KNOWN, _QUOTED, _BARE) if _PROGRAM.search(name) else (_KNOWN, _QUOTED, _BARE, _SETTING)
+        elif line.startswith((b"@@ ", b"GIT binary patch")):
+            in_body, binary = True, line.startswith(b"G")
+            # git repeats the last unchanged line of a function behind the numbers.
+            numbers, _, context = line.partition(b" @@")
+            if _is_secret(context, forbidden, patterns):
+                line = numbers + b" @@"
+                found += 1
+        elif in_body and line:
+            in_key = not binary and (in_key or bool(_KEY_BEGINS.search(line)))
+            if hidden_file or in_key or (not binary and _is_secret(line[1:], forbidden, patterns)):
+                in_key = in_key and not _KEY_ENDS.search(line)
+                line = line[:1] + LEFT_OUT.encode()
+                found += 1
+        kept.append(line)
+    return b"\n".join(kept), found
+
+
+def _is_secret(text: bytes, forbidden: Collection[bytes], patterns: Collection[re.Pattern[bytes]]) -> bool:
+    if any(value in text for value in forbidden):
+        return True
+    return any(pattern.search(text) for pattern in patterns)

@@ -1,0 +1,156 @@
+"""What kills leave is removed at the next start, and `danling verify` does not take it for damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.cli.main import main
+from danling.runners.checkpoints import storage
+from danling.runners.checkpoints.file_store import FileStore
+
+
+class Small(dl.TorchRunner):
+    """A linear model on a few points."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+
+def settings(epochs: int = 4, backend: str = "file", **more: Any) -> dict[str, Any]:
+    usual = {"seed": 1, "epochs": epochs, "dir": "mine", "log": False, "dataloader": {"batch_size": 4}}
+    policy = {"keep_latest_k": 2, "async_enabled": False, "backend": backend}
+    return {**usual, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": policy, **more}
+
+
+def trained(config: dict[str, Any]) -> Path:
+    with Small(config) as runner:
+        runner.train()
+        return runner.dir
+
+
+def verified(run: Path, capsys: pytest.CaptureFixture[str], exit_code: int) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["verify", str(run), "--json"]) == exit_code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def leave_litter(run: Path, backend: str) -> list[Path]:
+    checkpoints = run / "checkpoints"
+    left = [
+        *(run / f".{name}.json.ab12cd34.tmp" for name in ("results", "latest", "best")),
+        run / ".metrics.jsonl.tmp",
+        run / "metadata" / ".config.full.yaml.x_y1z2w3.tmp",
+        run / "metadata" / ".git.diff.ab12cd34.tmp",
+        checkpoints / f"{storage.STAGED}0123",
+    ]
+    for path in left:
+        path.write_text("cut")
+    if backend == "dcp":
+        target = checkpoints / "targets" / "00000009-0badc0de"
+        target.mkdir()
+        (target / "__0_0.distcp").write_text("cut")
+        left.append(target)
+    return left
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_litter_is_named_and_the_next_start_removes_it(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(settings(backend=backend))
+    left = leave_litter(run, backend)
+    foreign = run / ".mine.tmp"
+    foreign.write_text("not the library's")
+    found = verified(run, capsys, 0)
+    assert sorted(found["litter"]) == sorted(str(path) for path in left)
+    assert all(not verdict["problems"] for verdict in found["checkpoints"])
+    assert main(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("litter  ") == len(left)
+    # Constructed is enough: nothing is trained and nothing saved.
+    with Small(settings(backend=backend, auto_resume=True)):
+        pass
+    assert [path for path in left if path.exists()] == []
+    assert foreign.exists()
+    assert verified(run, capsys, 0)["litter"] == []
+
+
+@pytest.mark.parametrize("kills_at", range(5))
+def test_a_deletion_that_was_killed_anywhere_is_finished(
+    kills_at: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(settings())
+    store = FileStore(run / "checkpoints", run_id="")
+    calls = 0
+
+    class Killed(BaseException):
+        pass
+
+    def remove(path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > kills_at:
+            raise Killed
+        Path(path).unlink(missing_ok=True)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed) if kills_at < 4 else nullcontext():
+        patched.setattr(storage, "remove", remove)
+        store.delete("ckpt-e000003")
+    found = verified(run, capsys, 0)
+    assert (len(found["litter"]) > 0) == (kills_at < 4)
+    with Small(settings(auto_resume=True)):
+        pass
+    names = set(os.listdir(run / "checkpoints"))
+    assert not [name for name in names if "e000003" in name or name.startswith(".")]
+    assert verified(run, capsys, 0)["litter"] == []
+
+
+def test_sums_that_an_older_version_left_of_a_deletion_are_litter_and_others_are_damage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = trained(settings(epochs=1))
+    checkpoints = run / "checkpoints"
+    old = checkpoints / "ckpt-e000001.pth.sha256"
+    shutil.copy(old, "kept")
+    for epochs in (2, 4):  # the one that is resumed stays
+        trained(settings(epochs=epochs, auto_resume=True))
+    assert not old.exists()
+    shutil.copy("kept", old)
+    assert verified(run, capsys, 0)["litter"] == [str(old)]
+    # One of the two that retention keeps: that is damage, and stays.
+    (checkpoints / "ckpt-e000003.pth").unlink()
+    found = verified(run, capsys, 1)
+    damaged = [verdict["path"] for verdict in found["checkpoints"] if verdict["problems"]]
+    assert damaged == [str(checkpoints / "ckpt-e000003.pth")]
+    with Small(settings(auto_resume=True)):
+        pass
+    assert not old.exists()
+    assert verified(run, capsys, 1)["litter"] == []
+
+
+def test_nothing_of_a_run_in_progress_is_litter(capsys: pytest.CaptureFixture[str]) -> None:
+    with Small(settings()) as runner:
+        runner.train()
+        leave_litter(runner.dir, "file")
+        assert verified(runner.dir, capsys, 0)["litter"] == []
+        assert (runner.dir / ".lock").exists()
+
+
+def test_the_directory_of_another_run_is_left_as_it_is() -> None:
+    run = trained(settings())
+    left = leave_litter(run, "file")[-1]
+    with pytest.raises(dl.runners.checkpoints.CheckpointMismatch):
+        Small(settings(auto_resume=True, max_grad_norm=1.0))
+    assert left.exists()

@@ -1,0 +1,131 @@
+"""Which names are secrets, and which lines of a patch look like one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from danling.utils.secrets import LEFT_OUT, names_secret, redact_patch, secret_values, without_secrets
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "token",
+        "hub.token",
+        "HF_TOKEN",
+        "api_key",
+        "openai_api_key",
+        "db.password",
+        "client_secret",
+        "secret",
+        "credential",
+        "credentials",
+    ],
+)
+def test_names_of_secrets(key: str) -> None:
+    assert names_secret(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "pad_token_id",
+        "num_tokens",
+        "tokenizer",
+        "max_tokens",
+        "keys",
+        "secretary",
+        "token.name",
+        "passwords",
+        "secret_keys",
+    ],
+)
+def test_names_of_none(key: str) -> None:
+    assert not names_secret(key)
+    assert names_secret(key, [key.rpartition(".")[2]])
+
+
+def test_only_text_is_left_out() -> None:
+    settings = {
+        "token": 5,
+        "secret": None,
+        "password": True,
+        "api_key": "x",
+        "nested": {"token": ["text-one", 3]},
+        "a": "b",
+    }
+    assert without_secrets(settings) == {
+        "token": 5,
+        "secret": None,
+        "password": True,
+        "nested": {"token": [3]},
+        "a": "b",
+    }
+    assert secret_values(settings) == {"text-one"}  # a single letter would stand in every line
+
+
+def patch(name: str, *lines: str) -> bytes:
+    body = "".join(f"+{line}\n" for line in lines)
+    return f"diff --git a/{name} b/{name}\n--- a/{name}\n+++ b/{name}\n@@ -1,1 +1,{len(lines)} @@\n{body}".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("a.py", 'token = "abcdef"'),
+        ("a.py", "login(token='hf_abcdefabcdefabcdefab')"),
+        ("a.py", 'HEADERS = {"api_key": "abcdefgh"}'),
+        ("a.py", 'password: str = "hunter22"'),
+        ("a.py", 'os.environ["HF_TOKEN"] = "abcdefgh"'),
+        ("a.py", 'key = "AKIAABCDEFGHIJKLMNOP"'),
+        ("a.py", 'url = "https://ann:hunter2@host/path"'),
+        ("run.sh", "export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567"),
+        ("run.sh", "python train.py --hub.token abc123abc123"),
+        ("config.yaml", "  password: hunterhunter"),
+        ("config.yaml", "client_secret: correct-horse"),
+        (".env", "X=1"),
+        ("keys/server.pem", "MIIEvQIBADANBgkq"),
+        ("credentials.json", '  "id": "x"'),
+    ],
+)
+def test_lines_that_look_like_a_secret(name: str, line: str) -> None:
+    text, found = redact_patch(patch(name, line))
+    assert (found, text) == (1, patch(name, LEFT_OUT))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "token = tokenizer.encode(text)",
+        "tokens = 12345678",
+        "def login(token: str | None = None) -> None:",
+        "self.pad_token_id = 50256",
+        'tokenizer = "bert-base-uncased"',
+        "secret = load_secret()",
+        "hidden = nn.Linear(128, 256)",
+        "export TOKEN=$HF_TOKEN",
+    ],
+)
+def test_lines_that_do_not(line: str) -> None:
+    assert redact_patch(patch("a.py", line)) == (patch("a.py", line), 0)
+
+
+def test_a_private_key_goes_whole_and_what_follows_stays() -> None:
+    lines = ["-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIB", "-----END RSA PRIVATE KEY-----", "width = 4"]
+    text, found = redact_patch(patch("a.txt", *lines))
+    assert (found, text) == (3, patch("a.txt", LEFT_OUT, LEFT_OUT, LEFT_OUT, "width = 4"))
+
+
+def test_values_of_the_configuration_go_wherever_they_stand() -> None:
+    text, found = redact_patch(patch("a.py", "x = 1  # OPENSESAME", "y = 2"), ["OPENSESAME"])
+    assert (found, text) == (1, patch("a.py", LEFT_OUT, "y = 2"))
+    context = patch("a.py", "y").replace(b" @@\n", b" @@ def f(key='OPENSESAME'):\n")
+    assert b"OPENSESAME" not in redact_patch(context, ["OPENSESAME"])[0]
+
+
+def test_a_long_line_takes_no_long_time() -> None:
+    start = time.process_time()
+    redact_patch(patch("a.txt", "token" * 40_000, "a_" * 100_000, "secret " * 30_000, "x" * 200_000))
+    assert time.process_time() - start < 20
