@@ -29,6 +29,7 @@ from danling.workspace import (
     CodeIdentity,
     Printer,
     Progress,
+    RunLog,
     Workspace,
     close_run_log,
     make_timestamp,
@@ -88,6 +89,7 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
     """
 
     stack: str = "base"
+    _run_log: RunLog
 
     # For those who override `set_seed` with a way of their own.
     seed: int = 0

@@ -8,6 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from .alone import make_standalone
+from .names import check_names, explain_property, is_library, noting
 
 
 class MetaRunner(type):
@@ -23,6 +24,11 @@ class MetaRunner(type):
         make_standalone(namespace)
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(name, bases, namespace, **kwargs)
+        if is_library(cls) and "__init__" in namespace:
+            cls.__init__ = noting(namespace["__init__"], name)  # type: ignore[misc]
+
     @property
     def __signature__(cls) -> inspect.Signature:
         """What the class is constructed with, as help and notebooks show it: the arguments of its `__init__`."""
@@ -34,6 +40,7 @@ class MetaRunner(type):
         runner = target.__new__(target, *args, **kwargs)
         try:
             _initialize(runner, *args, **kwargs)
+            check_names(runner)
             runner.__post_init__()
         except BaseException:
             runner.abandon()
@@ -47,6 +54,9 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
     try:
         runner.__init__(*args, **kwargs)
     except AttributeError as error:
+        explained = explain_property(runner, error)
+        if explained is not None:
+            raise explained from error
         if "_closers" in vars(runner) or error.obj is not runner:
             raise
         forgotten = error

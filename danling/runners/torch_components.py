@@ -36,6 +36,12 @@ class TorchComponents(TorchData):
 
     stack = "ddp"
 
+    # Made after the user's `__init__`; annotated here, as every name that a user may not take.
+    precision: Precision
+    window: Window
+    ballot: Ballot
+    metric_set: MetricSet
+
     # What a hook that is overridden with nothing leaves as it is.
     _wrapped_for: int | None = None
 

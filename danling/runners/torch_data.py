@@ -16,6 +16,8 @@ _SCORE_SPLITS = ("val", "validate", "validation", "valid", "dev")
 class TorchData(BaseRunner):
     """Turns datasets and loaders by split into sources of batches."""
 
+    sources: dict[str, BatchSource]
+
     # Splits and loaders
 
     @property

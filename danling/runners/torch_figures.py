@@ -11,6 +11,7 @@ import torch
 from danling.data import Batch
 from danling.supervision import Profiler, Telemetry, counted, device_peak_flops
 from danling.training import UpdateOutcome, count_tokens
+from danling.utils.numbers import Paced, format_count
 from danling.workspace import Progress
 
 from .config import RunnerConfig
@@ -18,7 +19,11 @@ from .torch_update import TorchUpdate
 
 logger = logging.getLogger("danling")
 
-_SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second")
+_SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+"""Figures of an update that are printed, and what they are called there."""
+
+_RESULT_LINES = 100
+"""Results of epochs or evaluations that are printed at any pace."""
 
 
 class TorchFigures(TorchUpdate):
@@ -31,6 +36,7 @@ class TorchFigures(TorchUpdate):
         self._profiler: Profiler | None = None
         self._peak_flops: float | None = None
         self._measured_flops: float | None = None
+        self._result_lines = Paced(self.config.log_seconds, burst=_RESULT_LINES)
 
     def count_tokens(self, data: Any) -> float:
         """Return the tokens of a batch for the figures of speed, 0 for data that has none; override it for batches of your own.
@@ -123,8 +129,9 @@ class TorchFigures(TorchUpdate):
         self._track_values(values)
         if self.progress_bar is not None:
             self.progress_bar.epoch = self._epoch_shown()
-            shown = {name: values[f"train/{name}"] for name in _SHOWN if f"train/{name}" in values}
-            self.progress_bar.show(step, shown)
+            shown = {short: values[f"train/{name}"] for name, short in _SHOWN.items() if f"train/{name}" in values}
+            speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
+            self.progress_bar.show(step, shown, speed=speed)
 
     def _usage(self, pace: Mapping[str, float]) -> dict[str, float]:
         """Model FLOPs a second over all ranks, and their share of the peak, where they are known."""
@@ -153,7 +160,12 @@ class TorchFigures(TorchUpdate):
         self._measures_flops = own is None and self._can_count_flops()
         self._profiler = self.build_profiler()
         if self.is_main_process:
-            self.progress_bar = Progress(self.steps, initial=step, desc=self.config.experiment)
+            self.progress_bar = Progress(
+                self.steps,
+                initial=step,
+                desc=self.config.experiment,
+                seconds_between_lines=self.config.log_seconds,
+            )
             self.progress_bar.epoch = self._epoch_shown()
             logger.info("%s", self._opening())
 
@@ -162,24 +174,29 @@ class TorchFigures(TorchUpdate):
 
     def _opening(self) -> str:
         """Return what is going to be trained, in one line."""
-        parameters = sum(p.numel() for _, p in self.named_parameters() if p.requires_grad)
+        sizes = [(p.numel(), p.requires_grad) for _, p in self.named_parameters()]
+        whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        parameters = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
         budget = f"epoch {self.epochs}" if not self.is_step_mode else f"step {self.steps}"
         accumulated = f" x {self.accum_steps} micro-batches" if self.accum_steps > 1 else ""
         division = self._first_division()
-        batch = f", batch {self.batch_size}{accumulated} on each" if self.batch_size else ""
+        each = " on each" if self.distributed else ""
+        batch = f", batch {self.batch_size}{accumulated}{each}" if self.batch_size else ""
         if division is not None:
             most = "at most " if not division.is_even else ""
-            batch = f", {division.samples} samples an update, {most}{self.batch_size}{accumulated} on each"
+            batch = f", {division.samples} samples an update, {most}{self.batch_size}{accumulated}{each}"
         train = self.state.train
         return (
             f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {self.world_size} "
             f"{self.device.type} process{'es' if self.world_size > 1 else ''} ({self.stack}, {self.config.precision or 'fp32'}): "
-            f"{parameters:,} parameters{batch}, in {self.workspace.dir}"
+            f"{parameters}{batch}, in {self.workspace.dir}"
         )
 
     def _summarize(self, ending: str) -> None:
         if self.is_main_process and self.telemetry is not None:
             train = self.state.train
+            if self.progress_bar is not None:
+                self.progress_bar.write_last()
             logger.info(
                 "%s: %s", ending, self.telemetry.summary(train.global_step, train.samples - self._session_samples)
             )
@@ -209,4 +226,5 @@ class TorchFigures(TorchUpdate):
             weights = self.evaluated_weights
             latest = {"index": self.index, "weights": weights, "result": self.latest_result}
             best = {"index": self.best_index, "weights": weights, "score": self.best_score, "result": self.best_result}
-            self.workspace.write_results(self.results, latest, best)
+            is_here = self.best_index is None or self.best_index != self._best_elsewhere
+            self.workspace.write_results(self.results, latest, best if is_here else None)

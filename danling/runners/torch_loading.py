@@ -14,6 +14,7 @@ from danling.data import capture_random_state, derive_seed, preserved_random_sta
 from danling.optim.named_state import load_named_state_dict
 from danling.optim.options import adopt_options, options_of
 from danling.utils.names import canonical_name
+from danling.workspace import format_number
 
 from .checkpoints import CheckpointMismatch, exclude, read_model
 from .config_updates import is_update_key
@@ -87,6 +88,22 @@ class TorchLoading(TorchState):
         self._saved_at = (self.state.train.global_step, self.state.train.epoch)
         where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
         logger.info("Resumed from %s at %s.", checkpoint, where)
+        self._note_best(checkpoint)
+
+    _best_elsewhere: int | None = None
+    """Index of a best score whose checkpoint lies in the directory that the run came from."""
+
+    def _note_best(self, checkpoint: str | Path) -> None:
+        own = self.workspace.checkpoints
+        is_here = any((own / name).exists() for name in ("best", "best.pth"))
+        self._best_elsewhere = None if is_here else self.best_index
+        if self._best_elsewhere is not None and self.is_main_process:
+            logger.info(
+                "The best score so far, %s at %d, was kept beside %s; here a best is kept from the next better one on.",
+                format_number(self.best_score or 0.0),
+                self._best_elsewhere,
+                checkpoint,
+            )
 
     def _check_config(self, payload: Mapping[str, Any]) -> None:
         stored = payload.get("runner", {})

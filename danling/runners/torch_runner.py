@@ -458,7 +458,10 @@ class TorchRunner(TorchWatch):
             return
         figures = "  ".join(f"{split} {format_scores(values)}" for split, values in result.items())
         unit = "step" if self.is_step_mode else "epoch"
-        logger.info("%s %d: %s", unit, self.index, figures)
+        if self._result_lines.due() or self.progress >= 1 or self._stop_for:
+            logger.info("%s %d: %s", unit, self.index, figures)
+            if self.progress_bar is not None:
+                self.progress_bar.forget_last()
         # A key of its own: `train/loss` is the loss of single updates.
         named = {
             split if split not in self.train_splits else f"{split}_mean": values for split, values in result.items()

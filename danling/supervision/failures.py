@@ -23,15 +23,18 @@ logger = logging.getLogger("danling")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _BROKEN = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl communicator was aborted")
 _GRACE_SECONDS = 3.0
+_INSIDE = tuple(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def record_failures() -> bool:
-    """Write the error file of `torch.distributed.elastic` when an exception ends this process; then print it as ever.
+    """Write the error file of `torch.distributed.elastic` when an exception ends this process.
 
-    torchrun shows the traceback of the rank that failed first, and needs that file for it. A script that is wrapped in
-    torch's `record` has written its own, which stays. The hook is set once a process and remains: an exception may
-    come after the runner has closed.
+    torchrun shows the traceback of the rank that failed first at its end, and needs that file for it. There it stands once: ranks that
+    failed with the same error say so in one line, none prints it again, and frames inside of danling and torch are left out
+    (`DANLING_FULL_TRACEBACK=1` keeps them). Where torchrun is going to restart the ranks it shows nothing, so the first one prints it.
+    A script that is wrapped in torch's `record` has written its own, which stays. The hook is set once a process and remains: an exception
+    may come after the runner has closed.
 
     A rank that fails only since another one has gone waits a moment first, in which torchrun ends it: what is seen last
     is the traceback that explains the others.
@@ -48,11 +51,17 @@ def record_failures() -> bool:
 
 def _recording(previous: _ExceptHook) -> _ExceptHook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            if lost_a_peer(error):
-                time.sleep(_GRACE_SECONDS)
-            _write_error_file(error, trace)
-        previous(kind, error, trace)
+        if not isinstance(error, Exception):
+            previous(kind, error, trace)
+            return
+        if lost_a_peer(error):
+            time.sleep(_GRACE_SECONDS)
+        first = _first_failure(error)
+        _write_error_file(error, trace, first)
+        if not _shown_by_torchrun():
+            previous(kind, error, trace)
+        elif first is None and _restarts_left():
+            sys.stderr.write(users_traceback(error, trace))
 
     hook._danling = True  # type: ignore[attr-defined]
     return hook
@@ -63,16 +72,71 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _BROKEN)
 
 
-def _write_error_file(error: Exception, trace: TracebackType | None) -> None:
+def users_traceback(error: BaseException, trace: TracebackType | None) -> str:
+    """Return a traceback without the frames inside of danling and torch: the user's own, and where it was raised.
+
+    Args:
+        error: The exception.
+        trace: Its traceback.
+    """
+    told = traceback.TracebackException(type(error), error, trace)
+    left_out = 0 if os.environ.get("DANLING_FULL_TRACEBACK") else _trim(told)
+    note = f"({left_out} frames inside of danling and torch are left out; DANLING_FULL_TRACEBACK=1 shows them)\n"
+    return (note if left_out else "") + "".join(told.format())
+
+
+def _trim(told: traceback.TracebackException) -> int:
+    frames = list(told.stack)
+    kept = [frame for frame in frames[:-1] if not frame.filename.startswith(_INSIDE)] + frames[-1:]
+    told.stack[:] = kept
+    others = [other for other in (told.__cause__, told.__context__) if other is not None]
+    return len(frames) - len(kept) + sum(map(_trim, others))
+
+
+def _shown_by_torchrun() -> bool:
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+
+def _restarts_left() -> bool:
+    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(done) < int(most)
+
+
+def _first_failure(error: Exception) -> str | None:
+    """Return what the rank of this machine that failed first says of it, `None` on that rank itself."""
+    if not _shown_by_torchrun():
+        return None
+    # One directory for each attempt, with one below it for each rank.
+    marker = Path(os.environ[_ERROR_FILE]).parent.parent / "first-failure"
+    try:
+        with marker.open("x", encoding="utf-8") as file:
+            file.write(f"{os.environ.get('RANK', '?')} {_headline(error)}")
+        return None
+    except FileExistsError:
+        return marker.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _headline(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_error_file(error: Exception, trace: TracebackType | None, first: str | None) -> None:
     file = Path(os.environ[_ERROR_FILE])
     if file.exists() and file.stat().st_size:
         return
+    stack = users_traceback(error, trace)
+    if first is not None:
+        rank, _, headline = first.partition(" ")
+        if headline == _headline(error):
+            stack = f"{type(error).__name__}, as on rank {rank}, which failed first"
+    # torchrun takes the earliest for the cause, and counts whole seconds.
+    moment = int(time.time()) + (first is not None)
     # The form is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception, which formats
     # the exception that is being handled: in a hook there is none.
-    stack = "".join(traceback.format_exception(type(error), error, trace))
-    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    message = {"message": _headline(error), "extraInfo": {"py_callstack": stack, "timestamp": str(moment)}}
     try:
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
         write_atomically(file, json_text({"message": message}))
     except OSError as failure:
         logger.warning("The error file %s cannot be written: %s.", file, failure)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from danling.utils.numbers import format_count
 from danling.utils.protocols import ReductionDomain
 
 _GIB = 2**30
@@ -193,9 +194,10 @@ class Telemetry:
         elapsed = max(now - self._start, 1e-9)
         training = max(elapsed - self._all_aside - self._aside, 1e-9)
         updates, waited = self._done + self._updates, self._all_waited + self._waited
+        plural = "" if updates == 1 else "s"
         return (
-            f"{updates} updates to step {global_step} in {elapsed:.1f} s: {updates / training:.3g} updates/s, "
-            f"{samples / training:.4g} samples/s, {100 * waited / training:.0f}% waiting for data, "
+            f"{updates} update{plural} to step {global_step} in {elapsed:.1f} s: {format_count(updates / training)} updates/s, "
+            f"{format_count(samples / training)} samples/s, {100 * waited / training:.0f}% waiting for data, "
             f"{100 * (1 - training / elapsed):.0f}% evaluating and saving, {self.skipped} skipped"
         )
 

@@ -8,9 +8,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
+
+from danling.utils.numbers import Paced, format_count
 
 from .logging import SHOWN_ON_BAR
 from .printing import Printer, bar_closed, bar_opened
@@ -20,12 +22,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
+_BAR = "{desc}  {n_fmt}/{total_fmt}, {remaining} left |{bar}|"
+"""Figures first: tqdm cuts off on the right what has no room."""
+
 
 class Progress:
     """Progress towards a number of steps.
 
-    On a terminal it draws a bar of `tqdm`. Elsewhere (a file, a pipe, CI) nothing is drawn, and each `show` is a line
-    of the log. Counting costs about a microsecond a step with a bar, a tenth of one without.
+    On a terminal it draws a bar of `tqdm`, figures first: where there is little room it is the bar that gives way. Elsewhere (a file, a
+    pipe, CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the first and the last are
+    always written. Counting costs about a microsecond a step with a bar, a tenth of one without.
 
     Args:
         total: Steps of the whole run; `None` when not known.
@@ -35,6 +41,8 @@ class Progress:
         enabled: Whether this process speaks; usually the main one does.
         leave: Whether the bar stays on the screen at the end.
         stream: Where the bar is drawn; `None` is `sys.stderr`.
+        seconds_between_lines: Seconds at least from one line to the next.
+        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class Progress:
         enabled: bool = True,
         leave: bool = True,
         stream: TextIO | None = None,
+        seconds_between_lines: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         stream = stream if stream is not None else sys.stderr
         self.total = total
@@ -59,7 +69,11 @@ class Progress:
         """What stands behind the name, such as `epoch 2/5`."""
         self.print = Printer(enabled)
         """Print on this process without tearing the bar, when enabled."""
-        self._started = time.perf_counter()
+        self._clock = clock
+        self._started = clock()
+        self._lines = Paced(seconds_between_lines, clock=clock)
+        self._withheld: str | None = None
+        self._figures = ""
         self._bar: Any = None
         self._doing = ""
         if enabled and is_terminal(stream):
@@ -98,38 +112,57 @@ class Progress:
             self._bar.update(0)
 
     def _description(self) -> str:
-        return " ".join(part for part in (self.desc, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
+        head = " ".join(part for part in (self.desc, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
+        return "  ".join(part for part in (head, self._figures) if part)
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show figures at `step`: on the bar, and as one line of the log.
+    def show(self, step: int, values: Mapping[str, float], *, speed: str = "") -> None:
+        """Show figures at `step`: on the bar, and as a line of the log when one is due.
 
         Args:
             step: As for `update`.
             values: Figures by name.
+            speed: Speed in a few words, such as `5.1k samples/s`; steps a second without.
         """
         self.update(step)
         if not self.enabled:
             return
-        figures = format_scores(values)
+        self._figures = format_scores(values)
         if self._bar is not None:
             self._bar.set_description_str(self._description(), refresh=False)
-            self._bar.set_postfix_str(figures, refresh=False)
-        logger.info("%s", self.line(figures), extra={SHOWN_ON_BAR: True})
+        line = self.line(self._figures, speed)
+        if self._lines.due():
+            self._write(line)
+        else:
+            self._withheld = line
 
-    def line(self, figures: str = "") -> str:
+    def write_last(self) -> None:
+        """Write the line of the last figures, if it was withheld: what is said next is the end."""
+        if self._withheld is not None:
+            self._write(self._withheld)
+
+    def forget_last(self) -> None:
+        """Leave out a line that was withheld: later figures have been said."""
+        self._withheld = None
+
+    def _write(self, line: str) -> None:
+        self._withheld = None
+        logger.info("%s", line, extra={SHOWN_ON_BAR: True})
+
+    def line(self, figures: str = "", speed: str = "") -> str:
         """Return the state as one plain line: name, steps, share, figures, speed and time left."""
         share = f"/{self.total} ({100 * self.step / self.total:.0f}%)" if self.total else ""
         head = f"{self.desc or self.unit}{f' {self.epoch}' if self.epoch else ''} {self.step}{share}"
-        done, elapsed = self.step - self.initial, time.perf_counter() - self._started
-        pace = ""
+        done, elapsed = self.step - self.initial, self._clock() - self._started
+        pace = speed
         if done > 0 and elapsed > 0:
-            pace = f"{done / elapsed:.3g} {self.unit}/s"
+            pace = pace or f"{format_count(done / elapsed)} {self.unit}s/s"
             if self.total:
                 pace += f", {format_duration(elapsed / done * (self.total - self.step))} left"
         return "  ".join(part for part in (head, figures, pace) if part)
 
     def close(self) -> None:
-        """Draw the bar a last time and let go of the terminal. A second call does nothing."""
+        """Write the last line and draw the bar a last time, and let go of the terminal. A second call does nothing."""
+        self.write_last()
         bar, self._bar = self._bar, None
         if bar is not None:
             bar_closed(bar)
@@ -192,4 +225,4 @@ def _open_bar(**settings: Any) -> Any:
         monitor_interval = 0
 
     QuietBar.set_lock(threading.RLock())
-    return QuietBar(dynamic_ncols=True, **settings)
+    return QuietBar(dynamic_ncols=True, bar_format=_BAR, **settings)

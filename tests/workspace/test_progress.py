@@ -53,8 +53,8 @@ def test_a_bar_on_a_terminal() -> None:
         progress.update(10)
         progress.close()
         progress.close()
-    assert "digits:" in drawn[0]
-    assert "10/10" in drawn[0]
+    assert "digits  " in drawn[0]
+    assert "10/10, " in drawn[0]
     assert "train/loss 0.5000" in drawn[0]
 
 
@@ -89,6 +89,31 @@ def test_plain_lines_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
     [line] = caplog.messages
     assert line.startswith("gpt 150/200 (75%)  train/loss 1.5000  ")
     assert line.endswith("0:00:00 left")
+
+
+def test_lines_are_limited_by_time_and_the_last_one_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter(range(1000))
+    with (
+        caplog.at_level(logging.INFO, logger="danling"),
+        Progress(
+            100, desc="gpt", stream=io.StringIO(), seconds_between_lines=60, clock=lambda: float(next(seconds))
+        ) as progress,
+    ):
+        for step in range(1, 100):
+            progress.show(step, {"loss": 1.0 / step}, speed="5.1k samples/s")
+    shown = [int(message.split()[1].partition("/")[0]) for message in caplog.messages]
+    assert shown[0] == 1 and shown[-1] == 99 and len(shown) == 5
+    assert "  5.1k samples/s, " in caplog.messages[0]
+
+
+def test_figures_come_first_where_there_is_little_room() -> None:
+    with terminal(columns=60) as (stream, drawn), Progress(1000, desc="digits", stream=stream) as progress:
+        progress.epoch = "epoch 1/10"
+        progress.show(6, {"loss": 0.5, "lr": 0.01})
+        progress.update(1000)
+    last = drawn[0].rstrip().rsplit("\r", 1)[-1]
+    assert last.startswith("digits epoch 1/10  loss 0.5000  lr 0.0100  1000/1000, ")
+    assert len(last) <= 60
 
 
 def test_unknown_length_and_other_ranks(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

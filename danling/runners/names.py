@@ -1,0 +1,160 @@
+"""Which names of a runner are the library's: what a user sets under one of them is refused instead of replaced without a word."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SETTABLE = frozenset(
+    {"model", "ema", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics", "meters", "config"}
+)
+"""Components, which the library takes over as they were set."""
+
+_REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"})
+"""What a user may replace by another value of the same type."""
+
+_RECORD = "_set_by_library"
+_NO_SETTER = re.compile(r"property '(\w+)' of .* has no setter|can't set attribute '?(\w+)")
+
+
+class LibraryNames:
+    """What the library's own `__init__` has set on a runner, and what was there before."""
+
+    def __init__(self, before: dict[str, Any]) -> None:
+        self.before = before
+        self.owners: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+
+    def note(self, present: dict[str, Any], owner: str) -> None:
+        """Note what is there when the `__init__` of one of the library's classes has ended.
+
+        Args:
+            present: The runner's attributes.
+            owner: Name of that class.
+        """
+        for name in present:
+            self.owners.setdefault(name, owner)
+        self.values = dict(present)
+
+
+def noting(init: Callable[..., None], owner: str) -> Callable[..., None]:
+    """Return the `__init__` of one of the library's classes that also notes which attributes it has set.
+
+    Args:
+        init: The function.
+        owner: Name of the class.
+    """
+
+    @functools.wraps(init)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        record = vars(self).get(_RECORD)
+        if record is None:
+            record = vars(self)[_RECORD] = LibraryNames(dict(vars(self)))
+        init(self, *args, **kwargs)
+        record.note(vars(self), owner)
+
+    return noted
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class in the line of a runner is the library's, not a user's."""
+    return kind.__module__.startswith("danling.runners.")
+
+
+def check_names(runner: Any) -> None:
+    """Refuse attributes and methods of the user's that stand under a name of the library's. No communication.
+
+    Components, hooks and what has the type of the library's own value may be set; a method may be overridden by a method. What
+    the library sets or defines under another name would be replaced, or would break it.
+
+    Args:
+        runner: A runner whose `__init__` has ended.
+
+    Raises:
+        AttributeError: If there is one, with its owner and another name.
+    """
+    record: LibraryNames = vars(runner).pop(_RECORD)
+    line: Any = type(runner)
+    defined = _defined(line)
+    for name, value in vars(runner).items():
+        if name in SETTABLE or name == _RECORD:
+            continue
+        if name in record.values and name not in record.before:
+            if value is not record.values[name] and not _fits(name, value, record.values[name]):
+                raise _refused(f"self.{name} = {_short(value)}", name, record.owners[name])
+        elif name in defined and not _overrides(value, defined[name][1]):
+            raise _refused(f"self.{name} = {_short(value)}", name, defined[name][0])
+    for name, kind, value in _of_user(type(runner)):
+        owner, original = defined.get(name, (record.owners.get(name), _MISSING))
+        if owner is not None and name not in SETTABLE and not _overrides(value, original, private=name.startswith("_")):
+            raise _refused(f"{name} of the class {kind.__name__}", name, owner)
+
+
+def explain_property(runner: Any, error: AttributeError) -> AttributeError | None:
+    """Return what to say instead of Python's error for an attribute that is a property of the library's, `None` for other errors.
+
+    Args:
+        runner: The runner whose `__init__` failed.
+        error: What it raised.
+    """
+    found = _NO_SETTER.search(str(error))
+    name = next(filter(None, found.groups()), "") if found else ""
+    owner = next((kind.__name__ for kind in type(runner).__mro__ if is_library(kind) and name in vars(kind)), None)
+    return _refused(f"self.{name} = ...", name, owner) if owner is not None else None
+
+
+_MISSING = object()
+
+
+def _fits(name: str, value: Any, original: Any) -> bool:
+    return name in _REPLACEABLE and isinstance(value, type(original))
+
+
+def _overrides(value: Any, original: Any, *, private: bool = False) -> bool:
+    """Whether a value may stand where the library has one: a method for a method, plain data for plain data."""
+    if private or original is _MISSING:
+        return False
+    if inspect.isroutine(original) or isinstance(original, (property, functools.cached_property)):
+        descriptor = isinstance(
+            value, (property, functools.cached_property, staticmethod, classmethod, functools.partial)
+        )
+        return inspect.isroutine(value) or descriptor
+    return original is not None and isinstance(value, (type(original), property))
+
+
+@functools.cache
+def _defined(runner_class: type) -> dict[str, tuple[str, Any]]:
+    """Names that the library's classes in a line define or declare: their owner, and what they are."""
+    names: dict[str, tuple[str, Any]] = {}
+    for kind in filter(is_library, reversed(runner_class.__mro__)):
+        for name in inspect.get_annotations(kind):
+            names[name] = (kind.__name__, vars(kind).get(name, _MISSING))
+        for name, value in vars(kind).items():
+            if not name.startswith("__"):
+                names[name] = (kind.__name__, value)
+    return names
+
+
+def _of_user(runner_class: type) -> Iterator[tuple[str, type, Any]]:
+    for kind in runner_class.__mro__:
+        if not is_library(kind) and kind is not object:
+            yield from (
+                (name, kind, value)
+                for name, value in vars(kind).items()
+                if not name.startswith("__") and name != "_unjoined"
+            )
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _refused(received: str, name: str, owner: str | None) -> AttributeError:
+    return AttributeError(
+        f"Expected names of your own on a runner. Received: {received}, where {name!r} is a name of the library's ({owner}). Call it "
+        f"otherwise, such as 'my_{name.strip('_')}'."
+    )

@@ -1,0 +1,163 @@
+"""Names of the library that a user sets on a runner: refused with their owner, and with another name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.runners.names import SETTABLE, LibraryNames, _defined, is_library
+
+OWNERS = {
+    "window": "TorchComponents",
+    "precision": "TorchComponents",
+    "ballot": "TorchComponents",
+    "metric_set": "TorchComponents",
+    "sources": "TorchData",
+    "signals": "TorchSupervision",
+    "trackers": "TorchSupervision",
+    "heartbeat": "TorchSupervision",
+    "telemetry": "Torch",
+    "scoreboard": "BaseRunner",
+    "open_result": "Torch",
+    "losses": "Torch",
+    "index": "",
+    "world": "BaseRunner",
+    "launch": "BaseRunner",
+    "step": "",
+    "batch_weight": "",
+    "train": "",
+    "batch_size": "",
+    "name": "RunnerFacts",
+    "progress_bar": "BaseRunner",
+    "device": "BaseRunner",
+    "mode": "BaseRunner",
+    "_asked": "TorchUpdate",
+    "_log": "TorchFigures",
+    "_run_log": "BaseRunner",
+}
+
+
+class Named(dl.Runner):
+    """A linear model; `taken` is set on it in `__init__`."""
+
+    def __init__(self, config: Any, taken: dict[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))}
+        for name, value in (taken or {}).items():
+            setattr(self, name, value)
+
+
+def settings(root: Path) -> dict[str, Any]:
+    base = {
+        "steps": 1,
+        "seed": 1,
+        "log": False,
+        "workspace_root": str(root / "runs"),
+        "checkpoint": {"load_only": True},
+    }
+    return {**base, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
+
+
+@pytest.mark.parametrize(("name", "owner"), OWNERS.items())
+def test_a_name_of_the_librarys_is_refused_where_it_is_set(name: str, owner: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"self.{name} = .* name of the library's \({owner}\w*\).*my_{name.strip('_')}"
+    ):
+        Named(settings(tmp_path), {name: 3.5})
+    assert os.listdir(tmp_path) == []  # before anything is written
+
+
+def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None:
+    class Private(Named):
+        def _log(self, text: str) -> None:
+            """Be called by the library, with something else."""
+
+    class Hidden(Named):
+        def window(self) -> int:
+            """Be hidden by an attribute."""
+            return 3
+
+    class Plain(Named):
+        train_step = 0.1
+
+    for runner_class, name in ((Private, "_log"), (Hidden, "window"), (Plain, "train_step")):
+        with pytest.raises(AttributeError, match=f"{name} of the class {runner_class.__name__}, where '{name}'"):
+            runner_class(settings(tmp_path))
+
+
+def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
+    class Free(Named):
+        stack = "ddp"
+        config_class = dl.RunnerConfig
+        rate = 3
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.batch_weight = lambda data, target: torch.tensor(4.0)
+            self.device = torch.device("cpu")
+            self.lr, self.width, self.tokenizer = 0.1, 3, object()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.id = "mine"
+
+        @property
+        def scores(self) -> dict[int, float]:
+            return super().scores
+
+        def _own(self) -> None:
+            """Be a private method that the library does not have."""
+
+    with Free(settings(tmp_path)) as runner:
+        runner.train()
+        assert (runner.lr, runner.width, runner.rate) == (0.1, 3, 3)
+
+
+def test_an_attribute_set_before_the_librarys_init_is_looked_at_too(tmp_path: Path) -> None:
+    class Early(Named):
+        def __init__(self, config: Any) -> None:
+            self.window = 3
+            super().__init__(config)
+
+    with pytest.raises(AttributeError, match="self.window = 3"):
+        Early(settings(tmp_path))
+
+
+def late_names(kind: type) -> Iterator[str]:
+    """Yield what the methods of a class set on the runner."""
+    tree = ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    for node in ast.walk(body):
+        stores = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr != "__class__"
+        if stores and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.attr
+
+
+def test_every_name_that_the_library_sets_later_is_known_to_the_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[set[str]] = []
+    monkeypatch.setattr(LibraryNames, "note", _recorded(records, LibraryNames.note))
+    with Named(settings(tmp_path)) as runner:
+        line: Any = type(runner)
+        stored = {name for kind in line.__mro__ if is_library(kind) for name in late_names(kind)}
+        unknown = stored - records[-1] - set(_defined(line)) - SETTABLE
+        assert not unknown, f"annotate them in the class that sets them: {sorted(unknown)}"
+
+
+def _recorded(records: list[set[str]], note: Any) -> Any:
+    def noted(self: LibraryNames, present: dict[str, Any], owner: str) -> None:
+        note(self, present, owner)
+        records.append(set(present))
+
+    return noted
