@@ -326,7 +326,7 @@ class RunnerConfig(ClosedSection):
         return {
             str(name)
             for name, value in self.items()
-            if name not in known and value not in (None, False) and value != {}
+            if name not in known and value is not None and value is not False and not _is_empty(value)
         }
 
     def refuse_unread(self, names: Iterable[str], *, may_be_read: bool = False) -> None:
@@ -625,6 +625,10 @@ class RunnerConfig(ClosedSection):
 
     def __hash__(self) -> int:  # type: ignore[override]
         return int(self.config_id(), 16)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
 
 
 def _as_mapping(settings: Any) -> Mapping[Any, Any]:

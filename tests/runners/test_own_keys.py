@@ -74,7 +74,7 @@ class Own(dl.Runner):
 def settings(root: Path, **more: Any) -> dict[str, Any]:
     optim = {"type": "sgd", "lr": 0.1}
     base = {"steps": 1, "seed": 1, "log": False, "workspace_root": str(root), "optim": optim}
-    return {**base, "dataloader": {"batch_size": 4}, "checkpoint": {"load_only": True}, **more}
+    return {**base, "dataloader": {"batch_size": 4}, **more}
 
 
 def trained(config: Any, reads: Callable[[Any], Any] | None = None) -> int:
@@ -190,7 +190,6 @@ def test_a_mapping_may_be_read_itself(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_keeps_its_keys(tmp_path: Path) -> None:
     config = in_code(tmp_path, width=3)
-    config.checkpoint.load_only = False
     with Own(config, lambda config: config.width) as runner:
         runner.train()
         latest = runner.workspace.checkpoints / "latest.pth"
