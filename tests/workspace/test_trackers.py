@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,17 @@ def wandb_files(root: Path) -> list[Path]:
 
 
 def wandb_records(directory: Path) -> list[Any]:
-    """Read the offline transaction log: a LevelDB log (blocks of 32 KiB) of wandb's own messages."""
+    """Read the offline transaction log once W&B's service has written its end, which a busy machine may let it do after `finish`."""
+    end = time.monotonic() + 60
+    while True:
+        records = _wandb_records(directory)
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > end:
+            return records
+        time.sleep(0.1)
+
+
+def _wandb_records(directory: Path) -> list[Any]:
+    """Read what stands in the log so far: a LevelDB log (blocks of 32 KiB) of wandb's own messages; a cut record is left out."""
     from wandb.proto import wandb_internal_pb2 as messages
 
     record_type: Any = vars(messages)["Record"]
@@ -122,6 +133,8 @@ def wandb_records(directory: Path) -> list[Any]:
             at += room
             continue
         _, length, kind = struct.unpack_from("<IHB", raw, at)
+        if at + 7 + length > len(raw):
+            break
         parts += raw[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
