@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .batching import divide_updates, merge_settings
+from .batching import AUTO, divide_updates, merge_settings
 from .build import build_dataloader
 from .cursors import Batch
 from .keyed import KeyedDataset
@@ -21,6 +21,7 @@ from .shares import Division
 from .source import BatchSource
 
 __all__ = [
+    "AUTO",
     "PLACEHOLDER",
     "Batch",
     "BatchSource",

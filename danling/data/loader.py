@@ -137,6 +137,11 @@ class DataLoader(KeyedLoader):
         """Updates of a whole pass; `None` where `accum_steps` says how many batches make one."""
         return self.positions.num_stretches(0) if self.division is not None else None
 
+    @property
+    def held_at_once(self) -> int:
+        """The most samples that a rank holds at once of the next update; 0 at the end of the pass."""
+        return self.positions.division.largest(self.positions.next_stretch)
+
     def hold_at_most(self, samples: int) -> None:
         """Cut updates into micro-batches of at most so many samples, from the next iterator on. Call on all ranks."""
         self.positions.division = self.positions.division.capped(samples)

@@ -97,6 +97,11 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         """Return the number of stretches from a position to the end of the pass."""
         return (self.length - consumed) // self.division.samples + (self._tail(consumed) > 0)
 
+    @property
+    def next_stretch(self) -> int:
+        """Samples of the stretch that begins at the position; 0 at the end of the pass."""
+        return next(self._stretches(self.consumed), 0)
+
     def position_after(self, consumed: int, batches: int) -> int:
         """Return the position when each rank has consumed `batches` more.
 

@@ -106,15 +106,6 @@ class Division:
         kinds = ((size + 1, larger), (size, self.world_size - larger))
         return [sum(part(held, count, index)[1] * ranks for held, ranks in kinds) for index in range(count)]
 
-    def halved(self, samples: int) -> Division | None:
-        """Return the same with at most half as many samples at once as a stretch of so many has now.
-
-        Returns:
-            `None` where a rank holds one sample at once already.
-        """
-        held = self.largest(samples) // 2
-        return self.capped(held) if held else None
-
     def capped(self, micro_batch_size: int) -> Division:
         """Return the same with at most so many samples at once; where it holds fewer already, it itself."""
         if micro_batch_size >= self.micro_batch_size:

@@ -53,6 +53,10 @@ class DeepSpeedModel(TorchRunner):
         """
         return engines.import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
+    def forward_communicates(self) -> str | None:
+        """Return that an engine reduces gradients within the backward. Called on all ranks."""
+        return f"stack={self.stack!r}"
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model as it is: the engine takes it together with the optimizer, in `bind_optimizer`. Called on all ranks."""
         return model

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.optim import Optimizer
 
 from danling.data import derive_seed, preserved_random_state
-from danling.distributed.axes import check_micro_batches
+from danling.distributed.axes import AXES, check_micro_batches
 from danling.distributed.fsdp import find_blocks, resolve_dtype, shard, sharded_modules
 from danling.distributed.model_parts import (
     ModelParts,
@@ -63,6 +63,15 @@ class ParallelModel(ParallelTopology):
                 "classes or modules in fsdp.blocks."
             )
         return found
+
+    def forward_communicates(self) -> str | None:
+        """Return which axes make a forward or a backward communicate; only `replicate` does not. Called on all ranks."""
+        axes = [
+            f"parallel.axes.{axis}={self.degree(axis)}"
+            for axis in AXES
+            if axis != "replicate" and self.degree(axis) > 1
+        ]
+        return ", ".join(axes) or super().forward_communicates()
 
     # Model
 

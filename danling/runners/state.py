@@ -40,6 +40,7 @@ class ElasticState:
         streams: What has random streams of its own, and how many of it: data replicas, and the degrees above 1 that divide a model.
         restart_count: How often torchrun has restarted the group in this attempt.
         attempts: How many processes in a row have worked on the run, the first one counted.
+        micro_batch_size: Samples that a rank can hold at once, as running out of memory has told; `None` before it did.
     """
 
     world_size: int = 1
@@ -47,6 +48,7 @@ class ElasticState:
     streams: dict[str, int] = field(default_factory=dict)
     restart_count: int = 0
     attempts: int = 1
+    micro_batch_size: int | None = None
 
 
 @dataclass
@@ -92,7 +94,9 @@ class RunnerState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters; attempts are counted up, random streams are left to the runner, which restores them last."""
         _fill(self.train, state["train"])
-        self.elastic.attempts = int(state.get("elastic", {}).get("attempts", 0)) + 1
+        elastic = state.get("elastic", {})
+        self.elastic.attempts = int(elastic.get("attempts", 0)) + 1
+        self.elastic.micro_batch_size = elastic.get("micro_batch_size")
 
 
 def _fill(target: Any, values: Mapping[str, Any]) -> None:

@@ -16,7 +16,8 @@ from danling.data import derive_seed, seed_streams
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
-from danling.training import EMA, Compilation, Precision, Window
+from danling.supervision import is_out_of_memory
+from danling.training import EMA, Compilation, MemoryRetry, Precision, Window
 from danling.utils.names import canonical_name
 from danling.utils.secrets import secret_values, without_secrets
 
@@ -55,6 +56,7 @@ class TorchComponents(TorchData):
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.optimizer_domain, self.device)
         self.ballot = Ballot(self.optimizer_domain, self.device, reports=self.reports)
+        self.memory_retry = self._build_memory_retry()
         self.materialize_model()
         self._build_if_absent()
         self._open_sources()
@@ -68,6 +70,33 @@ class TorchComponents(TorchData):
         for source in self.sources.values():
             self._closers.callback(source.close)
         self._check_effects()
+
+    memory_retry: MemoryRetry | None = None
+    """Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`."""
+    _broadcasts_buffers: bool = False
+    """Whether the buffers of the first rank go to the others before an update, where DistributedDataParallel must not do it."""
+
+    def _build_memory_retry(self) -> MemoryRetry | None:
+        if not self.finds_micro_batch_size:
+            return None
+        reason = self.forward_communicates()
+        if reason is not None:
+            raise ValueError(
+                "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
+                f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
+                "fit a rank."
+            )
+        return MemoryRetry(self.optimizer_domain, self.device, is_out_of_memory)
+
+    def forward_communicates(self) -> str | None:
+        """Return what makes a forward or a backward communicate, besides DistributedDataParallel; `None` where nothing does.
+
+        Called on all ranks.
+        """
+        if self.config.ft.enabled:
+            return "ft.enabled=True"
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.unwrapped_model.modules())
+        return "SyncBatchNorm" if synced and self.distributed else None
 
     def _check_effects(self) -> None:
         """Refuse a scheduler that nothing would advance, and warn of settings that nothing reads. Called on all ranks."""
@@ -244,7 +273,16 @@ class TorchComponents(TorchData):
         """
         if not self.distributed or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        return DistributedDataParallel(model, **self.ddp_kwargs())
+        options = self.ddp_kwargs()
+        if self.memory_retry is not None:
+            if options.get("static_graph"):
+                raise ValueError(
+                    "Expected DistributedDataParallel without a static graph: with dataloader.micro_batch_size='auto' gradients are "
+                    "reduced after the backward. Received: static_graph=True from ddp_kwargs. Set a number, or leave static_graph out."
+                )
+            self._broadcasts_buffers = options.get("broadcast_buffers", True)
+            options = {**options, "broadcast_buffers": False}
+        return DistributedDataParallel(model, **options)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""

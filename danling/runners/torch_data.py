@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from danling.data import BatchSource, DataLoader, Division, build_dataloader, divide_updates, merge_settings
+from danling.data import (
+    AUTO,
+    BatchSource,
+    DataLoader,
+    Division,
+    build_dataloader,
+    divide_updates,
+    merge_settings,
+)
 from danling.metrics import ScoreBoard
 
 from .base_runner import BaseRunner
@@ -153,6 +161,24 @@ class TorchData(BaseRunner):
         """Micro-batches of an update on each rank; with `dataloader.global_batch_size` of a full one on the first split."""
         division = self._first_division()
         return int(self.config.accum_steps) if division is None else division.micro_batches
+
+    @property
+    def finds_micro_batch_size(self) -> bool:
+        """Whether `dataloader.micro_batch_size` of a split to train on is `"auto"`: halved when memory runs out."""
+        built = [split for split in self.train_splits if split in self.datasets] if self.datasets else []
+        return any(self.loader_settings(split).get("micro_batch_size") == AUTO for split in built)
+
+    def hold_at_most(self, samples: int | None) -> None:
+        """Cut updates so that a rank holds at most so many samples at once, and remember it. Call on all ranks.
+
+        Args:
+            samples: The number; `None` leaves the updates as they are.
+        """
+        self.state.elastic.micro_batch_size = samples
+        for split in self.train_splits if samples is not None and self.finds_micro_batch_size else ():
+            loader = self.dataloaders.get(split)
+            if isinstance(loader, DataLoader) and loader.division is not None:
+                loader.hold_at_most(samples or 1)
 
     def batches_of_update(self, split: str) -> int:
         """Return how many batches make an update on a split whose loader does not know.

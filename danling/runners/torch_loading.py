@@ -299,6 +299,7 @@ class TorchLoading(TorchState):
 
     def _load_run_state(self, state: Mapping[str, Any]) -> None:
         self.state.load_state_dict(state)
+        self.hold_at_most(self.state.elastic.micro_batch_size)
         self.window.agreed_reference = self.state.train.weight_reference
         self.results = {int(index): result for index, result in state.get("results", {}).items()}
         self.open_result = dict(state.get("open_result", {}))

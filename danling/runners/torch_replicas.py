@@ -48,7 +48,7 @@ class _Before:
     streams: dict[str, Any]
     micro_step: int
     meters: dict[str, list[float]]
-    statistics: list[Tensor]
+    buffers: dict[str, Tensor]
 
 
 class TorchReplicas(TorchGroups):
@@ -188,22 +188,25 @@ class TorchReplicas(TorchGroups):
                 found += [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
         return found
 
-    def _counters(self) -> list[Tensor]:
-        modules = self.unwrapped_model.modules()
-        norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
-        return [norm.num_batches_tracked for norm in norms if isinstance(norm.num_batches_tracked, Tensor)]
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return what a forward may change: the buffers of model and criterion."""
+        return {
+            **dict(self.unwrapped_model.named_buffers()),
+            **{f"criterion.{i}": buffer for i, buffer in enumerate(self._criterion_tensors("buffers"))},
+        }
 
     def _capture(self) -> _Before:
-        tensors = [tensor.clone() for tensor in (*self._statistics(), *self._counters())]
+        buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         micro_step, meters = self.state.train.micro_step, self.meters.state_dict()
-        return _Before(capture_random_state(self.device), micro_step, meters, tensors)
+        return _Before(capture_random_state(self.device), micro_step, meters, buffers)
 
     def _restore(self, before: _Before) -> None:
         restore_random_state(before.streams, self.device)
         self.state.train.micro_step = before.micro_step
         self.meters.load_state_dict(before.meters)
-        for tensor, held in zip((*self._statistics(), *self._counters()), before.statistics, strict=True):
-            tensor.copy_(held)
+        for name, buffer in self._buffers().items():
+            if name in before.buffers:
+                buffer.copy_(before.buffers[name])
 
     def meter_totals(self) -> dict[str, tuple[float, float]]:
         """Return sums and weights of `meters` over all ranks of the groups that take part. Call on all ranks of the group."""

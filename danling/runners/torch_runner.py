@@ -6,10 +6,11 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
-from danling.data import PLACEHOLDER, Batch, BatchSource
+from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import agree
 from danling.optim import needs_metric
 from danling.training import UpdateOutcome
@@ -288,7 +289,6 @@ class TorchRunner(TorchWatch):
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
         source = self.source(split)
-        in_update = self.batches_of_update(split)
         telemetry = self.telemetry
         assert telemetry is not None
         self.follow_freezing()
@@ -298,6 +298,7 @@ class TorchRunner(TorchWatch):
             batch = next(batches, None)
             if not self._all_have(source, batch):
                 break
+            assert batch is not None
             found = True
             if split not in self._compared:
                 self._compare(source, batch)
@@ -309,13 +310,9 @@ class TorchRunner(TorchWatch):
                 batches = source.batches()
                 continue
             consumed: list[Batch] = []
-            while batch is not None:
-                consumed.append(batch)
-                closes = len(consumed) == in_update if batch.closes is None else batch.closes
-                upcoming = None if closes else self._upcoming(source, batches)
-                self.reduces_gradients = upcoming is None
-                self._micro_step(batch)
-                batch = upcoming
+            if not self._make_batches(source, chain([batch], batches), consumed):
+                batches = telemetry.timed(source.batches())
+                continue
             outcome = self.step()
             if not isinstance(outcome, UpdateOutcome):
                 raise ValueError(
@@ -332,6 +329,67 @@ class TorchRunner(TorchWatch):
                 f"Expected at least one batch on every rank in split {split!r}. Received: an empty loader on some rank. Check the "
                 "dataset, and `drop_last` against the batch size."
             )
+
+    def _make_batches(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
+        make = partial(self._micro_steps, source, batches, consumed)
+        retry, loader = self.memory_retry, source.loader
+        held = loader.held_at_once if retry is not None and isinstance(loader, DataLoader) else 0
+        if retry is None or held == 0:
+            make()
+            return True
+        self._open_alike(held)
+        if held == 1:
+            # There is nothing left to halve: the error is the user's, with its traceback.
+            make()
+            return True
+        return retry.attempt(make, self._remembered()) or self._halve(held)
+
+    def _micro_steps(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> None:
+        in_update = self.batches_of_update(source.split)
+        batch = next(batches, None)
+        while batch is not None:
+            consumed.append(batch)
+            closes = len(consumed) == in_update if batch.closes is None else batch.closes
+            upcoming = None if closes else self._upcoming(source, batches)
+            # A rank that may run out of memory reduces once all have come through.
+            self.reduces_gradients = upcoming is None and self.memory_retry is None
+            self._micro_step(batch)
+            batch = upcoming
+
+    def _open_alike(self, held: int) -> None:
+        """Do before an update what ranks otherwise do together within it: all of them have to come through it alone."""
+        if self._broadcasts_buffers:
+            self.equalize_buffers()
+        if self.window.agreed_reference is None and self.optimizer_domain.size > 1:
+            self.window.agreed_reference = float(held)
+
+    def _remembered(self) -> Callable[[], None]:
+        """Return what takes the micro-batches of the next update back."""
+        telemetry = self.telemetry
+        assert telemetry is not None
+        before, tokens, measures = self._capture(), telemetry.tokens, self._measures_flops
+
+        def take_back() -> None:
+            self.window.reset()
+            self.zero_gradients()
+            self._restore(before)
+            telemetry.tokens, self._measures_flops = tokens, measures
+
+        return take_back
+
+    def _halve(self, held: int) -> bool:
+        self.hold_at_most(held // 2)
+        if self.is_main_process:
+            logger.warning(
+                "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
+                "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
+                self.state.train.global_step + 1,
+                held,
+                held // 2,
+                held // 2,
+            )
+        return False
 
     def _compare(self, source: BatchSource, batch: Batch | None) -> None:
         """Say once where ranks that should read different data read the same."""

@@ -196,10 +196,13 @@ class TorchUpdate(TorchReplicas):
     def complete_gradients(self) -> None:
         """Finish the reduction of the gradients over the ranks. Called on all ranks.
 
-        DistributedDataParallel has finished that of the model in the backward; the criterion is not wrapped.
+        DistributedDataParallel has finished that of the model in the backward, unless memory may run out there; the criterion is not
+        wrapped.
         """
         if isinstance(self.model, DistributedDataParallel):
-            average_gradients([p for p in self._criterion_tensors("parameters") if p.requires_grad], self.data_domain)
+            whole = self.memory_retry is not None
+            found = [p for _, p in self.named_parameters()] if whole else self._criterion_tensors("parameters")
+            average_gradients([p for p in found if p.requires_grad], self.data_domain)
 
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.

@@ -24,11 +24,13 @@ from .gradients import (
 )
 from .outcome import NonFiniteError, UpdateOutcome
 from .precision import Precision
+from .retry import MemoryRetry
 from .window import Window
 
 __all__ = [
     "EMA",
     "Compilation",
+    "MemoryRetry",
     "NonFiniteError",
     "Precision",
     "UpdateOutcome",

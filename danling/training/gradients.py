@@ -23,15 +23,46 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return parameter.grad._values()
 
 
+_BUCKET_BYTES = 25 * 2**20
+
+
 def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
-    """Average gradients over a domain in one collective, as DistributedDataParallel does. Call on all its members.
+    """Average gradients over a domain, as DistributedDataParallel does. Call on all its members.
 
     Args:
-        parameters: The same on all members; one without a gradient counts as zero.
+        parameters: The same on all members; one without a gradient counts as zero, unless no member has one.
         domain: The ranks.
+
+    Raises:
+        ValueError: If a gradient is sparse.
     """
     if not parameters or domain.size == 1:
         return
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        raise ValueError(
+            "Expected dense gradients to average in one piece. Received: a sparse one. Set sparse=False in the embedding."
+        )
+    present = domain.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64))
+    for bucket in _buckets([p for p, count in zip(parameters, present.tolist()) if count]):
+        _average_bucket(bucket, domain)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters in lists of one dtype and of a bounded size: what is averaged is copied."""
+    buckets: list[list[Tensor]] = []
+    sizes: dict[torch.dtype, int] = {}
+    current: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        kind, size = parameter.dtype, parameter.numel() * parameter.element_size()
+        if kind not in current or sizes[kind] + size > _BUCKET_BYTES:
+            current[kind], sizes[kind] = [], 0
+            buckets.append(current[kind])
+        current[kind].append(parameter)
+        sizes[kind] += size
+    return buckets
+
+
+def _average_bucket(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = domain.all_reduce(torch.cat([piece.reshape(-1) for piece in pieces])) / domain.size
     start = 0

@@ -49,17 +49,14 @@ def test_as_many_micro_batches_as_asked_for() -> None:
     assert divide(5, 4, 3, None).micro_batches == 2, "a micro-batch without a sample on any rank has no use"
 
 
-def test_halving_ends_at_one_sample() -> None:
-    division: Division | None = divide(12, 2, 1, None)
+def test_less_at_once() -> None:
+    division = divide(12, 2, 1, None)
     sizes = []
-    while division is not None:
+    for held in (6, 3, 1):
+        division = division.capped(held)
         sizes.append((division.micro_batch_size, division.micro_batches))
-        division = division.halved(12)
     assert sizes == [(6, 1), (3, 2), (1, 6)]
-    # Halved is what was held, which in the last update of an epoch is less.
-    halved = divide(12, 2, 1, None).halved(7)
-    assert halved is not None
-    assert halved.micro_batch_size == 2
+    assert division.capped(4) is division, "never more than it holds already"
 
 
 def test_fewer_samples_than_ranks_are_refused() -> None:

@@ -443,7 +443,7 @@ def refused(function: Any, config: Mapping[str, Any], *args: Any, world_size: in
         ({"shard": 2}, {"parallel": {"module_fqns_per_model_part": [["0"]]}}, ["pipeline > 1"]),
         (
             {"pipeline": 2},
-            {"dataloader": {"global_batch_size": 10, "micro_batch_size": 4}},
+            {"dataloader": {"batch_size": None, "global_batch_size": 10, "micro_batch_size": 4}},
             ["global_batch_size=10 over 1 data replicas x 3 micro-batches", "multiple of 3"],
         ),
         ({"shard": 2}, {"checkpoint": {"backend": "file"}}, ["checkpoint.backend='dcp'"]),
