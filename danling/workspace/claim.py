@@ -10,7 +10,7 @@ from pathlib import Path
 
 from danling.utils.locks import FileLock
 
-from .series import LOCK, holds_checkpoint, holds_figures, member, natural_key, numbers, parts
+from .series import LOCK, background_writers, holds_checkpoint, holds_figures, member, natural_key, numbers, parts
 
 WAIT_SECONDS = 60.0
 """How long a start waits for the process that uses its directory to end: after a kill, ranks take a while to die."""
@@ -106,6 +106,7 @@ class Claim:
                 directory = run / wish.part if wish.part else run
                 self.make(directory)
                 self.lock(directory, wish.wait_seconds)
+                self._wait_for_writers(wish.checkpoints(run), wish.wait_seconds)
                 if self.from_scratch:
                     _refuse_run(wish, run)  # the one that was waited for may have written one
             self._lock_checkpoints()
@@ -132,6 +133,17 @@ class Claim:
         directory = self.dir / self.wish.part if self.wish.part else self.dir
         self.make(directory)
         self.lock(directory, self.wish.wait_seconds)
+
+    def _wait_for_writers(self, checkpoints: Path, seconds: float) -> None:
+        """Wait until what a killed run has left to write in the background has ended too. Groups of one job share the directory."""
+        for file in background_writers(checkpoints) if self.wish.part is None else ():
+            lock = FileLock(file)
+            if not lock.wait(seconds):
+                raise RunInUseError(
+                    f"Expected {checkpoints} to be free. Received: a directory that is written to in the background by {lock.holder}. "
+                    "Wait until it has ended, or name another `dir`."
+                )
+            lock.release()  # which removes the file
 
     def _lock_checkpoints(self) -> None:
         """Become the one writer of a directory of checkpoints that lies elsewhere; replica groups have a right of their own to it."""

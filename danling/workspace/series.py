@@ -10,6 +10,9 @@ from pathlib import Path
 LOCK = ".lock"
 """File in a run directory that its writer holds a lock on."""
 
+WRITING = ".writing-"
+"""Prefix of files in a directory of checkpoints, each locked by a process that writes there in the background."""
+
 _CHECKPOINT = re.compile(r"(latest|best|model|ckpt-(e\d+|s\d+))(\.pth(\.sha256(\.next)?)?)?")
 _TARGETS, _MANIFEST = "targets", "manifest.sha256"
 _NUMBERED = re.compile(r"(.+)-([1-9]\d*)")
@@ -53,6 +56,11 @@ def holds_checkpoint(directory: Path) -> bool:
 def holds_figures(run: Path) -> bool:
     """Whether a line of metrics was written in a run directory, or in the part of one of several groups."""
     return any(_has_line(path) for path in (run / "metrics.jsonl", *(part / "metrics.jsonl" for part in parts(run))))
+
+
+def background_writers(checkpoints: Path) -> list[Path]:
+    """Return the files that processes have locked, or had when they were killed, which write into a directory of checkpoints."""
+    return sorted(checkpoints / name for name in _names(checkpoints) if name.startswith(WRITING))
 
 
 def parts(run: Path) -> Iterator[Path]:

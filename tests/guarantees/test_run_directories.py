@@ -13,13 +13,16 @@ import pytest
 import torch
 import yaml
 from support.kill import python, run_python
+from support.locks import child, hold, wait_for
 from support.processes import run_processes
+from support.torchrun import run_torchrun
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.cli.main import main
 from danling.workspace import claim
+from danling.workspace.series import WRITING
 
 
 class Small(dl.TorchRunner):
@@ -128,7 +131,7 @@ def place_of_rank(config: dict[str, Any]) -> str:
 
 
 def test_all_ranks_of_a_job_share_the_one_that_rank_0_takes() -> None:
-    first = trained()
+    first = trained(dataloader={"batch_size": 8})  # as many samples of an update as two ranks with four
     assert set(run_processes(place_of_rank, settings(), world_size=2)) == {str(first.resolve()) + "-2"}
 
 
@@ -279,3 +282,65 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
 def test_places_are_still_read_in_the_metadata() -> None:
     run = trained(dir="mine")
     assert yaml.safe_load((run / "metadata" / "config.full.yaml").read_text())["dir"] == "mine"
+
+
+def test_a_writer_in_the_background_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
+    run = trained(dir="mine", checkpoint={"backend": "dcp"})
+    file = run / "checkpoints" / f"{WRITING}here-1"
+    with child(lambda: hold(file, tmp_path / "held")) as pid:
+        wait_for((tmp_path / "held").exists)
+        config = {**settings(dir="mine", auto_resume=True), "comm": {"init_timeout_seconds": 1.0}}
+        with pytest.raises(claim.RunInUseError, match=rf"in the background by process {pid} "):
+            Small(config)
+    with Small(config) as runner:
+        assert runner.state.train.epoch == 1
+    assert not file.exists()
+
+
+# Restarts of torchrun
+
+
+RESTARTED = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+
+class Dying(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        self.datasets = {"train": TensorDataset(torch.arange(64.0).reshape(16, 4), torch.arange(16) % 2)}
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+    def save_checkpoint(self, **kwargs):
+        super().save_checkpoint(**kwargs)
+        self.checkpoint_manager.wait()
+        if self.state.elastic.restart_count == 0 and self.state.train.epoch == 1:
+            self.world.barrier()
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the holder of the directory takes its time to die
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                time.sleep(0.1)
+            os._exit(1)
+
+config = dl.RunnerConfig(seed=1, epochs=2, dataloader={"batch_size": 4}, optim={"type": "sgd", "lr": 0.1}, dir="mine", auto_resume=True)
+config.parse()
+with Dying(config) as runner:
+    runner.train()
+    runner.print("ended at epoch", runner.state.train.epoch, "after restart", runner.state.elastic.restart_count)
+"""
+
+
+def test_a_restart_of_torchrun_goes_on_in_the_directory_of_ranks_that_take_their_time_to_die(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    # Without it, restarts with the c10d rendezvous can fail or hang (pytorch#135712).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    exit_code, output = run_torchrun(script, flags=["--max-restarts", "1"], environment=environment)
+    assert exit_code == 0, output
+    assert "ended at epoch 2 after restart 1" in output
+    assert "Resumed from latest at step 2" in output

@@ -19,7 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from danling.utils.locks import FileLock
+from danling.workspace.series import WRITING
 
 from .errors import CheckpointError
 
@@ -222,7 +226,14 @@ class _Actions:
     def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         from .dcp_files import save_target
 
-        save_target(payload, writer)
+        # A lock of its own, since that of the run falls when the parent is killed, and this process may be in the middle of a call then:
+        # a restart waits until it has ended as well.
+        own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
+        own.acquire()
+        try:
+            save_target(payload, writer)
+        finally:
+            own.release()
 
 
 Exchange = Callable[[Any], list[Any]]
