@@ -5,6 +5,7 @@ from __future__ import annotations
 from .batching import AUTO, divide_updates, merge_settings
 from .build import build_dataloader
 from .cursors import Batch
+from .glance import can_glance, glanced
 from .keyed import KeyedDataset
 from .loader import DataLoader
 from .movement import move_to_device
@@ -31,9 +32,11 @@ __all__ = [
     "PositionedBatchSampler",
     "ProxySource",
     "build_dataloader",
+    "can_glance",
     "capture_random_state",
     "derive_seed",
     "divide_updates",
+    "glanced",
     "merge_settings",
     "move_to_device",
     "preserved_random_state",

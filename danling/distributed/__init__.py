@@ -23,6 +23,7 @@ from .environment import (
 )
 from .fault_tolerance import QuorumError, ReplicaGroups, ReplicaSettings
 from .lighthouse import WaitAbandonedError
+from .meeting import all_arrive
 from .topology import ParallelContext, Topology
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Verdict",
     "WaitAbandonedError",
     "agree",
+    "all_arrive",
     "check_divisible",
     "check_expert_width",
     "check_experts",

@@ -113,18 +113,8 @@ class ScoreBoard:
         Raises:
             ValueError: If the figure is not there; the message names those that are.
         """
-        figures = result.get(self.split, {})
-        if self.name not in figures:
-            present = [f"{split}.{name}" for split, values in result.items() for name in values]
-            source = (
-                " The loss is what `evaluate_step` returns, by default from `compute_loss`."
-                if self.name == "loss"
-                else ""
-            )
-            raise ValueError(
-                f"Expected the score {self.split}.{self.name} among the figures of an evaluation. Received: {present}. Set "
-                f"score_split and score_name to one of them.{source}"
-            )
+        self.check(result)
+        figures = result[self.split]
         if not self.scores:
             logger.info(
                 "Best means the %s of %s.%s.", "lowest" if self.mode == "min" else "highest", self.split, self.name
@@ -137,6 +127,27 @@ class ScoreBoard:
             return index == self.best_index and score == self.best_score
         self.best_index, self.best_score, self.bad_evaluations = index, score, 0
         return True
+
+    def check(self, result: Mapping[str, Mapping[str, float]]) -> None:
+        """Refuse an evaluation without the figure.
+
+        Args:
+            result: Figures by split.
+
+        Raises:
+            ValueError: If the figure is not there; the message names those that are.
+        """
+        if not self.finds(result):
+            present = [f"{split}.{name}" for split, values in result.items() for name in values]
+            source = (
+                " The loss is what `evaluate_step` returns, by default from `compute_loss`."
+                if self.name == "loss"
+                else ""
+            )
+            raise ValueError(
+                f"Expected the score {self.split}.{self.name} among the figures of an evaluation. Received: {present}. Set "
+                f"score_split and score_name to one of them.{source}"
+            )
 
     def finds(self, result: Mapping[str, Mapping[str, float]]) -> bool:
         """Whether the figure is among those of an evaluation."""

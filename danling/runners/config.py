@@ -130,6 +130,8 @@ class RunnerConfig(ClosedSection):
     """min or max; none: min for losses, errors and perplexities, else max."""
     evaluate_interval: PositiveInt | None = None
     """Step mode: steps between evaluations; none takes the checkpoint interval."""
+    try_evaluation: bool = True
+    """Evaluate one batch of each split before the first update, so that errors in it come before anything is trained."""
     train_splits: list[str] | None = None
     """Splits to train on; none: inferred from the datasets."""
     evaluate_splits: list[str] | None = None

@@ -50,6 +50,7 @@ _NAMES = {
     "score_name": ("metric_for_best_model",),
     "seed": ("random_seed", "manual_seed"),
     "steps": ("max_steps", "total_steps", "num_steps", "max_iters", "num_iters"),
+    "try_evaluation": ("num_sanity_val_steps",),
     "wandb.enabled": ("report_to", "use_wandb"),
     "workspace_root or dir": ("output_dir", "default_root_dir", "save_dir", "out_dir", "log_dir", "logging_dir"),
 }

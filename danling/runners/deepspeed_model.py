@@ -14,7 +14,8 @@ from danling.distributed import deepspeed_engine as engines
 from danling.distributed.deepspeed_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
 from danling.distributed.deepspeed_keys import check_keys
 from danling.optim.named_state import parameter_names
-from danling.training import Precision
+from danling.training import GradientWatch, Precision
+from danling.utils.names import canonical_name
 
 from .torch_runner import TorchRunner
 
@@ -94,6 +95,24 @@ class DeepSpeedModel(TorchRunner):
         self._engine_trains = self._trained_names()
         self.model = self.engine
         self._adopt_parts()
+
+    def optimized_parameters(self) -> list[nn.Parameter]:
+        """Return what the engine updates; ZeRO's optimizer has flat pieces of it. May be called on one rank."""
+        if self.engine is None:
+            return super().optimized_parameters()
+        held = {name for names in self._group_names for name in names} or self._engine_trains
+        named = {canonical_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
+        return [parameter for name, parameter in named.items() if name in held]
+
+    _watch: GradientWatch | None = None
+    """Watches the first window, since the engine takes gradients away as they come."""
+
+    def gradientless(self) -> list[str]:
+        """Return the names of trained parameters that got no gradient on this rank."""
+        watch, self._watch = self._watch, None
+        held = {id(parameter) for parameter in self.optimized_parameters()}
+        own = {name for name, parameter in self.named_parameters() if id(parameter) in held}
+        return [name for name in watch.close() if name in own] if watch is not None else []
 
     def _check_criterion(self) -> None:
         """Refuse a criterion that is trained, of which an engine knows nothing, and give all ranks the same one."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from danling.data import Batch
 from danling.distributed import Verdict
 from danling.distributed import deepspeed_engine as engines
-from danling.training import NonFiniteError, UpdateOutcome, scale_gradients
+from danling.training import GradientWatch, NonFiniteError, UpdateOutcome, scale_gradients
 
 from .deepspeed_state import DeepSpeedState
 
@@ -47,6 +47,8 @@ class DeepSpeedRunner(DeepSpeedState):
     def _micro_step(self, batch: Batch, train_step: Callable[[Any], Any] | None = None) -> None:
         if self.engine is not None and self.window.count == 0:
             self.equalize_buffers()
+        if not self._looked and self._watch is None:
+            self._watch = GradientWatch(self.named_parameters())
         super()._micro_step(batch, train_step)
 
     def backward(self, loss: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, overload
 
@@ -64,7 +64,9 @@ class ParallelRunner(ParallelState):
         Raises:
             ValueError: If a length does not divide by the `context` axis.
         """
-        return torch.utils._pytree.tree_map(self._stretch, data)
+        # Trees know no other mapping than a plain one, such as the batch of a tokenizer.
+        plain = dict(data) if isinstance(data, Mapping) else data
+        return torch.utils._pytree.tree_map(self._stretch, plain)
 
     def _stretch(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim < 2:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
 from danling.supervision import is_out_of_memory
-from danling.training import EMA, Compilation, MemoryRetry, Precision, Window
+from danling.training import EMA, Compilation, Coverage, MemoryRetry, Precision, Window
 from danling.utils.names import canonical_name
 from danling.utils.secrets import secret_values, without_secrets
 
@@ -69,6 +70,7 @@ class TorchComponents(TorchData):
         self._write_metadata()
         for source in self.sources.values():
             self._closers.callback(source.close)
+        self._constructed = ref(self.model)
         self._check_effects()
 
     memory_retry: MemoryRetry | None = None
@@ -247,6 +249,41 @@ class TorchComponents(TorchData):
         for module in modules:
             self.compilation.compile(module)
 
+    _constructed: ReferenceType[nn.Module] | None = None
+    """The model as construction has left it, which optimizer, averages and gradient reduction belong to."""
+
+    _said_coverage: bool = False
+
+    def check_coverage(self) -> None:
+        """Refuse an optimizer that trains nothing of the model, and name once what it leaves out. Call on all ranks.
+
+        Raises:
+            ValueError: If it trains nothing, or the model was replaced where more than the optimizer belongs to it.
+        """
+        kind = type(self.optimizer).__name__
+        mine = Coverage.of(self.named_parameters(), self.optimized_parameters())
+        whole = Coverage.joined(self.world.gather_objects(mine))
+        whole.check(kind)
+        built = self._constructed() if self._constructed is not None else self.model
+        if self.model is not built and (self.distributed or self.ema is not None or self.stack != "ddp"):
+            raise ValueError(
+                f"Expected the model that the runner was constructed with, which gradients are reduced and averaged weights kept for. "
+                f"Received: another one, a {type(self.model).__name__}. Assign `self.model` in __init__."
+            )
+        if self.is_main_process and not self._said_coverage:
+            for message in whole.warnings(kind):
+                logger.warning("%s", message)
+        self._said_coverage = True
+
+    def optimized_parameters(self) -> list[nn.Parameter]:
+        """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def gradientless(self) -> list[str]:
+        """Return the names of trained parameters that have no gradient on this rank. Called before the first update is applied."""
+        held = {id(parameter) for parameter in self.optimized_parameters()}
+        return [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None and id(p) in held]
+
     def _trained_count(self) -> int:
         return sum(parameter.requires_grad for parameter in self.unwrapped_model.parameters())
 
@@ -258,6 +295,7 @@ class TorchComponents(TorchData):
         if self.distributed and self._wrapped_for is not None and self._trained_count() != self._wrapped_for:
             self.model = self.unwrap(self.model)
             self._wrap()
+            self._constructed = ref(self.model)
             self._wrapped_for = self._trained_count()
 
     def _wrap(self) -> None:

@@ -11,9 +11,31 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from danling.data import Batch, BatchSource, derive_seed, move_to_device, preserved_random_state
+from danling.data import (
+    Batch,
+    BatchSource,
+    can_glance,
+    derive_seed,
+    glanced,
+    move_to_device,
+    preserved_random_state,
+)
+from danling.distributed import all_arrive
 from danling.metrics import Meters, as_number
-from danling.training import call_model, count_samples, criterion_setting, criterion_weight, peek_target, unpack_batch
+from danling.training import (
+    call_model,
+    count_samples,
+    criterion_setting,
+    criterion_weight,
+    model_loss,
+    model_weight,
+    peek_target,
+    prediction_of,
+    preserved_tensors,
+    unpack_batch,
+    unweighed,
+)
+from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES
 from .component_checks import check_metrics
@@ -21,6 +43,9 @@ from .torch_data import check_named_once
 from .torch_loading import TorchLoading
 
 logger = logging.getLogger("danling")
+
+_PATIENCE_SECONDS = 5.0
+"""How long a rank that fails waits to hear whether all of them do."""
 
 
 class TorchEvaluation(TorchLoading):
@@ -41,8 +66,9 @@ class TorchEvaluation(TorchLoading):
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
         """Return what the mean-reduced loss of a batch is averaged over; override it where the criterion is your own.
 
-        The default counts the targets that the criterion does not ignore, else samples; see
-        `danling.training.criterion_weight`. Called on every rank for every batch, before its forward.
+        The default counts the targets that the criterion does not ignore, see `danling.training.criterion_weight`; where the model
+        computes the loss itself, the labels that it counts, see `danling.training.model_weight`; else samples. Called on every rank
+        for every batch, before its forward.
 
         Args:
             data: The batch, on the device.
@@ -51,13 +77,15 @@ class TorchEvaluation(TorchLoading):
         Returns:
             A float, or a 0-dim tensor on the device that need not be waited for.
         """
+        if self.criterion is None and not self._overrides("compute_loss"):
+            return model_weight(self.unwrapped_model, target, data)
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
         """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned. Called on all ranks.
 
         Args:
-            pred: What the model returned, any type.
+            pred: What the model returned, any type. Of a mapping or an object with `loss` and `logits` the criterion is handed the logits.
             target: The target of the batch, `None` without one.
 
         Returns:
@@ -67,7 +95,7 @@ class TorchEvaluation(TorchLoading):
             ValueError: If there is neither.
         """
         if self.criterion is not None:
-            loss: Tensor = self.criterion(pred, target)
+            loss: Tensor = self.criterion(prediction_of(pred), target)
             return loss
         found = model_loss(pred)
         if found is None:
@@ -117,7 +145,18 @@ class TorchEvaluation(TorchLoading):
         target = peek_target(data)
         if self._bare is None and self.mode == "train" and not self._overrides("train_step"):
             self._bare = target is None
+        if target is None and self.mode == "train" and not self._said_unweighed:
+            self._say_unweighed(data)
         return self.batch_weight(data, target), samples
+
+    _said_unweighed: bool = False
+    """Whether a batch without a target, beside a criterion that ignores some, was warned of; once is enough."""
+
+    def _say_unweighed(self, data: Any) -> None:
+        self._said_unweighed = True
+        ignores = criterion_setting(self.criterion, "ignore_index") is not None
+        if self.is_main_process and ignores and not self._overrides("batch_weight"):
+            logger.warning("%s", unweighed(data))
 
     @property
     def sums_loss(self) -> bool:
@@ -182,35 +221,106 @@ class TorchEvaluation(TorchLoading):
         return self._evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
 
     def _evaluate(self, split: str, limit: int | None) -> dict[str, float]:
+        totals, _ = self._evaluated(split, limit)
+        return checked_figures("summarize", split, self.summarize(split, totals))
+
+    def _evaluated(self, split: str, limit: int | None) -> tuple[Meters, bool]:
+        """Return sums and weights of this rank, and whether `evaluate_step` gave a loss."""
         self.check_split(split)
         totals, own = Meters(), Meters(reserved=RESERVED_FIGURES)
         self.metric_set.reset()
+        scored = False
         # What `evaluate_step` puts into `meters` belongs to this evaluation, not to the epoch that is open.
         training, self.meters = self.meters, own
         try:
             with self._evaluating(split, "evaluate"), torch.no_grad():
                 for batch in self._paced(self.boundaries(split, islice(self._pass_over(split), limit))):
-                    self._evaluate_batch(batch, totals)
+                    scored = self._evaluate_batch(batch, totals) or scored
         finally:
             self.meters = training
         totals.merge(own)
-        return checked_figures("summarize", split, self.summarize(split, totals))
+        return totals, scored
 
     def boundaries(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation; training heeds requests between them."""
         return batches
 
-    def _evaluate_batch(self, batch: Batch, totals: Meters) -> None:
+    def _evaluate_batch(self, batch: Batch, totals: Meters) -> bool:
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
-        pred, loss = self.evaluate_step(data)
+        pred, loss = _as_pair(self.evaluate_step(data))
         if loss is not None and (isinstance(weight, Tensor) or weight):
             if self.sums_loss:
                 totals.add_totals("loss", loss, weight)
             else:
                 totals.update({"loss": loss}, weight)
         if self.metric_set and pred is not None:
-            self.metric_set.update(pred, peek_target(data), samples)
+            self.metric_set.update(prediction_of(pred), peek_target(data), samples)
+        return loss is not None
+
+    _tried: bool = False
+    """Whether the evaluations were tried in this process; once is enough."""
+
+    def _try_evaluations(self, splits: Sequence[str]) -> None:
+        """Evaluate one batch of each split before the first update, so that an error in it comes before anything is trained.
+
+        Streams, meters and buffers are left as they were. Left out are splits whose batches are given once, and evaluations of
+        the user's own.
+        """
+        own = self._overrides("evaluate_steps" if self.is_step_mode else "evaluate_epoch") or self._overrides(
+            "evaluate"
+        )
+        if self._tried or own or not self.config.try_evaluation:
+            return
+        self._tried = True
+        for split in splits:
+            if split in self.train_splits and split not in self.datasets:
+                continue
+            source = self._evaluation_source(split)
+            if can_glance(source):
+                with glanced(source.loader), preserved_tensors(self._written_by_forward()), self._own_place(source):
+                    self._try_evaluation(split)
+
+    def _written_by_forward(self) -> list[Tensor]:
+        names = [canonical_name(name) for name, _ in self.unwrapped_model.named_buffers()]
+        averaged = getattr(self.ema, "weights", {})
+        own = [*self.unwrapped_model.buffers(), *self._criterion_tensors("buffers")]
+        return own + [averaged[name] for name in names if name in averaged]
+
+    @contextmanager
+    def _own_place(self, source: BatchSource) -> Iterator[None]:
+        """Read a loader of the user's from a place of its own: how its pass began is remembered with the place."""
+        kept = self.sources.get(source.split)
+        if source.kind != "position" and kept is source:
+            self.sources[source.split] = self._source(source.split, source.loader)
+        try:
+            yield
+        finally:
+            if kept is not None:
+                self.sources[source.split] = kept
+
+    def _try_evaluation(self, split: str) -> None:
+        totals, scored = self._evaluated(split, 1)
+        try:
+            figures = checked_figures("summarize", split, self.summarize(split, totals))
+        except Exception as error:
+            # Some figures are not defined on one batch. Where only some ranks fail, the others wait for them.
+            if not all_arrive(f"tried/{split}", seconds=_PATIENCE_SECONDS):
+                raise
+            logger.warning(
+                "Of one batch, the figures of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
+                "else mend the metric or `summarize` now.",
+                split,
+                type(error).__name__,
+                error,
+            )
+            return
+        finally:
+            self.metric_set.reset()
+        board = self.scoreboard
+        if board is None or board.split != split or self._scores_itself or (board.name == "loss" and scored):
+            return
+        board.check({split: figures})
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients. Called on all ranks.
@@ -224,7 +334,7 @@ class TorchEvaluation(TorchLoading):
         Returns:
             The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
         """
-        inputs, target = unpack_batch(data)
+        inputs, target = unpack_batch(data, self.unwrapped_model)
         with self.forward_context() or nullcontext():
             pred = call_model(self.model, inputs)
             return pred, self.evaluated_loss(pred, target)
@@ -387,15 +497,20 @@ class TorchEvaluation(TorchLoading):
         Returns:
             A tensor, list, tuple or mapping with an entry for each sample, as `infer` takes them apart.
         """
-        inputs, _ = unpack_batch(data)
+        inputs, _ = unpack_batch(data, self.unwrapped_model)
         with self.forward_context() or nullcontext():
             return call_model(self.model, inputs)
 
 
-def model_loss(pred: Any) -> Tensor | None:
-    """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
-    found = pred.get("loss") if isinstance(pred, Mapping) else getattr(pred, "loss", None)
-    return found if isinstance(found, Tensor) else None
+def _as_pair(returned: Any) -> tuple[Any, Any]:
+    """Refuse what is no prediction and loss."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1]
+    received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"{type(returned).__name__}"
+    raise ValueError(
+        f"Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: {received}. "
+        "End it with `return pred, loss`."
+    )
 
 
 def checked_figures(hook: str, split: str, figures: Any) -> dict[str, float]:
@@ -421,6 +536,8 @@ def _as_list(pred: Any, samples: int) -> list[Any]:
     """Return the prediction of a batch sample by sample; see `TorchEvaluation.infer` for what can be taken apart."""
     if not samples:
         return []
+    if not isinstance(pred, (Mapping, tuple)):
+        pred = prediction_of(pred)
     if isinstance(pred, Tensor):
         rows = pred.detach().cpu()[:samples]
         single = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)

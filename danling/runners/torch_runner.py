@@ -11,16 +11,16 @@ from itertools import chain
 from typing import Any
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
-from danling.distributed import agree
+from danling.distributed import WaitAbandonedError, agree
 from danling.optim import needs_metric
-from danling.training import UpdateOutcome
+from danling.training import UpdateOutcome, keeping_trained
 from danling.workspace import format_scores
 
 from .config import RunnerConfig
 from .facts import Results
 from .torch_evaluation import checked_figures
 from .torch_replicas import UNCOMMITTED
-from .torch_watch import TorchWatch
+from .torch_watch import EvaluationStopped, TorchWatch
 
 logger = logging.getLogger("danling")
 
@@ -104,6 +104,8 @@ class TorchRunner(TorchWatch):
         if state.epoch >= (self.epochs or 0) or self._gave_up():
             return self.results
         with self._session():
+            if not self.open_result:
+                self._try_evaluations(to_evaluate)
             while state.epoch < (self.epochs or 0) and not self._stop_for:
                 self._moved = False
                 for split in to_train:
@@ -113,9 +115,7 @@ class TorchRunner(TorchWatch):
                     if self._stop_for or self._moved:
                         break
                 else:
-                    for split in to_evaluate:
-                        figures = self.evaluate_epoch(split)
-                        self.open_result[split] = checked_figures("evaluate_epoch", split, figures)
+                    self._evaluate_trained(to_evaluate, "evaluate_epoch")
                     for split in to_train:
                         self.source(split).finish_pass()
                     state.epoch += 1
@@ -214,6 +214,8 @@ class TorchRunner(TorchWatch):
             if self.open_result:
                 # The run was stopped in an evaluation, which is made first.
                 self._validate(to_evaluate)
+            else:
+                self._try_evaluations(to_evaluate)
             while state.global_step < (self.steps or 0) and not self._stop_for:
                 self._moved = False
                 for split in to_train:
@@ -242,10 +244,28 @@ class TorchRunner(TorchWatch):
     def _validate(self, splits: list[str]) -> None:
         """Evaluate in step mode, and save what follows from it."""
         step = self.state.train.global_step
-        for split in splits:
-            self.open_result[split] = checked_figures("evaluate_steps", split, self.evaluate_steps(split))
+        self._evaluate_trained(splits, "evaluate_steps")
         self._close_result("validation")
         self._checkpoint_when_due(step, final=step == self.steps)
+
+    def _evaluate_trained(self, splits: Sequence[str], verb: str) -> None:
+        """Evaluate what was trained up to here; whatever goes wrong, it is saved, and a run that goes on begins with this evaluation."""
+        if not splits:
+            return
+        passing = (EvaluationStopped, WaitAbandonedError)
+        with keeping_trained(self._keeper(), step=self.state.train.global_step, passing=passing):
+            for split in splits:
+                self.open_result[split] = checked_figures(verb, split, getattr(self, verb)(split))
+            self._check_score()
+
+    def _check_score(self) -> None:
+        """Refuse figures without the score before anything is counted by them."""
+        board = self.scoreboard
+        if board is not None and board.split in self.open_result and not self._scores_itself:
+            board.check(self.open_result)
+        named = not self._scores_itself or "monitor" in self.config.get("scheduler", {})
+        if named and self.scheduler is not None and not self._steps_scheduler and needs_metric(self.scheduler):
+            self.monitored(self.open_result)
 
     def _is_trained(self, split: str) -> bool:
         """Whether the pass that the state stands in is over for one of the splits."""
@@ -283,6 +303,7 @@ class TorchRunner(TorchWatch):
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {type(self.optimizer).__name__}, whose "
                 "step calls a closure again and again. Override `step` and `optimizer_step` for it, or choose another."
             )
+        self.check_coverage()
 
     # One update
 
@@ -438,6 +459,7 @@ class TorchRunner(TorchWatch):
         """Record the figures of an epoch or an evaluation, and decide what follows from them; the same on all ranks."""
         result, self.open_result = self.open_result, {}
         self.results[self.index] = result
+        self._scored_at = self.state.train.global_step
         scores = self.scoreboard if self._is_scored(result) else None
         if scores is not None and scores.split and (scores.finds(result) or not self._scores_itself):
             scores.record(self.index, result)

@@ -32,6 +32,8 @@ class TorchState(TorchComponents):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._saved_at: tuple[int, int] | None = None
+        self._scored_at: int | None = None
+        """Updates that the weights had seen at the last evaluation: after a further one they are no longer those of its score."""
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
         self.open_result: dict[str, dict[str, float]] = {}
@@ -179,7 +181,8 @@ class TorchState(TorchComponents):
         if self.config.checkpoint.load_only:
             return
         train = self.state.train
-        best = save_best and self.is_best and next(reversed(self.scores)) == self.index
+        scored = self.is_best and next(reversed(self.scores)) == self.index
+        best = save_best and scored and self._scored_at == train.global_step
         self.settle()
         self.checkpoint_manager.save_checkpoint(
             self.checkpoint_state(), epoch=train.epoch, global_step=train.global_step, history=history, best=best

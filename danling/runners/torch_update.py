@@ -23,6 +23,7 @@ from danling.training import (
     nonfinite_parameters,
     scale_gradients,
     total_norm,
+    ungraded,
     unpack_batch,
 )
 
@@ -114,7 +115,7 @@ class TorchUpdate(TorchReplicas):
         Returns:
             The prediction and the loss.
         """
-        inputs, target = unpack_batch(data)
+        inputs, target = unpack_batch(data, self.unwrapped_model)
         with self.train_context() or nullcontext():
             with self.forward_context() or nullcontext():
                 pred = call_model(self.model, inputs)
@@ -186,12 +187,30 @@ class TorchUpdate(TorchReplicas):
         grad_norm = self.gradient_norm(gradients)
         reason = self._objection(verdict, grad_norm)
         if reason is None:
+            if not self._looked:
+                self._name_gradientless()
             self.clip_gradients(grad_norm)
             self.optimizer_step()
         outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
         self._conclude(outcome)
         self._heed(verdict.requests)
         return outcome
+
+    _looked: bool = False
+    """Whether the gradients of the first update were looked at."""
+
+    def _name_gradientless(self) -> None:
+        self._looked = True
+        mine = self.gradientless()
+        missing = dict.fromkeys(name for names in self.world.gather_objects(mine) for name in names)
+        if not missing:
+            return
+        # Of a parameter that several ranks hold, each may have used another one.
+        own = {name for name, parameter in self.named_parameters() if parameter.requires_grad} - set(mine)
+        found = set().union(*self.world.gather_objects(own & missing.keys()))
+        names = [name for name in missing if name not in found]
+        if names and self.is_main_process:
+            logger.warning("%s", ungraded(names))
 
     def complete_gradients(self) -> None:
         """Finish the reduction of the gradients over the ranks. Called on all ranks.

@@ -6,12 +6,12 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from danling.data import Batch
-from danling.distributed import QuorumError, WaitAbandonedError, agree, set_collective_timeout
+from danling.distributed import QuorumError, WaitAbandonedError, agree, all_arrive, set_collective_timeout
 from danling.supervision import (
     EXIT_CODES,
     is_out_of_memory,
@@ -25,6 +25,9 @@ from .config import RunnerConfig
 from .torch_figures import TorchFigures
 
 logger = logging.getLogger("danling")
+
+_PATIENCE_SECONDS = 5.0
+"""How long a rank whose evaluation failed waits to hear whether those of all ranks did."""
 
 _PRECEDENCE = ("terminate", "interrupt", "user_signal", "stop")
 BY_SIGNAL = ("terminate", "interrupt", "user_signal")
@@ -135,6 +138,31 @@ class TorchWatch(TorchFigures):
             self._asked.difference_update(_PRECEDENCE)
             raise EvaluationStopped
         return "continue" in agreed
+
+    def _keeper(self) -> Callable[[], bool]:
+        """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere."""
+        train, manager = self.state.train, self.checkpoint_manager
+        at = (train.global_step, train.epoch)
+        alone = getattr(manager, "save_alone", None)
+        if self._saved_at == at or self.config.checkpoint.load_only:
+            return lambda: self._saved_at == at
+        if self.world_size > 1 and alone is not None and self.fault_tolerance is None:
+            # Gathered now, since a rank that fails finds nobody to gather it from.
+            self.settle()
+            payload = self.checkpoint_state()
+            return lambda: bool(alone(payload, epoch=at[1], global_step=at[0]))
+        return self._save_together
+
+    def _save_together(self) -> bool:
+        self._failures += 1
+        if not all_arrive(f"failed/{self._failures}", seconds=_PATIENCE_SECONDS):
+            return False
+        self.save_checkpoint(save_best=False)
+        self.checkpoint_manager.wait()
+        return True
+
+    _failures: int = 0
+    """Evaluations of this process that failed."""
 
     # The session
 

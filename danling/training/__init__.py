@@ -8,10 +8,12 @@ from .batches import (
     count_tokens,
     criterion_setting,
     criterion_weight,
+    model_weight,
     peek_target,
     unpack_batch,
 )
 from .compilation import Compilation
+from .coverage import Coverage, GradientWatch, ungraded
 from .ema import EMA
 from .gradients import (
     average_gradients,
@@ -23,13 +25,19 @@ from .gradients import (
     total_norm,
 )
 from .outcome import NonFiniteError, UpdateOutcome
+from .outputs import model_loss, prediction_of
 from .precision import Precision
 from .retry import MemoryRetry
+from .safeguard import keeping_trained, preserved_tensors
+from .targets import TARGET_NAMES, shifts_labels, unweighed
 from .window import Window
 
 __all__ = [
     "EMA",
+    "TARGET_NAMES",
     "Compilation",
+    "Coverage",
+    "GradientWatch",
     "MemoryRetry",
     "NonFiniteError",
     "Precision",
@@ -44,9 +52,17 @@ __all__ = [
     "criterion_setting",
     "criterion_weight",
     "gradients_of",
+    "keeping_trained",
+    "model_loss",
+    "model_weight",
     "nonfinite_parameters",
     "peek_target",
+    "prediction_of",
+    "preserved_tensors",
     "scale_gradients",
+    "shifts_labels",
     "total_norm",
+    "ungraded",
     "unpack_batch",
+    "unweighed",
 ]

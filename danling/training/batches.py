@@ -11,25 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target
 
-def unpack_batch(data: Any) -> tuple[Any, Any]:
+
+def unpack_batch(data: Any, model: Any = None) -> tuple[Any, Any]:
     """Return `(input, target)` of a batch; the target is `None` for a bare input.
 
     Args:
-        data: A mapping with `input` and, optionally, `target`; a sequence `(input, target)`; or the input itself.
+        data: A mapping with `input` and, optionally, a target under one of `TARGET_NAMES`; a mapping of the keywords that the model's
+            `forward` takes, with or without a target; a sequence `(input, target)`; or the input itself.
+        model: The model, out of the wrapper of its stack; `None` where it takes no keywords. It is handed the target too where its
+            `forward` has a parameter of that name, or takes any keyword.
 
     Raises:
-        ValueError: If a mapping has no `input`, or a sequence is empty or longer than two.
+        ValueError: If a mapping has neither `input` nor the keywords of the model, or a sequence is empty or longer than two.
     """
     if type(data) in (tuple, list) and len(data) == 2:  # by far the most batches; the checks of abstract types are slow
         return data[0], data[1]
     if isinstance(data, Mapping):
-        if "input" not in data:
-            raise ValueError(
-                f"Expected a batch mapping with the keys 'input' and 'target'. Received: keys={sorted(map(str, data))}. "
-                "Return these keys from the dataset, or override `train_step` and `evaluate_step`."
-            )
-        return data["input"], data.get("target")
+        if "input" in data:
+            return data["input"], find_target(data)
+        return {name: data[name] for name in _keywords(_forward_of(model), tuple(data))}, find_target(data)
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         if len(data) == 1:
             return data[0], None
@@ -42,11 +44,36 @@ def unpack_batch(data: Any) -> tuple[Any, Any]:
     return data, None
 
 
+def _forward_of(model: Any) -> Any:
+    return getattr(type(model), "forward", None) if model is not None else None
+
+
+@lru_cache(maxsize=64)
+def _keywords(forward: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return which entries of a batch without `input` a model is called with."""
+    received = f"keys={sorted(map(str, names))}"
+    mend = "Return one or the other from the dataset or its collate function, or override `train_step` and `evaluate_step`."
+    if forward is None:
+        raise ValueError(f"Expected a batch mapping with the keys 'input' and 'target'. Received: {received}. {mend}")
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return names
+    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    foreign = sorted(str(name) for name in names if name not in takes and name not in TARGET_NAMES)
+    taken = tuple(name for name in names if name in takes)
+    if foreign or not taken:
+        raise ValueError(
+            f"Expected a batch mapping with the keys 'input' and 'target', or with what {forward.__qualname__} takes ({', '.join(takes)}). "
+            f"Received: {received}{f', of which it does not take {foreign}' if foreign else ''}. {mend}"
+        )
+    return taken
+
+
 def peek_target(data: Any) -> Any:
     """Return the target of a batch, or `None` where there is none or the batch has a shape of the user's own."""
     if isinstance(data, (list, tuple)):
         return data[1] if len(data) == 2 else None
-    return data.get("target") if isinstance(data, Mapping) else None
+    return find_target(data) if isinstance(data, Mapping) else None
 
 
 def call_model(model: Any, inputs: Any) -> Any:
@@ -116,6 +143,32 @@ def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
     class_weight = criterion_setting(criterion, "weight")
     if isinstance(class_weight, Tensor) and _weighs_classes(criterion):
         return _class_weight(target, class_weight, ignore_index)
+    return _count(target, ignore_index)
+
+
+def model_weight(model: Any, target: Any, data: Any) -> float | Tensor:
+    """Return what the mean-reduced loss that a model computes itself is averaged over.
+
+    Integer labels other than -100 count, as in `torch.nn.functional.cross_entropy`; of a model that shifts its labels, those of
+    `labels[:, 1:]`; see `danling.training.shifts_labels`. Of labels in floating point all elements count, and without labels the
+    samples.
+
+    Args:
+        model: The model, out of the wrapper of its stack.
+        target: The labels of the batch, any type.
+        data: The batch, whose samples count where there is no tensor of labels.
+
+    Returns:
+        A float, or a 0-dim tensor on the device of the labels that has not been waited for.
+    """
+    if not isinstance(target, Tensor):
+        return float(count_samples(data))
+    if target.is_floating_point():
+        return float(target.numel())
+    return _count(counted_labels(model, target), IGNORED_LABEL)
+
+
+def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
     if ignore_index is None:
         return float(target.numel())
     if target.device.type != "cpu":

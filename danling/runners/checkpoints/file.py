@@ -10,7 +10,7 @@ import torch
 from .base import CheckpointManager
 from .file_store import FileStore
 from .policy import Record
-from .snapshot import count_bytes
+from .snapshot import count_bytes, to_host
 
 
 class FileCheckpointManager(CheckpointManager):
@@ -46,6 +46,28 @@ class FileCheckpointManager(CheckpointManager):
                 release()
 
         self._executor.submit(write, reliable=names != ["latest"], discard=release)
+
+    def save_alone(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> bool:
+        """Save a full state as `latest` now, without a word to the other ranks, which may be anywhere; rank 0 does.
+
+        May be called on one rank.
+
+        Args:
+            payload: The state, gathered while all ranks were there.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Returns:
+            Whether it is saved: `True` on other ranks, which leave it to rank 0.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if self.domain.rank == 0 and not self.settings.load_only:
+            self._executor.wait()
+            records = self._open_attempt(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)
+            self._write(to_host(payload), records)
+        return True
 
     def _write(self, payload: dict[str, Any], records: list[Record]) -> None:
         self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]

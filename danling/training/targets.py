@@ -1,0 +1,109 @@
+"""Where the target of a batch stands, which models shift it, and when nothing tells what a loss was averaged over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+TARGET_NAMES = ("target", "targets", "label", "labels", "y")
+"""Names under which a target is found in a batch that is a mapping, the first one that is there."""
+
+IGNORED_LABEL = -100
+"""The label that a model leaves out of a loss of its own: the default of `torch.nn.functional.cross_entropy`."""
+
+_SHIFTING = ("ForCausalLM", "LMHeadModel")
+_SHIFTING_DECODERS = ("ForConditionalGeneration",)
+_UNSHIFTED = frozenset(
+    {
+        *(
+            f"{name}ForCausalLM"
+            for name in ("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart")
+        ),
+        *(f"{name}ForCausalLM" for name in ("Marian", "Musicgen", "MusicgenMelody", "Mvp", "PLBart", "Pegasus")),
+        *(f"{name}ForCausalLM" for name in ("TrOCR", "Whisper")),
+        *(f"{name}LMHeadModel" for name in ("XLNet", "FlaubertWith", "XLMWith")),
+    }
+)
+"""Classes of transformers 5.23 that are named like those that shift their labels and do not."""
+
+
+def target_name(data: Mapping[str, Any]) -> str | None:
+    """Return the name of the target in a batch, `None` where it has none of `TARGET_NAMES`."""
+    return next((name for name in TARGET_NAMES if name in data), None)
+
+
+def find_target(data: Mapping[str, Any]) -> Any:
+    """Return the target in a batch, `None` where it has none of `TARGET_NAMES`."""
+    name = target_name(data)
+    return data[name] if name is not None else None
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether the loss that a model returns compares its prediction at a position with the label of the next one.
+
+    An attribute `shifts_labels` of the model decides. Else it is told by the name of the class, as transformers gives it: those
+    that end with `ForCausalLM` or `LMHeadModel` shift, and those that end with `ForConditionalGeneration` unless their
+    `config.is_encoder_decoder` is set. A subclass is what its parent is, and a module around a single other one, such as that of
+    `torch.compile` or of an adapter, is what that one is.
+
+    Args:
+        model: The model, out of the wrapper of its stack.
+    """
+    for module in _inwards(model):
+        told = getattr(module, "shifts_labels", None)
+        if isinstance(told, bool):
+            return told
+        kind = _kind(module.__class__)
+        if kind == "decoder":
+            return not getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        if kind is not None:
+            return kind == "shifting"
+    return False
+
+
+def _inwards(model: Any) -> Iterator[Any]:
+    """Yield a module, then the only module in it, and so on."""
+    while True:
+        yield model
+        inner = list(model.children()) if isinstance(model, nn.Module) else []
+        if len(inner) != 1:
+            return
+        model = inner[0]
+
+
+@lru_cache(maxsize=256)
+def _kind(model_class: type) -> str | None:
+    for parent in model_class.__mro__:
+        name = parent.__name__
+        if name in _UNSHIFTED:
+            return "unshifted"
+        if name.endswith(_SHIFTING):
+            return "shifting"
+        if name.endswith(_SHIFTING_DECODERS):
+            return "decoder"
+    return None
+
+
+def counted_labels(model: Any, target: Tensor) -> Tensor:
+    """Return the labels that the loss of a model can count: all of them, or all but the first of each sequence.
+
+    Args:
+        model: The model.
+        target: Labels, `(batch,)` or `(batch, sequence, ...)`.
+    """
+    return target[:, 1:] if target.ndim > 1 and shifts_labels(model) else target
+
+
+def unweighed(data: Any) -> str:
+    """Return the sentence for a criterion that leaves some targets out and a batch in which no target was found."""
+    received = f"a mapping with the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else type(data).__name__
+    if isinstance(data, (tuple, list)):
+        received = f"a sequence of length {len(data)}"
+    return (
+        f"Expected a target in each batch, since the criterion averages over those that it does not ignore. Received: {received}. Its "
+        f"samples are counted instead, which is another gradient where ignored targets are unequally many. Call the target one of "
+        f"{', '.join(TARGET_NAMES)}, or override `batch_weight(data, target)`."
+    )

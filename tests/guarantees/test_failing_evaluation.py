@@ -1,0 +1,262 @@
+"""Nothing that was trained is lost to an evaluation: it is tried before the first update, and saved when it fails later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_outcomes, run_processes
+from support.toys import NoisyPoints, TracingRunner, differences, whole_state
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+MODES: dict[str, dict[str, Any]] = {"epochs": {"epochs": 3}, "steps": {"steps": 12, "evaluate_interval": 4}}
+
+
+def settings(root: Path | str, mode: str, **more: Any) -> dict[str, Any]:
+    return {
+        "dir": str(root),
+        "seed": 5,
+        "log": False,
+        "dataloader": {"batch_size": 6},
+        "optim": {"type": "adamw", "lr": 0.01},
+        "score_name": "acc",
+        **MODES[mode],
+        **more,
+    }
+
+
+# Tried before the first update
+
+
+class GivesNothing(TracingRunner):
+    """Forgets to return."""
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Return nothing."""
+        super().evaluate_step(data)
+
+
+class BreaksInTheStep(TracingRunner):
+    """Raises in the step."""
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Raise."""
+        raise RuntimeError("in the step")
+
+
+class BreaksInTheMetric(TracingRunner):
+    """Has a metric that raises."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.metrics = {"acc": lambda pred, target: pred[99]}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(
+    ("runner_class", "error", "more"),
+    [
+        (GivesNothing, "Expected `evaluate_step` to return the prediction and the loss", {}),
+        (BreaksInTheStep, "in the step", {}),
+        (BreaksInTheMetric, "out of bounds", {}),
+        (TracingRunner, r"Expected the score val.accuracy .* \['val.loss', 'val.acc'\]", {"score_name": "accuracy"}),
+    ],
+)
+def test_an_error_in_an_evaluation_comes_before_the_first_update(
+    runner_class: Any, error: str, more: dict[str, Any], mode: str, tmp_path: Path
+) -> None:
+    with runner_class(settings(tmp_path / "run", mode, **more)) as runner:
+        with pytest.raises(Exception, match=error):
+            runner.train()
+        assert runner.state.train.global_step == 0
+        assert not runner.results
+
+
+class Everything(TracingRunner):
+    """All that an evaluation might leave a trace in: meters, buffers, averaged weights, generators, metrics."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        self.model.register_buffer("forwards", torch.zeros(()))
+        generator = torch.Generator().manual_seed(2)
+        shared = {"batch_size": 4, "drop_last": True}
+        train, val = NoisyPoints(26), NoisyPoints(10)
+        self.dataloaders = {
+            "train": DataLoader(train, sampler=RandomSampler(train, generator=generator), **shared),
+            "val": DataLoader(val, sampler=RandomSampler(val, generator=generator), **shared),
+        }
+
+    def train_step(self, data: Any) -> Any:
+        """Note a figure."""
+        self.meters.update({"noise": torch.rand(())})
+        return super().train_step(data)
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Count forwards, and note a figure."""
+        self.model.forwards += 1
+        self.meters.update({"noise": torch.rand(())})
+        return super().evaluate_step(data)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("runner_class", [TracingRunner, Everything])
+def test_the_trial_leaves_no_trace(runner_class: Any, mode: str, tmp_path: Path) -> None:
+    ends = []
+    for name in ("tried", "not"):
+        config = settings(tmp_path / name, mode, try_evaluation=name == "tried", ema={"enabled": True})
+        with runner_class(config) as runner:
+            runner.train()
+            ends.append((whole_state(runner), runner.trace, runner.results, runner.id))
+    assert not differences(ends[0], ends[1])
+
+
+class Perplexing(TracingRunner):
+    """A figure that one batch does not define."""
+
+    def summarize(self, split: str, totals: Any) -> dict[str, float]:
+        """Raise on one batch."""
+        if totals.totals()["loss"][1] < 7:
+            raise ValueError("only one class")
+        return super().summarize(split, totals)
+
+
+def test_a_figure_that_one_batch_does_not_define_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="danling"), Perplexing(settings(tmp_path / "run", "epochs")) as runner:
+        assert len(runner.train()) == 3
+    said = [r.message for r in caplog.records if "Of one batch" in r.message]
+    assert len(said) == 1
+    assert "only one class" in said[0]
+
+
+def test_a_source_whose_batches_are_given_once_is_not_read(tmp_path: Path) -> None:
+    batches = [{"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}]
+
+    class Once(TracingRunner):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.datasets.pop("val")
+            self.dataloaders["val"] = iter(batches)
+
+    with Once(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
+        assert set(runner.train()[1]["val"]) == {"loss", "acc"}
+
+
+# Saved when it fails later
+
+
+class Failing(TracingRunner):
+    """Fails in the evaluation after so many updates, on one rank."""
+
+    failure: type[BaseException] | None = None
+    at = 8
+    on_rank = 0
+    where = "step"
+
+    def _maybe_fail(self, where: str) -> None:
+        due = (
+            self.state.train.global_step >= self.at // self.world_size
+            and self.rank == self.on_rank
+            and where == self.where
+        )
+        if due and self.failure is not None:
+            raise self.failure("in an evaluation")
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Fail where told."""
+        self._maybe_fail("step")
+        return super().evaluate_step(data)
+
+    def summarize(self, split: str, totals: Any) -> dict[str, float]:
+        """Fail where told."""
+        self._maybe_fail("summary")
+        return super().summarize(split, totals)
+
+
+def uninterrupted(root: str, mode: str) -> dict[str, Any]:
+    with Failing(settings(root, mode)) as runner:
+        runner.train()
+        return {"state": whole_state(runner), "trace": runner.trace, "results": runner.results}
+
+
+def failing(root: str, mode: str, kind: Any, rank: int, where: str, more: dict[str, Any]) -> int:
+    Failing.failure, Failing.on_rank, Failing.where = kind, rank, where
+    with Failing(settings(root, mode, **more)) as runner:
+        runner.train()
+    return 0
+
+
+def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
+    Failing.failure = None
+    with Failing(settings(root, mode, auto_resume=True, **more)) as runner:
+        step = runner.state.train.global_step
+        runner.train()
+        return {"from": step, "state": whole_state(runner), "trace": runner.trace, "results": runner.results}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(
+    ("kind", "where", "more"),
+    [
+        (RuntimeError, "step", {}),
+        (torch.OutOfMemoryError, "step", {"checkpoint.interval": 50}),
+        (KeyboardInterrupt, "summary", {"checkpoint.async_enabled": False}),
+        (ValueError, "summary", {"checkpoint.backend": "dcp"}),
+        (RuntimeError, "step", {"checkpoint.backend": "dcp", "checkpoint.async_enabled": False}),
+    ],
+)
+def test_what_was_trained_is_saved_and_goes_on_bitwise(
+    kind: Any, where: str, more: dict[str, Any], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("failure", "on_rank", "where"):
+        monkeypatch.setattr(Failing, name, getattr(Failing, name))
+    whole = uninterrupted(str(tmp_path / "whole"), mode)
+    with pytest.raises(kind, match="in an evaluation"):
+        failing(str(tmp_path / "parts"), mode, kind, 0, where, more)
+    rest = resumed(str(tmp_path / "parts"), mode, more)
+    assert rest["from"] == 8
+    assert rest["trace"] == whole["trace"][8:]
+    assert not differences(rest["state"], whole["state"])
+    assert rest["results"] == whole["results"]
+
+
+def test_the_best_stays_the_best_when_a_later_evaluation_fails(tmp_path: Path) -> None:
+    class Falling(TracingRunner):
+        def evaluate_step(self, data: Any) -> Any:
+            if self.state.train.global_step >= 8:
+                raise RuntimeError("in an evaluation")
+            return super().evaluate_step(data)
+
+    with Falling(settings(tmp_path / "run", "epochs")) as runner:
+        with pytest.raises(RuntimeError, match="in an evaluation"):
+            runner.train()
+        assert runner.read_checkpoint("latest")["state"]["train"]["global_step"] == 8
+        assert runner.read_checkpoint("best")["state"]["train"]["global_step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("on_rank", "where"),
+    [
+        (1, "step"),
+        (0, "summary"),
+        pytest.param(0, "step", marks=pytest.mark.slow),
+        pytest.param(1, "summary", marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_fails_while_the_others_wait_for_it(on_rank: int, where: str, tmp_path: Path) -> None:
+    more = {"checkpoint.interval": 50} if where == "step" else {}
+    whole = run_processes(uninterrupted, str(tmp_path / "whole"), "epochs", world_size=2)
+    ends = run_outcomes(
+        failing, str(tmp_path / "parts"), "epochs", RuntimeError, on_rank, where, more, world_size=2, grace=10.0
+    )
+    assert all(end.error is not None for end in ends)
+    rest = run_processes(resumed, str(tmp_path / "parts"), "epochs", more, world_size=2)
+    for rank in range(2):
+        assert rest[rank]["from"] == 4
+        assert not differences(rest[rank]["state"], whole[rank]["state"])
+        assert rest[rank]["results"] == whole[rank]["results"]

@@ -1,0 +1,125 @@
+"""G4 for models that compute their loss themselves: an update of micro-batches of keywords is that of the whole batch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.language import TinyForCausalLM, TinyForMaskedLM, encode, sentences
+from support.processes import run_processes
+from torch import Tensor, nn
+
+import danling as dl
+
+MODELS: dict[str, Any] = {"causal": TinyForCausalLM, "masked": TinyForMaskedLM}
+
+
+class LanguageRunner(dl.Runner):
+    """Without an override: the batch is what the model takes, the model returns its loss."""
+
+    def __init__(self, config: dict[str, Any], kind: str) -> None:
+        super().__init__(config)
+        self.model = MODELS[kind]()
+        self.datasets = {"train": sentences(32), "val": sentences(9)}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.gradients: dict[str, Tensor] = {}
+
+    def optimizer_step(self) -> None:
+        """Look at the gradients, then step."""
+        self.gradients = {name: p.grad.clone() for name, p in self.unwrapped_model.named_parameters()}
+        super().optimizer_step()
+
+
+def one_update(root: str, kind: str, micro_batch: int, accum_steps: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"steps": 1, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
+    config["dataloader"] = {"batch_size": micro_batch, "shuffle": False, "collate_fn": encode}
+    with LanguageRunner(config, kind) as runner:
+        runner.train()
+        return {
+            "gradients": runner.gradients,
+            "loss": runner.results[1]["train"]["loss"],
+            "val": runner.evaluate("val")["val"]["loss"],
+        }
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(kind: str, world_size: int, tmp_path: Path) -> None:
+    model = MODELS[kind]()
+    output = model(**encode(sentences(32)))
+    output["loss"].backward()
+    stepped = MODELS[kind]()
+    with torch.no_grad():
+        for parameter, counted in zip(stepped.parameters(), model.parameters()):
+            assert counted.grad is not None
+            parameter -= 0.1 * counted.grad
+        evaluated = float(stepped(**encode(sentences(9)))["loss"])
+    for micro_batch, accum_steps in ((32 // world_size, 1), (16 // world_size, 2), (4 // world_size, 8)):
+        arguments = (str(tmp_path), kind, micro_batch, accum_steps)
+        for rank in run_processes(one_update, *arguments, world_size=world_size):
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(rank["gradients"][name], parameter.grad, rtol=1e-12, atol=1e-15)
+            assert rank["loss"] == pytest.approx(float(output["loss"].detach()), rel=1e-12)
+            assert rank["val"] == pytest.approx(evaluated, rel=1e-12)
+
+
+class OwnNames(dl.TorchRunner):
+    """A mapping by names of the user's, and a criterion that leaves some targets out."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(2, 3)
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
+
+    def train_step(self, data: Any) -> Any:
+        """Read the batch by its own names."""
+        pred = self.model(data["points"])
+        loss = self.criterion(pred, data["kinds"])
+        self.backward(loss)
+        return pred, loss
+
+
+class OwnWeights(OwnNames):
+    """Weighs its batches itself."""
+
+    def batch_weight(self, data: Any, target: Any) -> float:
+        """Count what counts."""
+        return float((data["kinds"] != -100).sum())
+
+
+@pytest.mark.parametrize("runner_class", [OwnNames, OwnWeights])
+def test_a_criterion_that_ignores_targets_and_finds_none_is_warned_of_once(
+    runner_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"epochs": 2, "workspace_root": str(tmp_path), "dataloader": {"batch_size": 2}, "optim": {"type": "sgd"}}
+    with caplog.at_level(logging.WARNING, logger="danling"), runner_class(config) as runner:
+        runner.train()
+    said = [record.message for record in caplog.records if "Expected a target in each batch" in record.message]
+    assert len(said) == (runner_class is OwnNames)
+    assert all("['kinds', 'points']" in message and "batch_weight" in message for message in said)
+
+
+class Scored(dl.TorchRunner):
+    """A model that returns loss and logits, under a criterion and metrics of the user's."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = TinyForCausalLM(double=False)
+        self.criterion = lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.metrics = {"acc": lambda logits, labels: (logits.argmax(-1) == labels).float().mean(1)}
+        self.datasets = {"train": sentences(8), "val": sentences(5)}
+
+
+def test_a_criterion_and_metrics_are_handed_the_logits(tmp_path: Path) -> None:
+    config = {"epochs": 1, "workspace_root": str(tmp_path), "optim": {"type": "sgd"}}
+    config["dataloader"] = {"batch_size": 4, "collate_fn": encode}
+    with Scored(config) as runner:
+        figures = runner.train()[1]
+        assert set(figures["val"]) == {"loss", "acc"}
+        predictions = runner.infer("val")
+    assert len(predictions) == 5
+    assert predictions[0]["logits"].shape == (7, 11)

@@ -1,0 +1,203 @@
+"""What an optimizer leaves out, or trains besides, is said when training begins; what gets no gradient, in the first update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.training import Coverage, GradientWatch
+
+
+class Net(nn.Module):
+    """A body and a head, and a head that nothing uses where asked for."""
+
+    def __init__(self, *, spare: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        if spare:
+            self.spare = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        out: torch.Tensor = self.head(self.body(x))
+        return out
+
+
+class Trained(dl.Runner):
+    """Trains a `Net`."""
+
+    spare = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        self.datasets = {"train": TensorDataset(x, (x.sum(1) > 0).long())}
+        self.model = Net(spare=self.spare)
+        self.criterion = nn.CrossEntropyLoss()
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Allow parameters that are not used."""
+        return {**super().ddp_kwargs(), "find_unused_parameters": self.spare}
+
+
+def settings(root: Path | str, **more: Any) -> dict[str, Any]:
+    common = {"dir": str(root), "seed": 1, "steps": 3, "log": False, "dataloader.batch_size": 4}
+    return {**common, "optim.type": "sgd", "optim.lr": 0.1, **more}
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    with caplog.at_level(logging.WARNING, logger="danling"):
+        yield lambda text: [r.message for r in caplog.records if text in r.message]
+
+
+def test_a_model_that_is_put_there_after_construction_is_refused(tmp_path: Path) -> None:
+    with Trained(settings(tmp_path / "run")) as runner:
+        runner.model = Net()
+        with pytest.raises(ValueError, match="would train nothing of it .body.weight, .* after construction"):
+            runner.train()
+        assert runner.state.train.global_step == 0
+        # With an optimizer of its own it can be trained.
+        runner.optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
+        before = runner.model.head.weight.detach().clone()
+        runner.train()
+        assert not torch.equal(runner.model.head.weight, before)
+
+
+def test_averages_belong_to_the_model_of_construction(tmp_path: Path) -> None:
+    with Trained(settings(tmp_path / "run", **{"ema.enabled": True})) as runner:
+        runner.model = Net()
+        runner.optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="the model that the runner was constructed with"):
+            runner.train()
+
+
+class Replaced(Trained):
+    """Replaces the head after the optimizer was made."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model.head = nn.Linear(4, 2)
+
+
+def test_parameters_without_an_optimizer_and_others_are_named_once(tmp_path: Path, said: Any) -> None:
+    with Replaced(settings(tmp_path / "run", **{"optim.type": None})) as runner:
+        runner.train()
+        runner.config.steps = 5
+        runner.train()
+    assert len(said("Expected every parameter that requires a gradient in the optimizer")) == 1
+    assert "head.weight, head.bias" in said("in the optimizer. Received: a SGD without")[0]
+    assert len(said("with 2 others of the shapes [(2, 4), (2,)]")) == 1
+
+
+class Spare(Trained):
+    """Has a head that nothing uses."""
+
+    spare = True
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_parameter_without_a_gradient_is_named_once(accum_steps: int, tmp_path: Path, said: Any) -> None:
+    with Spare(settings(tmp_path / "run", accum_steps=accum_steps)) as runner:
+        runner.train()
+    messages = said("Expected a gradient for every parameter")
+    assert len(messages) == 1
+    assert "for spare.weight, spare.bias. The loss" in messages[0]
+
+
+def test_nothing_is_said_where_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="danling"), Trained(settings(tmp_path / "run")) as runner:
+        runner.train()
+    assert not [r.message for r in caplog.records if "Expected" in r.message]
+
+
+def trained_on(root: str, stack: dict[str, Any], replace: bool, spare: bool) -> tuple[list[str], str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(handler)
+    with (Spare if spare else Trained)(settings(root, **stack)) as runner:
+        if replace:
+            runner.model = Net()
+            runner.optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
+        try:
+            runner.train()
+        except ValueError as error:
+            return messages, str(error)
+    return messages, ""
+
+
+SHARDED = {"stack": "parallel", "parallel.axes.shard": 2}
+
+
+@pytest.mark.parametrize("stack", [{}, SHARDED], ids=["ddp", "fsdp"])
+def test_what_has_no_gradient_is_named_on_several_processes(stack: dict[str, Any], tmp_path: Path) -> None:
+    ranks = run_processes(trained_on, str(tmp_path), stack, False, True, world_size=2)
+    named = [[m for m in messages if "Expected a gradient" in m] for messages, _ in ranks]
+    assert [len(found) for found in named] == [1, 0]
+    assert "for spare.weight, spare.bias. The loss" in named[0][0]
+
+
+def test_a_replaced_model_is_refused_where_gradients_are_reduced(tmp_path: Path) -> None:
+    for _, error in run_processes(trained_on, str(tmp_path), {}, True, False, world_size=2):
+        assert "the model that the runner was constructed with" in error
+
+
+class Chain(dl.Runner):
+    """A chain of modules, of which the first stage has nothing that is trained by the optimizer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        self.datasets = {"train": TensorDataset(x, (x.sum(1) > 0).long())}
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.criterion = nn.CrossEntropyLoss()
+        self.optimizer = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
+
+
+def trained_in_stages(root: str) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(handler)
+    config = settings(root, **{"stack": "parallel", "parallel.axes.pipeline": 2, "optim.type": None})
+    with Chain(config) as runner:
+        runner.train()
+    return [message for message in messages if "Expected" in message]
+
+
+def test_a_stage_without_anything_to_train_is_no_error(tmp_path: Path) -> None:
+    first, second = run_processes(trained_in_stages, str(tmp_path), world_size=2)
+    assert not second
+    assert len(first) == 1
+    assert "without 0.weight, 0.bias" in first[0]
+
+
+def test_coverage_compares_by_identity() -> None:
+    model, other = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
+    named = list(model.named_parameters())
+    assert Coverage.of(named, model.parameters()) == Coverage(2)
+    assert Coverage.of(named, [model.weight, other]) == Coverage(1, ["bias"], [(3,)])
+    model.bias.requires_grad_(False)
+    assert Coverage.of(named, [model.weight]) == Coverage(1)
+    ranks = [Coverage(0, ["a"]), Coverage(2, ["b"], [(3,)])]
+    assert Coverage.joined(ranks) == Coverage(2, ["a", "b"], [(3,)])
+
+
+def test_a_gradient_that_is_taken_away_has_been_seen() -> None:
+    model = Net(spare=True)
+    watch = GradientWatch(model.named_parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad(set_to_none=True)
+    assert watch.close() == ["spare.weight", "spare.bias"]

@@ -1,0 +1,161 @@
+"""Targets are found under the names that the field uses, and weigh what the loss was averaged over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.language import Encoding, Output, TinyForCausalLM, TinyForMaskedLM, encode, sentences
+from torch import nn
+
+from danling.training import (
+    TARGET_NAMES,
+    count_samples,
+    count_tokens,
+    model_loss,
+    model_weight,
+    peek_target,
+    prediction_of,
+    shifts_labels,
+    unpack_batch,
+)
+
+
+@pytest.mark.parametrize("name", TARGET_NAMES)
+@pytest.mark.parametrize("kind", [dict, Encoding])
+def test_a_target_is_found_under_every_name(name: str, kind: Any) -> None:
+    target = torch.arange(3)
+    batch = kind({"input": torch.zeros(3, 2), name: target})
+    assert unpack_batch(batch)[1] is target
+    assert peek_target(batch) is target
+    assert count_samples(batch) == 3
+
+
+def test_a_model_is_called_with_the_keywords_that_it_takes() -> None:
+    batch = encode(sentences(4))
+    inputs, target = unpack_batch(batch, TinyForCausalLM())
+    assert list(inputs) == ["input_ids", "attention_mask", "labels"]
+    assert target is batch["labels"]
+    assert count_tokens(batch) == batch["input_ids"].numel()
+
+
+def test_a_model_that_does_not_take_the_target_is_not_given_it() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: Any, *, scale: Any = 1.0) -> Any:
+            return x * scale
+
+    inputs, target = unpack_batch({"x": 1, "y": 2}, Scores())
+    assert (inputs, target) == ({"x": 1}, 2)
+
+
+def test_keywords_that_a_model_does_not_take_are_named() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    with pytest.raises(ValueError, match=r"Scores.forward takes \(x\).*does not take \['index'\]"):
+        unpack_batch({"x": 1, "index": 2, "y": 3}, Scores())
+    with pytest.raises(ValueError, match=r"'input' and 'target', or with"):
+        unpack_batch({"y": 3}, Scores())
+    with pytest.raises(ValueError, match="'input' and 'target'"):
+        unpack_batch({"x": 3})
+
+
+class GPT2LMHeadModel(nn.Linear):
+    pass
+
+
+class MineLMHeadModel(GPT2LMHeadModel):
+    pass
+
+
+class Renamed(GPT2LMHeadModel):
+    pass
+
+
+class BartForCausalLM(nn.Linear):
+    pass
+
+
+class LlavaForConditionalGeneration(nn.Linear):
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+
+class T5ForConditionalGeneration(nn.Linear):
+    config = SimpleNamespace(is_encoder_decoder=True)
+
+
+class Told(nn.Linear):
+    shifts_labels = True
+
+
+class ToldNot(GPT2LMHeadModel):
+    shifts_labels = False
+
+
+class Around(nn.Module):
+    """As the module of an adapter: a model inside a model inside a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Sequential()
+        self.base_model.model = model
+
+
+@pytest.mark.parametrize(
+    ("kind", "shifts"),
+    [
+        (GPT2LMHeadModel, True),
+        (MineLMHeadModel, True),
+        (Renamed, True),
+        (BartForCausalLM, False),
+        (LlavaForConditionalGeneration, True),
+        (T5ForConditionalGeneration, False),
+        (Told, True),
+        (ToldNot, False),
+        (nn.Linear, False),
+    ],
+)
+def test_models_that_shift_their_labels_are_told_by_their_kind(kind: type[nn.Linear], shifts: bool) -> None:
+    model = kind(2, 2)
+    assert shifts_labels(model) is shifts
+    assert shifts_labels(Around(model)) is shifts
+    assert shifts_labels(torch.compile(model, backend="eager")) is shifts
+
+
+@pytest.mark.parametrize("kind", [TinyForCausalLM, TinyForMaskedLM])
+def test_the_weight_is_what_the_model_averages_over(kind: Any) -> None:
+    """By comparison with the sum of the single terms of the loss, divided by the mean that the model returns."""
+    model, batch = kind(), encode(sentences(9))
+    loss = model(**batch)["loss"]
+    ones = [encode([row]) for row in sentences(9)]
+    total = sum(
+        float(model(**one)["loss"].detach()) * weight
+        for one in ones
+        if (weight := float(model_weight(model, one["labels"], one)))
+    )
+    assert total / float(model_weight(model, batch["labels"], batch)) == pytest.approx(float(loss), abs=1e-12)
+
+
+def test_other_labels_weigh_what_there_is_of_them() -> None:
+    model = TinyForCausalLM()
+    assert model_weight(model, torch.tensor([1, -100, 2]), {}) == 2.0  # one a sequence: nothing to shift
+    assert model_weight(model, torch.zeros(3, 4), {}) == 12.0
+    assert model_weight(model, None, {"input_ids": torch.zeros(5, 2)}) == 5.0
+
+
+def test_what_a_model_returns_is_read_as_a_mapping_and_as_an_object() -> None:
+    loss, logits = torch.tensor(1.0), torch.zeros(2, 3)
+    for output in (
+        {"loss": loss, "logits": logits},
+        Output(loss=loss, logits=logits),
+        SimpleNamespace(loss=loss, logits=logits),
+    ):
+        assert model_loss(output) is loss
+        assert prediction_of(output) is logits
+    assert prediction_of(Output(loss=None, logits=logits)) is logits
+    other = {"logits": logits, "boxes": logits}
+    assert prediction_of(other) is other
+    assert prediction_of(logits) is logits
