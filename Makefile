@@ -1,6 +1,7 @@
 # Set-up needs nothing but Python (>= 3.10), its venv module, and a C++ compiler for torch.compile.
 #   make train   set up .venv and train a small GPT for about two minutes
 #   make test    set up .venv and run the tests; make test-all the slow ones too
+#   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
 #   make chaos   kill runs N times at random instants and compare their ends; make bench measures what the library costs (figures in build/bench)
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: train test test-all chaos bench lint format docs clean
+.PHONY: train test test-all test-system chaos fuzz bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # Threads that spin while they wait are quick on an idle machine and starve each other on a busy one: let them spin briefly.
@@ -26,9 +27,17 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
 
+# The tests of checkpoints with the system's own Python, where that is another release.
+test-system: $(VENV)/.dev
+	scripts/test_system_python.sh $(BIN)/python build/venv-system $(TORCH)
+
 N ?= 50
 chaos: $(VENV)/.dev
 	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py tests/guarantees/test_replica_groups.py
+
+# N damaged checkpoints of every kind on every road; FUZZ_SEED begins elsewhere.
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 FUZZ_CASES=$(N) $(BIN)/python -m pytest tests/security/test_fuzz.py
 
 bench: $(VENV)/.dev
 	mkdir -p build/bench

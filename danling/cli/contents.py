@@ -94,10 +94,14 @@ def read_contents(source: str | Path) -> Contents:
         return Contents("safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain)
     store, found = locate(path)
     target = store.target(found)
-    contents = _read_directory(target) if target.is_dir() else _read_file(target)
-    if contents.kind != "torch file":
-        # Its tensors stay unread, so that sizes are enough.
+    # Tensors stay unread, so that sizes are enough.
+    if target.is_dir():
         store.verify(found, "size")
+        contents = _read_directory(target)
+    else:
+        contents = _read_file(target)
+        if contents.kind != "torch file":
+            store.verify(found, "size")
     try:
         record = store.record(found)
     except CheckpointDamaged:

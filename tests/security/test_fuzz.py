@@ -1,0 +1,248 @@
+"""Random damage to checkpoints of every kind, on every road: nothing wrong is loaded, nothing hangs, no error is without a name.
+
+`make fuzz N=10000` tries so many; `FUZZ_SEED` begins elsewhere. A case is named by its number, which is what its choices are drawn from.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support import hostile
+from support.fuzz import spoil
+from support.recorded import record_run
+from support.toys import TracingRunner
+
+from danling.cli.contents import read_contents
+from danling.cli.main import main
+from danling.distributed import LocalDomain
+from danling.runners.checkpoints import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointSettings,
+    FileCheckpointManager,
+    TorchDistributedCheckpointManager,
+    read_config,
+    read_model,
+)
+from danling.runners.checkpoints.manifest import Manifest
+from danling.runners.checkpoints.reading import read_payload
+
+CASES, SEED, SECONDS = int(os.environ.get("FUZZ_CASES", "150")), int(os.environ.get("FUZZ_SEED", "0")), 60
+
+
+class Original:
+    """A directory of checkpoints as it was written, and what each name of it holds.
+
+    Args:
+        kind: `file`, `dcp`, `engine` (of DeepSpeed, at stage 0) or `alone`: one file without its sums.
+        directory: The directory.
+    """
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind, self.directory = kind, directory
+        found = [path for path in directory.iterdir() if path.is_file() and not path.name.endswith(".sha256")]
+        self.names = sorted(path.name for path in found)
+        self.payloads = {name: read_payload(self._file(name)) for name in self.names}
+        self.by_step = {step_of(payload): payload for payload in self.payloads.values()}
+        sums = next(iter([*directory.glob("*.sha256"), *directory.rglob("manifest.sha256")]), None)
+        self.run_id = Manifest.parse(sums.read_text()).record.run if sums else "none"
+
+    def _file(self, name: str) -> Path:
+        path = self.directory / name
+        return path if path.suffix else self.directory / "targets" / path.read_text().strip()
+
+    def manager(self, directory: Path) -> Any:
+        kind = TorchDistributedCheckpointManager if self.kind in ("dcp", "engine") else FileCheckpointManager
+        settings = CheckpointSettings(async_mode="disabled")
+        owner = directory if self.kind != "alone" else directory.parent / "own"
+        return kind(owner, domain=LocalDomain(), run_id=self.run_id, settings=settings, step_mode=True)
+
+
+def step_of(payload: Mapping[str, Any]) -> int:
+    return int(payload["state"]["train"]["global_step"])
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, Mapping):
+        return (
+            isinstance(second, Mapping)
+            and first.keys() == second.keys()
+            and all(same(first[k], second[k]) for k in first)
+        )
+    if isinstance(first, (list, tuple)):
+        return isinstance(second, (list, tuple)) and len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second or (first != first and second != second))
+
+
+# Roads: each returns parts of a payload, which must be those of the checkpoint that was asked for.
+
+
+def _auto_resume(original: Original, directory: Path, name: str) -> Any:
+    manager = original.manager(directory)
+    found = manager.find_latest()
+    if found is None:
+        manager.refuse_lost()
+        return None
+    return manager.load_checkpoint(found)
+
+
+def _resume(original: Original, directory: Path, name: str) -> Any:
+    return original.manager(directory).load_checkpoint(directory / name)
+
+
+def _pretrained(original: Original, directory: Path, name: str) -> Any:
+    return {"model": read_model(original.manager(directory), directory / name)}
+
+
+def _from_checkpoint(original: Original, directory: Path, name: str) -> Any:
+    return {"runner": read_config(directory / name)}
+
+
+def _verify(original: Original, directory: Path, name: str) -> Any:
+    whole = name < "ckpt-s000000000008"
+    code = main(["verify", str(directory if whole else directory / name)])
+    assert code in (0, 1, 3), code
+    return {}
+
+
+def _inspect(original: Original, directory: Path, name: str) -> Any:
+    contents = read_contents(directory / name)
+    assert contents.kind in ("file", "sharded", "engine"), contents.kind
+    state = contents.plain["state"]
+    return {"runner": contents.plain["runner"], "train": state["train"]}
+
+
+def _export(original: Original, directory: Path, name: str) -> Any:
+    out = directory.parent / "out.pth"
+    code = main(["export", str(directory / name), str(out), "--force"])
+    assert code in (0, 1, 2, 3), code
+    return {"model": torch.load(out, weights_only=True)} if code == 0 else {}
+
+
+def _run(original: Original, directory: Path, name: str) -> Any:
+    """A whole runner that goes on from what it finds."""
+    stored = original.by_step[max(original.by_step)]["runner"]
+    kept = {
+        key: value
+        for key, value in stored.items()
+        if key not in ("dir", "checkpoint_dir", "workspace_root", "log_file")
+    }
+    source = {"pretrained": str(directory / name)} if original.kind == "alone" else {"resume": str(directory / name)}
+    with TracingRunner({**kept, "log": False, "workspace_root": str(directory.parent / "runs"), **source}) as runner:
+        return {"model": {k: v.clone() for k, v in runner.unwrapped_model.state_dict().items()}}
+
+
+ROADS: dict[str, tuple[int, Callable[[Original, Path, str], Any]]] = {
+    "auto_resume": (4, _auto_resume),
+    "resume": (4, _resume),
+    "pretrained": (3, _pretrained),
+    "from_checkpoint": (2, _from_checkpoint),
+    "verify": (3, _verify),
+    "inspect": (3, _inspect),
+    "export": (3, _export),
+    "a run": (1, _run),
+}
+"""How often each is taken, and what it does."""
+
+
+@contextmanager
+def no_hang(case: int) -> Iterator[None]:
+    def late(*arguments: Any) -> None:
+        faulthandler.dump_traceback()
+        raise AssertionError(f"case {case} hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Original]:
+    root = tmp_path_factory.mktemp("originals")
+    found = []
+    for kind in ("file", "dcp"):
+        run = record_run(root / kind, checkpoint={"backend": kind})
+        found.append(Original(kind, run / "checkpoints"))
+    engine = Path(shutil.copytree(found[1].directory, root / "engine" / "checkpoints"))
+    kept = (engine / "latest").read_text().strip()
+    payload = read_payload(engine / "targets" / kept)
+    for path in [*engine.iterdir(), *(engine / "targets").iterdir()]:
+        if path.is_file() and path.name != "latest":
+            path.unlink()
+        elif path.parent.name == "targets" and path.name != kept:
+            shutil.rmtree(path)
+    hostile.engine_target(engine, payload)
+    alone = root / "alone" / "copies"
+    alone.mkdir(parents=True)
+    shutil.copy(found[0].directory / "best.pth", alone)
+    return [*found, Original("engine", engine), Original("alone", alone)]
+
+
+def _judge(original: Original, road: str, name: str, loaded: Any) -> None:
+    if road == "auto_resume":
+        if loaded is not None:
+            assert same(loaded, original.by_step[step_of(loaded)]), "another state than was saved"
+        return
+    expected = original.payloads[name]
+    parts = {**expected, "train": expected["state"]["train"]}
+    for part, value in loaded.items():
+        assert same(value, parts[part]), f"another {part} than was saved"
+
+
+def _try(original: Original, directory: Path, road: str, name: str) -> str:
+    try:
+        loaded = ROADS[road][1](original, directory, name)
+    except (CheckpointError, ValueError, FileNotFoundError) as error:
+        assert str(error).startswith("Expected "), f"an error without a name: {error!r}"
+        return "nothing there" if isinstance(error, CheckpointNotFound) else "refused"
+    _judge(original, road, name, loaded)
+    return "right" if loaded else "said" if loaded is not None else "from scratch"
+
+
+@pytest.mark.timeout(0)
+def test_random_damage(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("danling").setLevel(logging.CRITICAL)
+    ends: Counter[str] = Counter()
+    failures: list[str] = []
+    weights = [weight for weight, _ in ROADS.values()]
+    try:
+        for case in range(SEED, SEED + CASES):
+            random = Random(case)
+            original = random.choice(originals)
+            place = tmp_path / "case"
+            directory = Path(shutil.copytree(original.directory, place / original.directory.name))
+            damage = spoil(directory, random)
+            road, name = random.choices(list(ROADS), weights)[0], random.choice(original.names)
+            if original.kind == "alone" and road == "auto_resume":
+                road = "pretrained"
+            try:
+                with no_hang(case):
+                    ends[_try(original, directory, road, name)] += 1
+            except Exception as error:
+                failures.append(f"case {case}: {original.kind}, {damage}, {road} of {name}: {error!r}")
+            shutil.rmtree(place)
+            capsys.readouterr()
+    finally:
+        logging.getLogger("danling").setLevel(logging.NOTSET)
+    with capsys.disabled():
+        print(f"\n{CASES} damaged checkpoints: {dict(ends.most_common())}")
+    assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10]])
+    assert ends["refused"] > CASES // 10 and ends["right"] > 0
