@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -19,12 +19,14 @@ from danling.distributed import (
     Domain,
     LaunchEnvironment,
     LocalDomain,
+    agree,
     destroy_process_group,
     init_process_group,
     select_device,
 )
 from danling.metrics import Meters, ScoreBoard
-from danling.utils.secrets import without_secrets
+from danling.supervision import EXIT_CODES
+from danling.utils.secrets import secret_values, without_secrets
 from danling.workspace import (
     CodeIdentity,
     Printer,
@@ -35,6 +37,7 @@ from danling.workspace import (
     make_timestamp,
     open_run_log,
     run_id,
+    speaking_for,
 )
 from danling.workspace.claim import Claim, Wish, claim
 from danling.workspace.litter import remove_litter
@@ -45,7 +48,7 @@ from .config import RunnerConfig
 from .facts import Results
 from .meta import MetaRunner, strings_in_methods
 from .placing import wish_of, without_places
-from .runner_supervision import RunnerSupervision
+from .runner_checkpoints import RunnerCheckpoints
 from .state import ElasticState, RunnerState
 
 logger = logging.getLogger("danling")
@@ -56,7 +59,7 @@ RESERVED_FIGURES = ("loss",)
 """Figures that the runner makes itself, and that a meter of the same name would change without a word."""
 
 
-class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
+class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     """What is common to all stacks.
 
     A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
@@ -119,7 +122,10 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         self.progress_bar: Progress | None = None
         self.checkpoint_manager: Any = None
         self.scoreboard: ScoreBoard | None = None
+        self.launch = LaunchEnvironment.read()
+        self.device = select_device(self.launch.local_rank)
         self.init_distributed()
+        self._complete_distributed()
         self._printer = Printer(self.is_main_process)
         self._name_run()
         self.set_seed()
@@ -175,10 +181,51 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         self.config.refuse_unread(unread, may_be_read=self._made_of_mapping)
 
     def __post_init__(self) -> None:
-        """Finish construction after the outermost `__init__`: open the run directory and its log, begin to watch the process."""
+        """Finish construction after the outermost `__init__`. Called on all ranks.
+
+        What the user has set up is made ready; then the run directory and its log are opened, the checkpoint is restored and the
+        metadata is written.
+        """
+        self.prepare_components()
         self.open_workspace()
         self._begin_heartbeat()
         self.init_garbage_collection()
+        self._open_checkpoints()
+        self._seed_forward()
+        self.restore()
+        self._write_metadata()
+        for source in self.sources.values():
+            self._closers.callback(source.close)
+
+    def prepare_components(self) -> None:
+        """Make ready what `__init__` has set up: here the loaders. Called on all ranks, before the first file is written."""
+        self.build_dataloaders()
+        self._agree_lengths()
+        self._open_sources()
+        self._choose_score()
+
+    def _seed_forward(self) -> None:
+        # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
+        self.state.elastic.data_replicas = self.data_replicas
+        self.state.elastic.streams = self.stream_layout
+        seed_streams(derive_seed(self.seed, "forward", self.stream_place[0]))
+
+    def _write_metadata(self) -> None:
+        config, manager = self.config, self.checkpoint_manager
+        if config.checkpoint.load_only and manager is not None and manager.is_foreign():
+            return
+        if config.checkpoint.load_only and self._on_main(self.workspace.has_metadata):
+            return  # it only looks
+        if self.is_main_process:
+            listed = config.secret_keys or ()
+            self.workspace.write_metadata(
+                config.public(),
+                config.canonical(replicas=self.data_replicas),
+                without_secrets(config.changed(), listed),
+                self._identity,
+                keep_diff=config.git_diff,
+                secrets=secret_values(config.plain(), listed),
+            )
 
     # Construction hooks
 
@@ -198,6 +245,19 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
             self._closers.callback(destroy_process_group)
         self.world: Domain = Domain(device=self.device) if launch.world_size > 1 else LocalDomain()
         self.state.elastic = ElasticState(world_size=launch.world_size, restart_count=launch.restart_count)
+
+    def _complete_distributed(self) -> None:
+        """Stand alone where `init_distributed` has joined nothing; several processes must be joined by somebody."""
+        if "world" in vars(self):
+            return
+        size = self.launch.world_size
+        if size > 1 and not torch.distributed.is_initialized():
+            raise ValueError(
+                f"Expected `init_distributed` to join a process group of {size} processes. Received: none. Call super().init_distributed() "
+                "in it, or torch.distributed.init_process_group."
+            )
+        self.world = Domain(device=self.device) if size > 1 else LocalDomain()
+        self.state.elastic = ElasticState(world_size=size, restart_count=self.launch.restart_count)
 
     def set_seed(self) -> None:
         """Agree on the base seed and seed every stream with it, so that all replicas are initialised alike.
@@ -337,10 +397,50 @@ class BaseRunner(RunnerSupervision, metaclass=MetaRunner):
         if self._place_notice is not None:
             logger.info("%s", self._place_notice)
 
-    @property
-    def workspace_part(self) -> str | None:
-        """Directory below the run directory for all but the checkpoints; `None` unless several groups work on one run."""
-        return None
+    # A loop by hand
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Watch a loop of your own: open the trackers, watch for signals, pace garbage collection. Entered on all ranks.
+
+        On exit the full state is saved, unless it has been; trackers are flushed and signals are as before. After an exception nothing is
+        saved. Call `boundary()` after every update inside.
+
+        Raises:
+            SystemExit: On exit, where a signal asked for a stop: 143, or 130 after SIGINT.
+        """
+        self._stop_asked: str | None = None
+        with speaking_for(self._run_log), self._collecting():
+            self.open_trackers()
+            self.init_signal_handlers()
+            try:
+                yield
+                if self._saved_at != (self.state.train.global_step, self.state.train.epoch):
+                    self.save_checkpoint()
+                self.checkpoint_manager.wait()
+                self.boundary()
+            finally:
+                if self.signals is not None:
+                    self.signals.uninstall()
+                self._flush_trackers()
+        if self._stop_asked is not None:
+            logger.info("Stopped by a signal at step %d; the full state is saved.", self.state.train.global_step)
+            raise SystemExit(EXIT_CODES[self._stop_asked])
+
+    def boundary(self) -> bool:
+        """Return whether the loop is to end, since a signal came on any rank. Call it after every update, on all ranks.
+
+        The heart beats and garbage is collected here, when it is due. One small collective on several ranks.
+        """
+        train = self.state.train
+        if self.heartbeat is not None:
+            self.heartbeat.beat(train.global_step, train.epoch)
+        if self.gc_pacer is not None:
+            self.gc_pacer.step()
+        asked = self.signals.request if self.signals is not None else None
+        agreed = agree(self.world, () if asked is None else (asked,))
+        self._stop_asked = next((name for name in EXIT_CODES if name in agreed), self._stop_asked)
+        return self._stop_asked is not None
 
     # Sources
 

@@ -17,6 +17,7 @@ from danling.optim.named_state import parameter_names
 from danling.training import GradientWatch, Precision
 from danling.utils.names import canonical_name
 
+from .config import RunnerConfig
 from .torch_runner import TorchRunner
 
 _LOOKS_AT_SHAPES = ("Adafactor", "Muon")
@@ -26,6 +27,22 @@ class DeepSpeedModel(TorchRunner):
     """Puts a model into an engine."""
 
     stack = "deepspeed"
+
+    engine: Any = None
+    engine_stage: int = 0
+    deepspeed: Any = None
+    _max_norm: float | None = None
+
+    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._shares: list[Tensor] = []
+        self._group_names: list[list[str]] = []
+        self._engine_trains: set[str] = set()
+        if self.deepspeed is None:
+            raise ValueError(
+                "Expected `init_distributed` to load DeepSpeed and to join its process group. Received: neither. Call "
+                "super().init_distributed() in it."
+            )
 
     def init_distributed(self) -> None:
         """Join the process group, as every stack; alone, make one of this process, since an engine needs it. Called on all ranks."""
@@ -37,12 +54,6 @@ class DeepSpeedModel(TorchRunner):
             engines.join_single_process_group()
         if not given:
             self._closers.callback(engines.leave_process_group)
-        self.engine: Any = None
-        self.engine_stage = 0
-        self._shares: list[Tensor] = []
-        self._max_norm: float | None = None
-        self._group_names: list[list[str]] = []
-        self._engine_trains: set[str] = set()
 
     def import_deepspeed(self) -> Any:
         """Return the package.

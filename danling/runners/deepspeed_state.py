@@ -50,7 +50,7 @@ class DeepSpeedState(DeepSpeedModel):
         """Return what is saved beside the engine's files. Call on all ranks."""
         self._without_components = True
         try:
-            state = self.state_dict()
+            state = super().checkpoint_state()
         finally:
             self._without_components = False
         state["engine"] = {"stage": self.engine_stage, "world_size": self.world_size, **self._optimizer_outline()}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from danling.distributed import Domain, LaunchEnvironment
 from danling.metrics import ScoreBoard
@@ -21,6 +24,11 @@ class RunnerFacts(RunnerVerbs):
     """Properties of every runner. None of them communicates."""
 
     config: RunnerConfig
+    device: torch.device
+    seed: int
+    seed_was_drawn: bool
+    datasets: dict[str, Any]
+    dataloaders: dict[str, Any]
     state: RunnerState
     launch: LaunchEnvironment
     world: Domain
@@ -42,11 +50,16 @@ class RunnerFacts(RunnerVerbs):
         return dict(self.scoreboard.scores) if self.scoreboard is not None else {}
 
     @property
+    def own_scores(self) -> dict[int, float]:
+        """What `scores` gives; none where an override gives nothing."""
+        return self.scores or {}
+
+    @property
     def best_index(self) -> int | None:
         """Completed epoch or global step of the best score; `None` before the first evaluation. Override it to choose another."""
         if self.scoreboard is None or not self._scores_itself:
             return self.scoreboard.best_index if self.scoreboard is not None else None
-        return self.scoreboard.best_of(self.scores)
+        return self.scoreboard.best_of(self.own_scores)
 
     @property
     def _scores_itself(self) -> bool:
@@ -56,25 +69,25 @@ class RunnerFacts(RunnerVerbs):
     def best_score(self) -> float | None:
         """The best score so far."""
         index = self.best_index
-        return self.scores.get(index) if index is not None else None
+        return self.own_scores.get(index) if index is not None else None
 
     @property
     def latest_score(self) -> float | None:
         """The score of the last evaluation."""
-        scores = self.scores
+        scores = self.own_scores
         return scores[next(reversed(scores))] if scores else None
 
     @property
     def evaluations_since_best(self) -> int:
         """Number of evaluations after the best one."""
-        indices = list(self.scores)
+        indices = list(self.own_scores)
         best = self.best_index
         return len(indices) - 1 - indices.index(best) if best in indices else len(indices)
 
     @property
     def is_best(self) -> bool:
         """Whether the last evaluation gave the best score."""
-        scores = self.scores
+        scores = self.own_scores
         return bool(scores) and self.best_index == next(reversed(scores))
 
     @property
@@ -93,6 +106,11 @@ class RunnerFacts(RunnerVerbs):
     def rank(self) -> int:
         """Global rank of this process."""
         return self.launch.rank
+
+    @property
+    def workspace_part(self) -> str | None:
+        """Directory below the run directory for all but the checkpoints; `None` unless several groups work on one run."""
+        return None
 
     @property
     def world_size(self) -> int:

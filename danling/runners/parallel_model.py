@@ -80,7 +80,7 @@ class ParallelModel(ParallelTopology):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
         self._check_micro_batches()
-        parts = self.build_pipeline_model_parts() if self.degree("pipeline") > 1 else [self.model]
+        parts = self._built_parts() if self.degree("pipeline") > 1 else [self.model]
         for part in parts:
             if not is_meta(part):
                 part.to(self.device)
@@ -98,6 +98,16 @@ class ParallelModel(ParallelTopology):
         self._rebind_optimizer(names)
         self._build_ema()
         self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
+        if self.degree("pipeline") > 1 and not isinstance(self.pipeline, Pipeline):
+            raise _returned_nothing("bind_pipeline_modules", "the pipeline that runs the model parts", self.pipeline)
+
+    def _built_parts(self) -> list[nn.Module]:
+        parts = self.build_pipeline_model_parts()
+        if not isinstance(parts, Sequence) or len(parts) != len(self.stages):
+            raise _returned_nothing("build_pipeline_model_parts", f"a list of {len(self.stages)} model parts", parts)
+        if not all(isinstance(part, nn.Module) for part in parts):
+            raise _returned_nothing("build_pipeline_model_part", "a module for each stage", list(parts))
+        return list(parts)
 
     def _check_micro_batches(self) -> None:
         """Refuse a setting that no full batch can be cut by; the last batch of an epoch is cut as it comes."""
@@ -126,7 +136,7 @@ class ParallelModel(ParallelTopology):
         if self.degree("shard") > 1:
             mesh = self.topology.view("replicate", "shard")
             assert mesh is not None
-            shard(part, mesh, find_blocks(part, self._blocks_here(part)).values(), **self.fsdp_kwargs())
+            shard(part, mesh, find_blocks(part, self._blocks_here(part)).values(), **(self.fsdp_kwargs() or {}))
         if is_meta(part):
             ties = tied_names(part)
             part.to_empty(device=self.device)
@@ -172,8 +182,9 @@ class ParallelModel(ParallelTopology):
         found = set().union(*self.pipeline_domain.gather_objects(mine))
         whole = [axis for axis in wanted if axis not in found]
         if whole:
+            hook = "parallelize_model" if self._overrides("parallelize_model") else "parallelize"
             raise ValueError(
-                f"Expected `parallelize` to divide parameters over {', '.join(whole)}. Received: a model none of whose parameters is a "
+                f"Expected `{hook}` to divide parameters over {', '.join(whole)}. Received: a model none of whose parameters is a "
                 f"DTensor over the mesh of {whole[0]!r}; {self.topology.axes.describe()}. Divide some, or set the degree to 1."
             )
 
@@ -217,7 +228,7 @@ class ParallelModel(ParallelTopology):
 
         In a pipeline the gathered parameters stay until the backward.
         """
-        kwargs: dict[str, Any] = {"mp_policy": self.build_mixed_precision_policy()}
+        kwargs: dict[str, Any] = {"mp_policy": self.build_mixed_precision_policy() or MixedPrecisionPolicy()}
         offload = self.build_offload_policy()
         if offload is not None:
             kwargs["offload_policy"] = offload
@@ -335,6 +346,8 @@ class ParallelModel(ParallelTopology):
         """Return the pipeline that runs model parts as stages. Called on all ranks."""
         settings = self.config.parallel
         schedule = self.build_pipeline_schedule()
+        if schedule is None:
+            raise _returned_nothing("build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None)
         if schedule in V_SCHEDULES and self.evaluate_splits:
             logger.debug("Evaluation runs the stages of %s forward only.", schedule.__name__)
         return Pipeline(
@@ -403,6 +416,12 @@ class ParallelModel(ParallelTopology):
     def wrapped_modules(self) -> list[Any]:
         """Return the modules that FSDP2 wraps. No communication: may be called on one rank."""
         return list(sharded_modules(self.model))
+
+
+def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:
+    return ValueError(
+        f"Expected `{hook}` to return {what}. Received: {received!r}. Return that of super().{hook}(...)."
+    )
 
 
 def keep_kinds_apart(optimizer: Any) -> None:

@@ -22,7 +22,22 @@ class ParallelTopology(TorchRunner):
         super().init_distributed()
         check_schedule(self._schedule_class, self.device)
         self.topology = self.build_topology()
+        if not isinstance(self.topology, Topology):
+            return  # which is refused
         self.init_model_parallel_groups()
+        if not hasattr(self, "parallel_context"):
+            raise ValueError(
+                "Expected `init_model_parallel_groups` to make the groups that training needs. Received: none. Call "
+                "super().init_model_parallel_groups() in it."
+            )
+
+    def _complete_distributed(self) -> None:
+        super()._complete_distributed()
+        if not isinstance(getattr(self, "topology", None), Topology):
+            hook = "build_topology" if self._overrides("build_topology") else "init_distributed"
+            raise ValueError(
+                f"Expected `{hook}` to give this rank a place on the mesh. Received: none. Return, or call, that of super()."
+            )
 
     def _degrees(self) -> dict[str, int]:
         degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}

@@ -13,27 +13,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from danling.data import derive_seed, seed_streams
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
 from danling.supervision import is_out_of_memory
 from danling.training import EMA, Compilation, Coverage, MemoryRetry, Precision, Window
 from danling.utils.names import canonical_name
-from danling.utils.secrets import secret_values, without_secrets
 
-from .base_runner import RESERVED_FIGURES
+from .base_runner import RESERVED_FIGURES, BaseRunner
 from .checkpoints import FileCheckpointManager
 from .component_checks import check_criterion, check_mapping, check_metrics, check_model, check_optimizer, misnamed
 from .config_effects import idle_settings
-from .torch_data import TorchData
 
 logger = logging.getLogger("danling")
 
 _SCHEDULER_KEYS = ("interval", "monitor")
 
 
-class TorchComponents(TorchData):
+class TorchComponents(BaseRunner):
     """Turns what the user put on the runner into what training needs."""
 
     stack = "ddp"
@@ -47,10 +44,10 @@ class TorchComponents(TorchData):
     # What a hook that is overridden with nothing leaves as it is.
     _wrapped_for: int | None = None
 
-    def __post_init__(self) -> None:
-        """Move and wrap the model, build optimizer, scheduler and loaders, restore the checkpoint, write the metadata.
+    def prepare_components(self) -> None:
+        """Move and wrap the model, build optimizer, scheduler and loaders. Called on all ranks.
 
-        Runs once on all ranks after the outermost `__init__`. Bad input is refused before the first file is written.
+        Bad input is refused before the first file is written.
         """
         self._check_components()
         self.init_fault_tolerance()
@@ -59,17 +56,15 @@ class TorchComponents(TorchData):
         self.ballot = Ballot(self.optimizer_domain, self.device, reports=self.reports)
         self.memory_retry = self._build_memory_retry()
         self.materialize_model()
+        self._check_wrapped()
         self._build_if_absent()
         self._open_sources()
         self._choose_score()
         self.metric_set = MetricSet.wrap(self.metrics, domain=self.figures_domain, device=self.device)
+
+    def __post_init__(self) -> None:
+        """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
         super().__post_init__()
-        self.init_checkpoint_manager()
-        self._seed_forward()
-        self.restore()
-        self._write_metadata()
-        for source in self.sources.values():
-            self._closers.callback(source.close)
         self._constructed = ref(self.model)
         self._check_effects()
 
@@ -99,6 +94,17 @@ class TorchComponents(TorchData):
             return "ft.enabled=True"
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.unwrapped_model.modules())
         return "SyncBatchNorm" if synced and self.distributed else None
+
+    def _check_wrapped(self) -> None:
+        """Refuse a model whose gradients nobody would reduce: of a `materialize_model` that does not wrap it."""
+        trained = any(parameter.requires_grad for _, parameter in self.named_parameters())
+        reduced = isinstance(self.model, DistributedDataParallel) or self._wrapped_for is not None
+        own = any(self._overrides(hook) for hook in ("complete_gradients", "unscale_gradients"))
+        if self.stack == "ddp" and self.distributed and trained and not reduced and not own:
+            raise ValueError(
+                "Expected `materialize_model` to wrap the model for the gradients of several ranks. Received: a model that is not wrapped. "
+                "Call super().materialize_model() in it, or self.model = self.wrap_model(self.model)."
+            )
 
     def _check_effects(self) -> None:
         """Refuse a scheduler that nothing would advance, and warn of settings that nothing reads. Called on all ranks."""
@@ -201,12 +207,6 @@ class TorchComponents(TorchData):
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other where a stack does, before the scheduler is built. Call on all ranks."""
-
-    def _seed_forward(self) -> None:
-        # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
-        self.state.elastic.data_replicas = self.data_replicas
-        self.state.elastic.streams = self.stream_layout
-        seed_streams(derive_seed(self.seed, "forward", self.stream_place[0]))
 
     # Model
 
@@ -413,23 +413,6 @@ class TorchComponents(TorchData):
             return str(asked)
         metric = needs_metric(self.scheduler) if self.scheduler is not None else "plateau" in name.lower()
         return "epoch" if metric else "step"
-
-    def _write_metadata(self) -> None:
-        config, manager = self.config, self.checkpoint_manager
-        if config.checkpoint.load_only and manager is not None and manager.is_foreign():
-            return
-        if config.checkpoint.load_only and self._on_main(self.workspace.has_metadata):
-            return  # it only looks
-        if self.is_main_process:
-            listed = config.secret_keys or ()
-            self.workspace.write_metadata(
-                config.public(),
-                config.canonical(replicas=self.data_replicas),
-                without_secrets(config.changed(), listed),
-                self._identity,
-                keep_diff=config.git_diff,
-                secrets=secret_values(config.plain(), listed),
-            )
 
     # Contexts
 

@@ -39,7 +39,7 @@ from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES
 from .component_checks import check_metrics
-from .torch_data import check_named_once
+from .runner_data import check_named_once
 from .torch_loading import TorchLoading
 
 logger = logging.getLogger("danling")

@@ -225,7 +225,7 @@ class TorchReplicas(TorchGroups):
         """
         payload: dict[str, Any] = {
             "model": self.model_state_dict(),
-            "state": {name: part for name, part in self._run_state().items() if name != "rng"},
+            "state": {name: part for name, part in self.run_state().items() if name != "rng"},
             "dataloaders": {split: self.sources[split].state_dict() for split in self.train_splits},
         }
         if self.criterion_has_state:
@@ -262,7 +262,7 @@ class TorchReplicas(TorchGroups):
         for split, position in state["dataloaders"].items():
             if self.replica_loaders is None or not self.sources[split].is_rank_local:
                 self.sources[split].load_state_dict(position)
-        self._load_run_state(state["state"])
+        self.load_run_state(state["state"])
         # What the other group has counted is added by the other group.
         self.meters.reset()
         # Those are of the group: ranks of one group may heal from different ones.
@@ -280,14 +280,14 @@ class TorchReplicas(TorchGroups):
             entries[name] = {key: _shard_like(value, parameter) for key, value in own.items()}
         return {**state, "state": entries}
 
-    def _run_state(self) -> dict[str, Any]:
-        state = super()._run_state()
+    def run_state(self) -> dict[str, Any]:
+        state = super().run_state()
         if self.fault_tolerance is not None:
             state["replicas"] = self.fault_tolerance.state_dict()
         return state
 
-    def _load_run_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_run_state(state)
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        super().load_run_state(state)
         if self.fault_tolerance is not None:
             # A run that begins to train in groups at a checkpoint counts from there: at 0 they would all start from one group.
             train = self.state.train
@@ -309,14 +309,14 @@ class TorchReplicas(TorchGroups):
                 return super().restore()
         super().restore()
 
-    def load_checkpoint(self, checkpoint: str | Path) -> None:
+    def load_checkpoint(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
         """Restore the full state of a checkpoint; loader states that this group has saved for itself win. Call on all ranks.
 
         A position that belongs to another step than the weights is taken only for loaders that keep a state of their own on each
         rank: groups whose common position differed would end their passes at different updates.
 
         Args:
-            checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), or a path.
+            checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), a path, or a payload.
 
         Raises:
             CheckpointNotFound: If there is none.
@@ -325,7 +325,7 @@ class TorchReplicas(TorchGroups):
         """
         super().load_checkpoint(checkpoint)
         excluded = self.config.checkpoint.exclude_from_loading
-        if self.replica_loaders is None:
+        if self.replica_loaders is None or isinstance(checkpoint, Mapping):
             return
         found = self.replica_loaders.load(self.state.train.global_step)
         if found is None:

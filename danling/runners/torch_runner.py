@@ -479,7 +479,7 @@ class TorchRunner(TorchWatch):
         board = self.scoreboard
         if board is None or board.split:
             return board is not None and board.split in result
-        return self.index in self.scores
+        return self.index in self.own_scores
 
     _said_not_finite: bool = False
     """Whether a score that is not finite was warned of; once is enough."""
@@ -522,8 +522,8 @@ class TorchRunner(TorchWatch):
             ValueError: If it is not among the figures.
         """
         asked = self.config.scheduler.get("monitor", None)
-        if not asked and self.index in self.scores:
-            return self.scores[self.index]
+        if not asked and self.index in self.own_scores:
+            return self.own_scores[self.index]
         path = str(asked or f"{self.score_split}.{self.config.score_name}")
         split, _, name = path.partition(".")
         if name not in result.get(split, {}):
@@ -554,6 +554,8 @@ class TorchRunner(TorchWatch):
         due = index % self._checkpoint_every == 0
         if due or final:
             self.save_checkpoint(history=due)
-        elif self._save_asked or (index in self.results and self.is_best and next(reversed(self.scores)) == index):
+        elif self._save_asked or (
+            index in self.results and self.is_best and next(reversed(self.own_scores), None) == index
+        ):
             self.save_checkpoint()
         self._save_asked = False

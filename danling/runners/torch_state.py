@@ -9,21 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from danling.data import (
-    capture_random_state,
-)
 from danling.metrics import Meters
 from danling.optim.named_state import named_state_dict
 from danling.utils.names import canonical_name
 from danling.utils.tensors import floating_dtype
 
-from .checkpoints import CheckpointSettings, FileCheckpointManager
+from .checkpoints.reading import FORMAT_VERSION
 from .config import RunnerConfig
 from .torch_components import TorchComponents
 
 logger = logging.getLogger("danling")
-
-FORMAT_VERSION = 1
 
 
 class TorchState(TorchComponents):
@@ -31,7 +26,6 @@ class TorchState(TorchComponents):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._saved_at: tuple[int, int] | None = None
         self._scored_at: int | None = None
         """Updates that the weights had seen at the last evaluation: after a further one they are no longer those of its score."""
         self.losses = Meters()
@@ -49,40 +43,6 @@ class TorchState(TorchComponents):
     def settle(self) -> None:
         """Raise what an update left to be checked; the update provides it."""
 
-    def init_checkpoint_manager(self) -> None:
-        """Build the manager of `checkpoint.backend`: files, or torch's distributed checkpoint. Call on all ranks."""
-        settings = CheckpointSettings.from_config(self.config.checkpoint)
-        manager = self.manager_class()
-        self.checkpoint_manager = manager(
-            self.workspace.checkpoints,
-            domain=self.world,
-            run_id=self.id,
-            settings=settings,
-            step_mode=self.is_step_mode,
-            compare=self.config_differences,
-        )
-        self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
-
-    def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
-        """Return how the configuration of a checkpoint differs from this one in what changes the result, one line a key.
-
-        No communication: may be called on one rank.
-
-        Args:
-            payload: The checkpoint, of which `runner` and `state` are read.
-        """
-        elastic = payload.get("state", {}).get("elastic", {})
-        before = int(elastic.get("data_replicas", elastic.get("world_size", self.data_replicas)))
-        return self.config.differences(payload.get("runner", {}), stored_replicas=before, replicas=self.data_replicas)
-
-    def manager_class(self) -> Any:
-        """Return the class of the checkpoint manager. Called on all ranks."""
-        if self.config.checkpoint.backend == "dcp":
-            from .checkpoints import TorchDistributedCheckpointManager
-
-            return TorchDistributedCheckpointManager
-        return FileCheckpointManager
-
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,28 +51,8 @@ class TorchState(TorchComponents):
         The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
         them.
         """
-        splits = [split for split in self.train_splits if split in self.sources]
         self.equalize_buffers()
-        mine = {
-            "stream": self.stream_place[0],
-            "rng": capture_random_state(self.device),
-            "replica": self.data_domain.rank,
-            "loaders": {
-                s: self.sources[s].state_dict()
-                for s in splits
-                if self.sources[s].is_rank_local and self.sources[s].reads
-            },
-        }
-        ranks = self.world.gather_objects(mine)
-        # From the last to the first: of ranks that draw the same numbers, and of those that read the same data, the first one's.
-        self.state.rng.ranks = {str(entry["stream"]): entry["rng"] for entry in reversed(ranks)}
-        payload: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "runner": self.config.public(),
-            "state": self._run_state(),
-            **self.component_states(),
-            "dataloaders": {split: self._loader_state(split, ranks) for split in splits},
-        }
+        payload = super().state_dict()
         totals = self.meters.totals(self.figures_domain)
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
         if self.criterion_has_state:
@@ -123,10 +63,6 @@ class TorchState(TorchComponents):
             payload["scheduler"] = self.scheduler.state_dict()
         return payload
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Return what the checkpoint manager is handed to save: the full state. Call on all ranks."""
-        return self.state_dict()
-
     def component_states(self) -> dict[str, Any]:
         """Return the states of `model` and `optimizer`, by these names. Call on all ranks."""
         states = {"model": self.model_state_dict()}
@@ -134,10 +70,10 @@ class TorchState(TorchComponents):
             states["optimizer"] = self.optimizer_state_dict()
         return states
 
-    def _run_state(self) -> dict[str, Any]:
+    def run_state(self) -> dict[str, Any]:
+        """Return counters, attempts, random streams, figures and scores. No communication: may be called on one rank."""
         self.state.train.weight_reference = self.window.agreed_reference
-        state = self.state.state_dict()
-        state["results"] = {str(index): result for index, result in self.results.items()}
+        state = super().run_state()
         state["open_result"] = dict(self.open_result)
         state["bare"] = self._bare
         state["meters"] = self.meters.state_dict()
@@ -145,14 +81,6 @@ class TorchState(TorchComponents):
         state["scores"] = self.scoreboard.state_dict() if self.scoreboard is not None else {}
         state["scaler"] = self.precision.scaler.state_dict() if self.precision.scaler is not None else {}
         return state
-
-    def _loader_state(self, split: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.sources[split].is_rank_local:
-            return self.sources[split].state_dict()
-        states = {
-            str(entry["replica"]): entry["loaders"][split] for entry in reversed(ranks) if split in entry["loaders"]
-        }
-        return {"ranks": states}
 
     @property
     def criterion_has_state(self) -> bool:
@@ -178,16 +106,10 @@ class TorchState(TorchComponents):
             history: Also keep it under its history name.
             save_best: Also make it `best` when the score of this very state is the best one.
         """
-        if self.config.checkpoint.load_only:
-            return
-        train = self.state.train
-        scored = self.is_best and next(reversed(self.scores)) == self.index
-        best = save_best and scored and self._scored_at == train.global_step
-        self.settle()
-        self.checkpoint_manager.save_checkpoint(
-            self.checkpoint_state(), epoch=train.epoch, global_step=train.global_step, history=history, best=best
-        )
-        self._saved_at = (train.global_step, train.epoch)
+        if not self.config.checkpoint.load_only:
+            self.settle()
+        scored = self._scored_at == self.state.train.global_step
+        super().save_checkpoint(history=history, save_best=save_best and scored)
 
     def export_model(self) -> None:
         """Write the weights, and the averaged ones, as `model`, cast to `checkpoint.export_dtype`. Call on all ranks."""
@@ -198,11 +120,6 @@ class TorchState(TorchComponents):
             payload["ema"] = {"weights": cast_floating(self.ema.weights, dtype), "num_updates": self.ema.num_updates}
         train = self.state.train
         self.checkpoint_manager.export_model(payload, epoch=train.epoch, global_step=train.global_step)
-
-    @property
-    def index(self) -> int:
-        """The number results go under: completed epochs, or committed updates in step mode."""
-        return self.state.train.global_step if self.is_step_mode else self.state.train.epoch
 
 
 def export_dtype(name: str | None) -> torch.dtype | None:

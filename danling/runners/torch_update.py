@@ -184,6 +184,8 @@ class TorchUpdate(TorchReplicas):
                 self._asked |= verdict.requests
                 return refused
         gradients = self.unscale_gradients(verdict)
+        if not gradients and self._overrides("backward"):
+            self._check_gradients(verdict)
         grad_norm = self.gradient_norm(gradients)
         reason = self._objection(verdict, grad_norm)
         if reason is None:
@@ -211,6 +213,14 @@ class TorchUpdate(TorchReplicas):
         names = [name for name in missing if name not in found]
         if names and self.is_main_process:
             logger.warning("%s", ungraded(names))
+
+    def _check_gradients(self, verdict: Verdict) -> None:
+        """Refuse an update of a window that weighs something, and of which an overridden `backward` has left no gradient."""
+        if self.parameters and float(verdict.weight):
+            raise ValueError(
+                "Expected `backward` to leave a gradient on the parameters. Received: none on any. Call super().backward(loss) in it, or "
+                "loss.backward()."
+            )
 
     def complete_gradients(self) -> None:
         """Finish the reduction of the gradients over the ranks. Called on all ranks.

@@ -1,4 +1,4 @@
-"""The data of a torch runner: its splits, their loaders, how long the run is, and the split that is scored."""
+"""The data of a runner: its splits, their loaders, how long the run is, and the split that is scored."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from danling.data import (
 )
 from danling.metrics import ScoreBoard
 
-from .base_runner import BaseRunner
+from .runner_supervision import RunnerSupervision
 
 _SCORE_SPLITS = ("val", "validate", "validation", "valid", "dev")
 
 
-class TorchData(BaseRunner):
+class RunnerData(RunnerSupervision):
     """Turns datasets and loaders by split into sources of batches."""
 
     sources: dict[str, BatchSource]
