@@ -2,7 +2,7 @@
 #   make train   set up .venv and train a small GPT for about two minutes
 #   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
-#   make chaos   kill runs N times at random instants and compare their ends; make bench measures what the library costs (figures in build/bench)
+#   make chaos   kill runs N times and compare their ends (figures in build/chaos.txt); make bench measures what the library costs (figures in build/bench)
 PYTHON ?= python3
 VENV ?= .venv
 TRAIN_ARGS ?=
@@ -31,9 +31,13 @@ test-all: $(VENV)/.dev
 test-system: $(VENV)/.dev
 	scripts/test_system_python.sh $(BIN)/python build/venv-system $(TORCH)
 
+# N kills or more in all: half of them at random instants, and one at every system call of a restart and a save (where strace is installed).
 N ?= 50
+CHAOS := tests/guarantees/test_kill_at_every_call.py tests/guarantees/test_kill_anywhere.py tests/guarantees/test_replica_groups.py
 chaos: $(VENV)/.dev
-	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) $(BIN)/python -m pytest tests/guarantees/test_kill_anywhere.py tests/guarantees/test_replica_groups.py
+	mkdir -p build && rm -f build/chaos.txt
+	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) CHAOS_REPORT=$(CURDIR)/build/chaos.txt $(BIN)/python -m pytest $(CHAOS)
+	awk '{ print; kills += $$1; ends += $$3 } END { print kills " kills, " ends " ends compared" }' build/chaos.txt
 
 # N damaged checkpoints of every kind on every road; FUZZ_SEED begins elsewhere.
 fuzz: $(VENV)/.dev

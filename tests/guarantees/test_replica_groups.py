@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.chaos import share
 from support.replicas import Lighthouse, ReplicaGroup
 from support.toys import NoisyPoints, differences
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from danling.utils.tensors import local_part, whole
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
-KILLS = int(os.environ.get("CHAOS_KILLS", "2"))
+KILLS = share(0.005, otherwise=2)
 LIMIT = 100 + 20 * KILLS
 TRAIN_SIZE = 40
 BATCH_SIZE = 4  # a ragged last batch leaves two samples to each of four ranks, which BatchNorm needs

@@ -17,7 +17,6 @@ from danling.runners.checkpoints import CheckpointError, TorchDistributedCheckpo
 
 SCRIPT = """
 import os, sys
-import torch
 from torch import nn
 import danling as dl
 

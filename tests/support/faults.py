@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
-FAULTS = ("enospc", "eio", "half", "crash")
-"""Out of space or a broken disk before the call, half a write, or the end of the process right after the call."""
+_READS = ("read", "readv", "listdir", "stat", "lstat", "statvfs")
+_PATHS = ("open", "link", "replace", "unlink", "rmdir", "mkdir", "listdir", "stat", "lstat", "statvfs")
+_CHANGES = ("write", "fsync", "link", "replace", "unlink", "rmdir", "mkdir")
+_CALLS = ("open", "write", "read", "readv", "fsync", "close", *_PATHS[1:])
 
-_CALLS = (
-    "open",
-    "write",
-    "read",
-    "readv",
-    "fsync",
-    "close",
-    "link",
-    "replace",
-    "unlink",
-    "rmdir",
-    "mkdir",
-    "listdir",
-    "stat",
-    "statvfs",
-)
+_STRIKES: dict[str, tuple[str, ...]] = {
+    "enospc": ("open", *_CHANGES),
+    "eio": _CALLS,
+    "eacces": _PATHS,
+    "erofs": ("open", *_CHANGES),
+    "half": ("write",),
+    "crash": tuple(name for name in _CALLS if name not in _READS),
+    "vanish": _CALLS,
+}
 
+FAULTS = tuple(_STRIKES)
+"""Out of space, a broken disk, or no right to it, once; mounted for reading only from then on; half a write; the end of the process right
+after the call; the whole directory gone from then on, until `mend`."""
 
-_READS = ("read", "readv", "listdir", "stat", "statvfs")
+_ERRORS = {"eio": errno.EIO, "eacces": errno.EACCES, "erofs": errno.EROFS}
 
 
 class Crash(BaseException):
@@ -46,25 +46,43 @@ class FaultyOs:
     Args:
         fail_at: Number of the call that goes wrong, from 0; `None` only counts.
         fault: One of `FAULTS`.
+        directory: What vanishes.
     """
 
-    def __init__(self, fail_at: int | None = None, fault: str = "eio") -> None:
+    def __init__(self, fail_at: int | None = None, fault: str = "eio", directory: Path | None = None) -> None:
         self.calls: list[tuple[str, Any]] = []
         self._fail_at = fail_at
         self._fault = fault
+        self._directory = directory
         self._dead = False
+        self._changing: list[bool] = []
 
     def candidates(self, fault: str) -> list[int]:
         """Return which of the calls so far make a difference when they go wrong in this way."""
-        if fault == "half":
-            return [index for index, (name, _) in enumerate(self.calls) if name == "write"]
         # A full disk lets one read, and a crash after a read is the crash before the next write.
-        return [index for index, (name, _) in enumerate(self.calls) if fault == "eio" or name not in _READS]
+        fitting = [index for index, (name, _) in enumerate(self.calls) if name in _STRIKES[fault]]
+        return [index for index in fitting if self._changing[index]] if fault in ("enospc", "erofs") else fitting
 
     @property
     def struck(self) -> bool:
         """Whether the fault has happened."""
         return self._fail_at is not None and len(self.calls) > self._fail_at
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process has died."""
+        return self._dead
+
+    def mend(self) -> None:
+        """Bring a directory back that has vanished; what was written in its place meanwhile is under it, as under a mount."""
+        if self._fault == "vanish" and self.struck and self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.rename(self._away, self._directory)
+
+    @property
+    def _away(self) -> Path:
+        assert self._directory is not None
+        return self._directory.with_name(f"{self._directory.name}-away")
 
     def __getattr__(self, name: str) -> Any:
         original = getattr(os, name)
@@ -75,13 +93,19 @@ class FaultyOs:
             if self._dead:
                 raise Crash(name)
             self.calls.append((name, args[0]))
-            if len(self.calls) - 1 != self._fail_at:
-                return original(*args, **kwargs)
-            return self._strike(name, original, *args, **kwargs)
+            self._changing.append(_changes(name, args))
+            if len(self.calls) - 1 == self._fail_at:
+                return self._strike(name, original, *args, **kwargs)
+            if self.struck and self._fault == "erofs" and _changes(name, args):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return original(*args, **kwargs)
 
         return call
 
     def _strike(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._fault == "vanish":
+            os.rename(self._directory or "", self._away)
+            return original(*args, **kwargs)
         if self._fault == "crash":
             original(*args, **kwargs)
             self._dead = True
@@ -91,5 +115,9 @@ class FaultyOs:
         if name == "close":
             # The descriptor is gone even when close reports an error.
             original(*args, **kwargs)
-        code = errno.EIO if self._fault == "eio" else errno.ENOSPC
+        code = _ERRORS.get(self._fault, errno.ENOSPC)
         raise OSError(code, os.strerror(code))
+
+
+def _changes(name: str, args: tuple[Any, ...]) -> bool:
+    return name in _CHANGES or (name == "open" and bool(args[1] & (os.O_WRONLY | os.O_RDWR)))

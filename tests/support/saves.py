@@ -2,7 +2,7 @@
 
 manager = make_manager("dcp", tmp_path / "checkpoints")
 save(manager, 1)
-load(manager, "latest")         # 1; raises when the weights are not those of that step
+load(manager, "latest")         # 1; fails when the weights are not those of that step
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from danling.distributed import LocalDomain
 from danling.runners.checkpoints import (
@@ -19,6 +20,7 @@ from danling.runners.checkpoints import (
     CheckpointSettings,
     FileCheckpointManager,
     TorchDistributedCheckpointManager,
+    storage,
 )
 
 KINDS = ("file", "dcp")
@@ -41,9 +43,28 @@ def make_manager(
     return made(directory, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True)
 
 
-def payload(step: int) -> dict[str, Any]:
-    """Return a state in which the weights say which step it is of."""
-    return {"format_version": 1, "model": {"weight": torch.full((300,), float(step))}, "state": {"step": step}}
+def weights(step: int) -> Tensor:
+    """Return the weights after so many updates, from the first one on."""
+    found = torch.ones(300, dtype=torch.float64)
+    for number in range(1, step + 1):
+        found = update(found, number)
+    return found
+
+
+def update(previous: Tensor, step: int) -> Tensor:
+    """Return the weights after the update of a step: they depend on all before it."""
+    return previous.mul(1.01).add(step).sin()
+
+
+def payload(step: int, previous: Tensor | None = None) -> dict[str, Any]:
+    """Return the state of a step.
+
+    Args:
+        step: Its number.
+        previous: Weights of the step before; `None` makes them anew.
+    """
+    state = weights(step) if previous is None else update(previous, step)
+    return {"format_version": 1, "model": {"weight": state}, "state": {"step": step}}
 
 
 def save(manager: CheckpointManager, step: int, *, history: bool = True, best: bool = True) -> None:
@@ -56,7 +77,7 @@ def load(manager: CheckpointManager, source: str | Path) -> int:
     """Load a checkpoint and return its step."""
     loaded = manager.load_checkpoint(source)
     step: int = loaded["state"]["step"]
-    assert loaded["model"]["weight"].tolist() == [float(step)] * 300
+    assert torch.equal(loaded["model"]["weight"], weights(step)), "weights and step of different saves"
     return step
 
 
@@ -87,3 +108,34 @@ def record_saves(kind: str, directory: Path, steps: Iterable[int] = (1, 2, 3), *
     save(manager, last, history=False, best=False)
     manager.close()
     return directory
+
+
+def train_on(kind: str, directory: Path, until: int, *, mode: str = "disabled") -> int:
+    """Go on from the newest checkpoint that verifies, as a run does: an update and a save for each step, each in history.
+
+    Returns:
+        The step from which it went on.
+    """
+    manager = make_manager(kind, directory, mode=mode)
+    source = manager.find_latest()
+    begun, found = 0, torch.ones(300, dtype=torch.float64)
+    if source is not None:
+        loaded = manager.load_checkpoint(source)
+        begun, found = loaded["state"]["step"], loaded["model"]["weight"]
+        manager.begin(source)
+    for step in range(begun + 1, until + 1):
+        state = payload(step, found)
+        found = state["model"]["weight"]
+        manager.save_checkpoint(state, epoch=0, global_step=step, history=True, best=step % 2 == 0)
+    manager.wait()
+    manager.close()
+    return begun
+
+
+def litter(directory: Path) -> list[str]:
+    """Return what killed saves have left below a run directory or a directory of checkpoints."""
+    names = [path for path in directory.rglob("*") if path.name.startswith(storage.STAGED) or path.suffix == ".next"]
+    names += [*directory.rglob(".*.tmp"), *directory.rglob("*.aside-*")]
+    names += [path for path in directory.rglob("*.pth.sha256") if not path.with_suffix("").exists()]
+    names += [path for path in directory.rglob("targets/*") if not (path / "manifest.sha256").exists()]
+    return [str(path.relative_to(directory)) for path in names]

@@ -12,7 +12,14 @@ from typing import Any, ClassVar, TypeVar
 from danling.utils.protocols import ReductionDomain
 
 from . import storage
-from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .errors import (
+    CheckpointDamaged,
+    CheckpointDiskError,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    disk_error,
+)
 from .executor import SaveExecutor
 from .file_store import FileStore
 from .litter import pruned_sums
@@ -33,6 +40,12 @@ _ALONE = {
     "size": ": all but its tensors was verified by those inside of it.",
     "none": ", and checkpoint.verify='none' looks at nothing else.",
 }
+
+Told = tuple[type[Exception], str]
+"""The class and the text of an error."""
+
+_NAMED = 4
+"""So many checkpoints are named in an error."""
 
 
 class CheckpointManager(ABC):
@@ -191,7 +204,7 @@ class CheckpointManager(ABC):
         present = sorted({record.name for store in self.stores for record in store.records(complete=True)})
         raise CheckpointNotFound(
             f"Expected a checkpoint: a name in {self.directory} (there are: {', '.join(present) or 'none'}), or a path. "
-            f"Received: {str(source)!r}."
+            f"Received: {str(source)!r}. Give one that is there, or bring it back (is the file system mounted?)."
         )
 
     def find_latest(self) -> str | None:
@@ -366,7 +379,7 @@ class CheckpointManager(ABC):
         self._closed = True
         self._end(timeout)
         error = self._executor.take_error()
-        self._raise(error, _told(error))
+        self._raise(error, self._told(error))
 
     def _end(self, timeout: float | None) -> None:
         if not self._executor.close(timeout):
@@ -386,7 +399,7 @@ class CheckpointManager(ABC):
                 value = action()
             except Exception as raised:
                 error = raised
-        value, told = self.domain.broadcast_object((value, _told(error)))
+        value, told = self.domain.broadcast_object((value, self._told(error)))
         self._raise(error, told)
         result: T = value
         return result
@@ -408,22 +421,40 @@ class CheckpointManager(ABC):
         self._agree(self._executor.take_error())
 
     def _agree(self, error: BaseException | None) -> None:
-        told = self.domain.gather_objects(_told(error))
+        told = self.domain.gather_objects(self._told(error))
         self._raise(error, next((entry for entry in told if entry is not None), None))
 
     @staticmethod
-    def _raise(error: BaseException | None, told: tuple[type[Exception], str] | None) -> None:
-        if isinstance(error, (CheckpointError, ValueError)):
+    def _raise(error: BaseException | None, told: Told | None) -> None:
+        if isinstance(error, (CheckpointError, ValueError)) and not isinstance(error, CheckpointDiskError):
             raise error
         if told is not None:
             raise told[0](told[1]) from error
 
+    def _told(self, error: BaseException | None) -> Told | None:
+        """Return what all ranks hear of an error: it need not be possible to pickle it."""
+        if error is None:
+            return None
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            error = disk_error("write or read", Path(error.filename or self.directory), error)
+        if isinstance(error, CheckpointDiskError):
+            return CheckpointDiskError, f"{error} {self._still_good()}"
+        if isinstance(error, (CheckpointError, ValueError)):
+            return type(error), str(error)
+        received = f"{type(error).__name__}: {error}. {self._still_good()}"
+        return CheckpointError, f"Expected a checkpoint to be written or read. Received: {received}"
 
-def _told(error: BaseException | None) -> tuple[type[Exception], str] | None:
-    """Return what other ranks hear of an error: it need not be possible to pickle it."""
-    if error is None:
-        return None
-    if isinstance(error, (CheckpointError, ValueError)):
-        return type(error), str(error)
-    received = f"{type(error).__name__}: {error}. What was complete before is still there."
-    return CheckpointError, f"Expected a checkpoint to be written or read. Received: {received}"
+    def _still_good(self) -> str:
+        """Say which checkpoints are complete after a failure, the newest first."""
+        try:
+            found = [record for store in self.stores for record in store.records(complete=True)]
+        except (CheckpointError, OSError):
+            found = []
+        if not found:
+            return (
+                f"What was complete before was not touched; in {self.directory} no complete checkpoint can be seen now."
+            )
+        newest_first = sorted(found, key=lambda record: record.sequence, reverse=True)
+        names = ", ".join(f"{record.name} (step {record.step})" for record in newest_first[:_NAMED])
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return f"Still good in {self.directory}: {names}{more}."

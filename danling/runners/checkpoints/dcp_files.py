@@ -160,7 +160,9 @@ def read_target(
                 load(flat, storage_reader=TargetReader(path, metadata), planner=planner, no_dist=True)
         except CheckpointException as error:
             reason = "; ".join(str(failure) for failure, _ in error.failures.values())
-            raise CheckpointDamaged(f"Expected a readable checkpoint. Received: {path}: {reason}") from None
+            raise CheckpointDamaged(
+                f"Expected a readable checkpoint. Received: {path}: {reason}. Use another checkpoint."
+            ) from None
     return nest({**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data)
 
 

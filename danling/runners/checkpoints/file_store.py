@@ -8,7 +8,7 @@ from pathlib import Path
 from . import storage
 from .archive import archive_complaints
 from .errors import CheckpointDamaged
-from .manifest import Manifest, complaints, damaged
+from .manifest import Manifest, complaints, damage_of, damaged
 from .manifest import read_manifest as read_sums
 from .policy import Record, is_name
 from .store import CheckpointStore
@@ -55,7 +55,7 @@ class FileStore(CheckpointStore):
             for record in records:
                 path = self.path(record.name)
                 manifest = Manifest(record, {path.name: (size, digest)})
-                storage.write_new_text(_beside(path, NEXT), manifest.text())
+                storage.replace_text(_beside(path, NEXT), manifest.text())
             storage.sync_directory(self.directory)
             for record in records:
                 storage.link(staged, self.path(record.name))
@@ -72,7 +72,8 @@ class FileStore(CheckpointStore):
         storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
         for part in (path, _beside(path, NEXT), _beside(path, SUMS)):
             self.moved(part, storage.make_way(part))
-        if storage.size_of(path) is not None and not has_sums(path):
+        bare = all(storage.absence(_beside(path, suffix)) == storage.MISSING for suffix in (SUMS, NEXT))
+        if bare and storage.absence(path) == storage.IS_FILE:
             # No save leaves a file like that, not even one that was killed: it is somebody's.
             self.moved(path, storage.set_aside(path))
 
@@ -122,7 +123,10 @@ class FileStore(CheckpointStore):
         """Return what the manifest beside a file records."""
         if storage.size_of(_beside(path, NEXT)) is not None:
             return read_manifest(path, "full").record
-        return _parsed(path, _beside(path, SUMS)).record
+        try:
+            return _parsed(path, _beside(path, SUMS)).record
+        except CheckpointDamaged as error:
+            raise damage_of(path, error) from error
 
     def verify(self, path: Path, level: str) -> None:
         """Compare a file with its sums; one that was copied without them, with those inside of it. Level `"none"` needs none.

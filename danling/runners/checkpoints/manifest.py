@@ -144,6 +144,11 @@ def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
     return [problem for problem in found if problem is not None]
 
 
+def damage_of(source: Path, error: CheckpointDamaged) -> CheckpointDamaged:
+    """Return an error that names the checkpoint, whatever part of it an error is about."""
+    return error if str(error).startswith("Expected") else damaged([str(error)], source)
+
+
 def damaged(problems: Iterable[str], source: Path) -> CheckpointDamaged:
     """Return the error for a checkpoint that does not verify."""
     return CheckpointDamaged(

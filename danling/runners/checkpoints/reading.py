@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .archive import is_archive
-from .errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from .errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, disk_error
 from .file_store import SUMS, FileStore, has_sums, verify_alone
 from .policy import is_name
 from .target_store import TARGETS, TargetStore
@@ -67,10 +67,13 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
 
     Raises:
         CheckpointDamaged: If torch cannot read it.
+        CheckpointDiskError: If the file system does not let it.
     """
     try:
         # The older format of torch.save is no zip file, and can only be read whole.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zipfile(path))
+    except OSError as error:
+        raise disk_error("read", path, error) from error
     except Exception as error:
         raise CheckpointDamaged(
             f"Expected a file of torch.save. Received: {path}, {_why_unreadable(path, error)}"

@@ -185,10 +185,19 @@ def staged_name(directory: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Put a small text file in place, durably and at one instant."""
+    replace_text(path, text)
+    sync_directory(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put a small text file in place at one instant, durably but for its name; see `sync_directory`."""
     staged = staged_name(path.parent)
     write_new_text(staged, text)
-    replace(staged, path)
-    sync_directory(path.parent)
+    try:
+        replace(staged, path)
+    except BaseException:
+        discard(staged)
+        raise
 
 
 def link(source: Path, path: Path) -> None:
@@ -272,9 +281,10 @@ def size_of(path: Path) -> int | None:
 
 MISSING = "is missing"
 """What `absence` says when nothing is there at all."""
+IS_FILE = "is a file"
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISREG, "is a file"),
+    (stat.S_ISREG, IS_FILE),
     (stat.S_ISDIR, "is a directory"),
     (stat.S_ISFIFO, "is a named pipe"),
     (stat.S_ISSOCK, "is a socket"),
@@ -305,8 +315,8 @@ def make_way(path: Path) -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
-        # What cannot even be looked at can be renamed all the same: its name lies in the directory.
-        mode = 0
+        # What cannot even be looked at may be replaced all the same: its name lies in the directory.
+        return None
     return None if stat.S_ISREG(mode) else set_aside(path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import storage
 from .errors import CheckpointDamaged, reason
-from .manifest import Manifest, complaints, damaged, read_manifest
+from .manifest import Manifest, complaints, damage_of, damaged, read_manifest
 from .policy import Record, is_name
 from .store import CheckpointStore, logger
 
@@ -67,22 +67,24 @@ class TargetStore(CheckpointStore):
         name = self._pointed(path)
         if not _TARGET.fullmatch(name):
             raise CheckpointDamaged(
-                f"Expected {path} to hold the name of a target, such as 00000012-1a2b3c4d. Received: {name[:80]!r}."
+                f"Expected {path} to hold the name of a target, such as 00000012-1a2b3c4d. Received: {name[:80]!r}. Use another checkpoint."
             )
         target = path.parent / TARGETS / name
         if not os.path.isdir(target) or os.path.islink(target):
             found = "is a link" if os.path.islink(target) else storage.absence(target)
-            raise CheckpointDamaged(f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which {found}.")
+            raise CheckpointDamaged(
+                f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which {found}. Use another checkpoint."
+            )
         return target
 
     def _pointed(self, path: Path) -> str:
         try:
             size = storage.size_of(path)
             if size is None:
-                raise CheckpointDamaged(f"{path.name} {storage.absence(path)}")
+                raise damaged([f"{path.name} {storage.absence(path)}"], path)
             return storage.read_text(path).removesuffix("\n") if size <= _POINTER_BYTES else f"{size} bytes"
         except OSError as error:
-            raise CheckpointDamaged(f"{path.name} cannot be read: {reason(error)}") from error
+            raise damaged([f"{path.name} cannot be read: {reason(error)}"], path) from error
 
     def recover(self) -> None:
         """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
@@ -133,7 +135,10 @@ class TargetStore(CheckpointStore):
 
     def record(self, path: Path) -> Record:
         """Return what the manifest of a target, or of the one that a pointer leads to, records."""
-        return self._manifest(self.target(path)).record
+        try:
+            return self._manifest(self.target(path)).record
+        except CheckpointDamaged as error:
+            raise damage_of(path, error) from error
 
     def verify(self, path: Path, level: str) -> None:
         """Compare a target with its manifest; files that are in none of them are named too."""

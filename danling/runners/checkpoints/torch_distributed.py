@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from .base import CheckpointManager
 from .dcp_files import TargetWriter, save_target
-from .errors import CheckpointError
+from .errors import CheckpointDiskError, CheckpointError
 from .policy import Record
 from .snapshot import SnapshotBuffers, count_bytes
 from .target_store import TargetStore
@@ -100,10 +100,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
             self._upload(save.payload, writer)
         except CheckpointException as error:
             self._give_up(save)
-            reasons = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-            raise CheckpointError(
-                f"Expected {writer.path} to be written. Received: {reasons}. What was complete before is still there."
-            ) from None
+            raise _explained(error, writer.path) from None
         except Exception:
             self._give_up(save)
             raise
@@ -162,3 +159,12 @@ class TorchDistributedCheckpointManager(CheckpointManager):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.release()
+
+
+def _explained(error: CheckpointException, path: object) -> CheckpointError:
+    """Return what went wrong on which ranks, as an error of the disk where it was nothing else."""
+    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    kind = CheckpointDiskError if all(isinstance(found, OSError) for found in failures.values()) else CheckpointError
+    told = {rank: str(f) if isinstance(f, CheckpointError) else repr(f) for rank, f in failures.items()}
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
+    return kind(f"Expected {path} to be written. Received: {reasons}")
