@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, IterDataPipe
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.utils.suggest import did_you_mean
@@ -17,6 +17,7 @@ from danling.utils.suggest import did_you_mean
 from .batching import OWN, divide_updates
 from .loader import DataLoader, check_settings
 from .sampled_loader import SampledLoader
+from .stream_loader import StreamLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
 
 logger = logging.getLogger("danling")
@@ -40,7 +41,7 @@ def build_dataloader(
     """Return the loader of one split.
 
     A map-style dataset gets a `danling.data.DataLoader`, which divides it over the ranks, and with a `sampler` or
-    `batch_sampler` a `SampledLoader`; both come back exactly. An `IterableDataset` gets a `StatefulDataLoader`. Dividing
+    `batch_sampler` a `SampledLoader`; both come back exactly. An `IterableDataset` gets a `StreamLoader`. Dividing
     it, or the order of a sampler, over ranks is theirs. What is a loader already is returned as it is.
 
     Args:
@@ -69,7 +70,7 @@ def build_dataloader(
     placement: dict[str, Any] = {"split": split, "seed": seed, "rank": rank, "world_size": world_size}
     try:
         if isinstance(dataset, IterableDataset):
-            return _build_iterable(dataset, options, split=split, train=train, world_size=world_size)
+            return _build_iterable(dataset, options, placement, train=train)
         if options.get("sampler") is not None or options.get("batch_sampler") is not None:
             return _build_sampled(dataset, options, placement, train=train)
         options = {
@@ -118,16 +119,19 @@ def _check_divisible(dataset: Any, options: Mapping[str, Any], split: str) -> No
         )
 
 
-def _build_iterable(dataset: Any, options: dict[str, Any], *, split: str, train: bool, world_size: int) -> Any:
-    if world_size > 1:
+def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> Any:
+    if placement["world_size"] > 1:
         logger.info(
             "Split %r is an IterableDataset: each of the %d ranks reads what it yields there; it has to divide itself.",
-            split,
-            world_size,
+            placement["split"],
+            placement["world_size"],
         )
     # Its own order is all it has, so the default of shuffling on training splits is not applied.
     options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
-    return _build_stateful(dataset, options)
+    place = {name: placement[name] for name in ("split", "seed", "rank")}
+    if isinstance(dataset, IterDataPipe):  # torch shuffles and divides it by its type
+        return _build_stateful(dataset, options)
+    return StreamLoader(dataset, **options, **place)
 
 
 def _build_sampled(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> Any:

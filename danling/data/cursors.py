@@ -108,8 +108,12 @@ class PositionCursor(Cursor):
     """Position in a loader of the library, which keeps it itself: `consumed` counts samples over all ranks."""
 
     kind = "position"
-    is_rank_local = False
     loader: DataLoader
+
+    @property
+    def is_rank_local(self) -> bool:  # type: ignore[override]
+        """Whether each rank has a dataset whose own state is to be saved."""
+        return bool(self.loader.dataset_state)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]

@@ -111,14 +111,16 @@ class Generators:
         self._look()
         return any(id(place.current()) not in known for place in self.places)
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int, origins: Mapping[str, int] | None = None) -> None:
         """Seed each generator with its own member of a family.
 
         Args:
             seed: Of the family, an integer of 63 bits.
+            origins: Numbers by path that tell members apart further.
         """
         for place, salt in zip(self.places, self._salts, strict=True):
-            seed_generator(place.current(), mix_seed(seed, salt))
+            own = salt ^ origins.get(place.path, 0) if origins else salt
+            seed_generator(place.current(), mix_seed(seed, own))
 
     def states(self) -> dict[str, Any]:
         """Return the generators' states by path, as tensors and plain values."""

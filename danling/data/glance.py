@@ -7,9 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
 
+from .dataset_state import get_states, set_states, stateful_parts
+from .generators import Generators
+from .plain_state import is_stateful
+from .sampled_loader import SampledLoader
+from .sampler_state import SamplerState
 from .source import BatchSource
-from .user_loader import generator_states, set_generator_states
 
 
 def can_glance(source: BatchSource) -> bool:
@@ -29,13 +34,35 @@ def can_glance(source: BatchSource) -> bool:
 
 @contextmanager
 def glanced(loader: Any) -> Iterator[None]:
-    """Put the generators that the user gave a loader or its samplers back on exit, also after an error.
+    """Put what reading a loader changes in this process back on exit, also after an error.
+
+    That is the generators that the loader, its samplers and its dataset hold, the attributes that samplers and iterable
+    datasets change, and the state that a dataset has of its own.
 
     Args:
         loader: The loader whose first batches are read inside; the streams that all share are the caller's to keep.
     """
-    states = generator_states(loader)
+    dataset = getattr(loader, "dataset", None)
+    generators = Generators({"loader": loader} if type(loader) not in (list, tuple, range) else {})
+    states = generators.states()
+    orders = [SamplerState(holder, dataset) for holder in _holders_of_order(loader)]
+    found = [order.capture() for order in orders]
+    parts = stateful_parts(dataset)
+    own = get_states(parts)
     try:
         yield
     finally:
-        set_generator_states(loader, states)
+        set_states(parts, own)
+        for order, state in zip(orders, found, strict=True):
+            order.restore(state)
+        generators.set_states(states)
+
+
+def _holders_of_order(loader: Any) -> list[Any]:
+    if isinstance(loader, SampledLoader):
+        return [loader.order.sampler]
+    dataset = getattr(loader, "dataset", None)
+    holders = [getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)]
+    if isinstance(dataset, IterableDataset) and not is_stateful(dataset):
+        holders.append(dataset)
+    return [holder for holder in holders if holder is not None]

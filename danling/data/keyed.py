@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, get_worker_info
 
+from .dataset_state import set_states, stateful_parts
 from .generators import Generators
 from .randomness import derive_seed, mix_seed, seed_host_streams
 from .workers import WorkersView
@@ -37,9 +38,18 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         seed: Base seed.
         collates: The batch goes through a `collate_fn` of the user's, which may draw.
         collate_fn: That function, for generators that it holds.
+        states: States that the dataset has in the workers of a resumed run, by worker and path.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, collates: bool = False, collate_fn: Any = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        *,
+        collates: bool = False,
+        collate_fn: Any = None,
+        states: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.quiet = draws_nothing(dataset)
@@ -47,6 +57,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         self.seeds_batch = self.quiet and collates
         self._roots = reading_roots(dataset, collate_fn if collates else None)
         self._generators: Generators | None = None
+        self._states = dict(states or {})
         self._family: Family = -1
         self._base = 0
 
@@ -65,7 +76,15 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         """Return the items of a batch of keys of one epoch."""
         return self._read_settled(keys)
 
+    def _take_over_state(self) -> None:
+        info = get_worker_info()
+        if info is not None and info.id in self._states:
+            set_states(stateful_parts(self.dataset), self._states[info.id])
+        self._states = {}
+
     def _read_settled(self, keys: Sequence[Key], *, single: bool = False) -> Any:
+        if self._states:
+            self._take_over_state()
         if not self._roots:
             return self._read(keys, single)
         if self._generators is None:

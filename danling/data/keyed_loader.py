@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .dataset_state import DatasetState, Stamped
 from .generators import Generators
 from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing, reading_roots
@@ -58,6 +59,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self._draws = self._collates or not draws_nothing(dataset)
         # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
         # position is the whole state, so nothing is to be fetched from workers for it.
+        self.dataset_state = DatasetState(dataset, split, num_workers)
         settings.update(generator=torch.Generator().manual_seed(0), snapshot_every_n_steps=0)
         with quiet_torchdata():
             super().__init__(
@@ -84,22 +86,56 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         """The pass that the position is in."""
         raise NotImplementedError
 
+    @property
+    def consumed(self) -> int:
+        """How far the pass is consumed, 0 at its beginning."""
+        raise NotImplementedError
+
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
-        if hasattr(self.dataset, "set_epoch"):
+        told = hasattr(self.dataset, "set_epoch")
+        if told:
             self.dataset.set_epoch(self.epoch)
+        if told or self.dataset_state:
             # Persistent workers hold copies of the dataset that would not hear of it.
             shut_down_workers(self)
+        if self.dataset_state:
+            self.dataset_state.begin(first=not self.consumed)
         iterator = super().__iter__()
+        if self.dataset_state and self.num_workers:
+            return self.dataset_state.unwrapped(iterator)
         return _shielded(iterator) if self._draws and not self.num_workers else iterator
 
     def _get_iterator(self) -> Any:
         # The iterator sees keys, whoever looks at `loader.dataset` sees the user's own dataset.
         view = copy.copy(self)
-        view.__dict__["dataset"] = KeyedDataset(
-            self.dataset, self.seed, collates=self._collates, collate_fn=self.collate_fn
+        states = self.dataset_state.of_workers
+        keyed = KeyedDataset(
+            self.dataset, self.seed, collates=self._collates, collate_fn=self.collate_fn, states=states
         )
+        view.__dict__["dataset"] = keyed
+        if self.dataset_state and self.num_workers:
+            view.__dict__["collate_fn"] = Stamped(self.collate_fn, self.dataset)
         return super(KeyedLoader, view)._get_iterator()
+
+    def held_state(self) -> dict[str, Any]:
+        """Return the state that the dataset has of its own, under `dataset`; nothing where it has none."""
+        return {"dataset": self.dataset_state.state_dict()} if self.dataset_state else {}
+
+    def load_held_state(self, state: Mapping[str, Any]) -> None:
+        """Put the dataset into the state that `held_state` returned.
+
+        Raises:
+            ValueError: If there is none, or it was kept by another number of workers.
+        """
+        if self.dataset_state and "dataset" not in state:
+            raise ValueError(
+                f"Expected the state of the dataset of split {self.split!r}, which has state_dict. Received: a position "
+                f"without it (keys={sorted(state)}). Restore the dataset that the run was saved with, or exclude "
+                "'dataloaders' from loading."
+            )
+        if self.dataset_state:
+            self.dataset_state.load_state_dict(state["dataset"], within=self.consumed > 0)
 
     def close(self) -> None:
         """End the worker processes; the loader can be iterated again."""

@@ -9,21 +9,21 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .cursors import Batch, Cursor
-from .randomness import derive_seed, preserved_random_state
+from .generators import Generators
+from .host_streams import HOST_STREAMS
+from .randomness import derive_seed, preserved_random_state, seed_host_streams
+from .stream_loader import StreamLoader
 from .user_loader import (
     call_set_epoch,
     equalize_draws,
-    generator_states,
     order_is_of_rank,
-    set_generator_states,
     shares_evenly,
 )
-from .workers import end_with_process, kept_from_group_signals
+from .workers import end_with_process, kept_from_group_signals, shut_down_workers
 
 logger = logging.getLogger("danling")
 
@@ -47,6 +47,9 @@ class LiveCursor(Cursor):
         self._fetched = 0
         self._live: Iterator[Any] | None = None
         self._exhausted = False
+        self._found: dict[str, Any] | None = None
+        """States of the loader's own generators as the pass found them; `None` before it has begun."""
+        self._own = Generators({"loader": loader} if type(loader) not in (list, tuple, range) else {})
 
     @property
     def even(self) -> bool:
@@ -76,7 +79,7 @@ class LiveCursor(Cursor):
         if self._live is None or self._fetched != self.consumed:
             self._live = self._begin()
         try:
-            while (data := self._fetch(self._live)) is not _END:
+            while (data := self._fetch(self._live, self._fetched)) is not _END:
                 self._fetched += 1
                 yield Batch(data, None, None)
         except Exception:
@@ -85,13 +88,22 @@ class LiveCursor(Cursor):
             raise
         self._live, self._exhausted = None, True
 
-    def _fetch(self, live: Iterator[Any]) -> Any:
-        if not self.shared or self.seed is None:
+    def _fetch(self, live: Iterator[Any], batch: int) -> Any:
+        """Return the next batch, read with the streams seeded by its number, so that it is the same after a resume."""
+        if self.seed is None or self._draws_nothing:
             return next(live, _END)
-        # The ranks that read the same batches have streams of their own otherwise, and augmentation would tell them apart.
-        key = derive_seed(self.seed, "batch", self.split, self.epoch, self._fetched, self.rank)
-        with preserved_random_state(seed=key):
+        apart = (self.rank,) if order_is_of_rank(self.loader) else ()
+        streams = HOST_STREAMS.save()
+        try:
+            seed_host_streams(derive_seed(self.seed, "batch", self.split, self.epoch, batch, *apart))
             return next(live, _END)
+        finally:
+            HOST_STREAMS.put_back(streams)
+
+    @property
+    def _draws_nothing(self) -> bool:
+        """Whether nothing is drawn in this process: by a list of batches, or where workers read."""
+        return type(self.loader) in (list, tuple, range) or bool(getattr(self.loader, "num_workers", 0))
 
     @abstractmethod
     def _begin(self) -> Iterator[Any]:
@@ -101,8 +113,21 @@ class LiveCursor(Cursor):
         """Move the position by so many batches."""
         self.consumed += batches
 
+    def _generators(self) -> Generators:
+        if self._own.changed():
+            self._own.look_again()
+        return self._own
+
+    def _put_back_generators(self) -> None:
+        """Put the loader's generators back to how the pass found them, or note how it does."""
+        if self._found is not None:
+            self._generators().set_states(self._found)
+        self._found = self._generators().states()
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
+        if epoch != self.epoch:
+            self._found = None
         self.epoch = epoch
         self.consumed = self._fetched = 0
         self._live, self._exhausted = None, False
@@ -141,6 +166,10 @@ class LiveCursor(Cursor):
             return self._first(self._iterate())
         return iterator if first is _END else chain([first], iterator)
 
+    def _generator_state(self) -> dict[str, Any]:
+        current = self._generators().states()
+        return {"generators": current, "generators_found": current if self._found is None else self._found}
+
     def _common_state(self) -> dict[str, Any]:
         state = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
         return {**state, "seed": self.seed, "world_size": self.world_size}
@@ -164,20 +193,18 @@ class CountedCursor(LiveCursor):
     def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._started = False
-        # As the pass found them; None before it has begun.
-        self._generators: dict[str, Tensor] | None = None
 
     def _begin(self) -> Iterator[Any]:
         call_set_epoch(self.loader, self.epoch)
         self._check_can_begin()
-        if self._generators is not None:
-            set_generator_states(self.loader, self._generators)
-        self._generators = generator_states(self.loader)
+        if getattr(self.loader, "persistent_workers", False):
+            shut_down_workers(self.loader)  # their streams would depend on what they read in earlier passes
+        self._put_back_generators()
         with self._seeded():
             equalize_draws(self.loader)
             iterator = self._first(self._iterate())
             for read in range(self.consumed):
-                if next(iterator, _END) is _END:
+                if self._fetch(iterator, read) is _END:
                     raise ValueError(
                         f"Expected the loader of split {self.split!r} to have at least {self.consumed} batches, which "
                         f"were consumed when the run was saved. Received: {read} batches. Restore its dataset and "
@@ -196,23 +223,15 @@ class CountedCursor(LiveCursor):
             )
         self._started = True
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-        if epoch != self.epoch:
-            self._generators = None
-        super().set_epoch(epoch)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches consumed, and the loader's generators as the pass found them and as they are."""
-        current = generator_states(self.loader)
-        found = current if self._generators is None else self._generators
-        return {**self._common_state(), "generators": current, "generators_found": found}
+        return {**self._common_state(), **self._generator_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; says once that what was consumed will be read again."""
         self._load_common(state)
-        set_generator_states(self.loader, state["generators"])
-        self._generators = dict(state["generators_found"])
+        self._generators().set_states(state["generators"])
+        self._found = dict(state["generators_found"])
         if self.consumed and not self._exhausted and self.rank == 0:
             logger.warning(
                 "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "
@@ -247,6 +266,8 @@ class StatefulCursor(LiveCursor):
                 "checkpoint, or rewind."
             )
         call_set_epoch(self.loader, self.epoch)
+        if self._pending is None and not isinstance(self.loader, StreamLoader):
+            self._put_back_generators()
         loaded = self._load_pending()
         with self._seeded():
             equalize_draws(self.loader)
@@ -260,13 +281,21 @@ class StatefulCursor(LiveCursor):
             return False
         pending, self._pending = self._pending, None
         if pending["loader"] is not None:
-            with preserved_random_state():
+            if not isinstance(self.loader, StreamLoader):
+                self._generators().set_states(pending["generators_found"])
+            with self._seeded():
                 self.loader.load_state_dict(pending["loader"])
                 if isinstance(self.loader, StatefulDataLoader):
                     # Makes it restore now, since restoring draws from its generators, whose states follow.
                     self.loader.state_dict()
-        set_generator_states(self.loader, pending["generators"])
+        if not isinstance(self.loader, StreamLoader):
+            self._generators().set_states(pending["generators"])
         return pending["loader"] is not None
+
+    def _carried(self) -> dict[str, Any]:
+        if isinstance(self.loader, StreamLoader):
+            return {"generators": self.loader.carried(), "generators_found": {}}
+        return self._generator_state()
 
     def _skip_lost(self) -> Iterator[Any]:
         assert self._live is not None
@@ -281,12 +310,13 @@ class StatefulCursor(LiveCursor):
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's own state; take it between updates, when nothing is fetched that is not consumed."""
         if self._pending is not None:
-            own, generators = self._pending["loader"], self._pending["generators"]
+            own = self._pending["loader"]
+            generators = {name: self._pending[name] for name in ("generators", "generators_found")}
         else:
             own = self.loader.state_dict() if self._touched else None
-            generators = generator_states(self.loader)
+            generators = self._carried()
         workers = getattr(self.loader, "num_workers", None)
-        return {**self._common_state(), "workers": workers, "loader": own, "generators": generators}
+        return {**self._common_state(), "workers": workers, "loader": own, **generators}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position.
@@ -302,6 +332,12 @@ class StatefulCursor(LiveCursor):
                 "Restore the number, or let the library build the loader from a map-style dataset."
             )
         self._load_common(state)
-        self._pending = {"loader": state["loader"], "generators": dict(state["generators"])}
-        if self._pending["loader"] is None:
-            set_generator_states(self.loader, self._pending["generators"])
+        found = state.get("generators_found", state["generators"])
+        self._pending = {"loader": state["loader"], "generators": state["generators"], "generators_found": found}
+        if isinstance(self.loader, StreamLoader):
+            self.loader.seed = int(state["seed"])
+            self.loader.carry(state["generators"])
+            return
+        self._found = dict(found)
+        if state["loader"] is None:
+            self._generators().set_states(state["generators"])

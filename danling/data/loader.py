@@ -154,6 +154,7 @@ class DataLoader(KeyedLoader):
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
         self.positions.consumed = self.positions.position_after(self.consumed, batches)
+        self.dataset_state.advance(batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
@@ -180,6 +181,7 @@ class DataLoader(KeyedLoader):
             "length": self.positions.length,
             "shuffle": self.positions.shuffle,
             "order": _LISTED if self.positions.listed else _COMPUTED,
+            **self.held_state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -195,6 +197,7 @@ class DataLoader(KeyedLoader):
         self.positions.seed = state_dict["seed"]
         self.positions.listed = state_dict.get("order", _LISTED) == _LISTED
         self.positions.epoch, self.positions.consumed = state_dict["epoch"], state_dict["consumed"]
+        self.load_held_state(state_dict)
 
     def _check_fits(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"seed", "epoch", "consumed", "length", "shuffle"} - state.keys())

@@ -26,7 +26,7 @@ class SampledCursor(Cursor):
     @property
     def consumed(self) -> int:  # type: ignore[override]
         """Batches of the pass that are consumed on this rank."""
-        return self.loader.order.batches
+        return self.loader.consumed
 
     @property
     def even(self) -> bool:
@@ -52,7 +52,7 @@ class SampledCursor(Cursor):
 
     def commit(self, batches: int) -> None:
         """Move the position by so many batches."""
-        self.loader.order.advance(batches)
+        self.loader.advance(batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""

@@ -85,9 +85,19 @@ class SampledLoader(KeyedLoader):
         """The pass that the position is in."""
         return self.order.epoch
 
+    @property
+    def consumed(self) -> int:
+        """Batches of the pass that are consumed on this rank."""
+        return self.order.batches
+
+    def advance(self, batches: int) -> None:
+        """Move the position by so many batches."""
+        self.order.advance(batches)
+        self.dataset_state.advance(batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and how the pass found the sampler."""
-        return self.order.state_dict()
+        return {**self.order.state_dict(), **self.held_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a position. Another number of workers does not matter.
@@ -99,9 +109,10 @@ class SampledLoader(KeyedLoader):
             # Workers that are kept hold a copy of the old seed.
             self.close()
         self.order.load_state_dict(state_dict)
+        self.load_held_state(state_dict)
 
 
-_TAKEN = (
+TAKEN = (
     frozenset(inspect.signature(TorchDataLoader.__init__).parameters)
     & frozenset(inspect.signature(StatefulDataLoader.__init__).parameters)
 ) - {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
@@ -112,7 +123,12 @@ def can_be_keyed(loader: Any) -> bool:
 
     What a subclass does is not known, and batches that come as workers finish have no order to come back to.
     """
-    if type(loader) not in (TorchDataLoader, StatefulDataLoader) or isinstance(loader.dataset, IterableDataset):
+    return is_plain_loader(loader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def is_plain_loader(loader: Any) -> bool:
+    """Return whether a loader is one of torch or torchdata, no subclass, that gives its batches in order."""
+    if type(loader) not in (TorchDataLoader, StatefulDataLoader):
         return False
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 
@@ -129,7 +145,7 @@ def keyed_twin(loader: Any, *, split: str, seed: int, rank: int = 0, world_size:
         rank: Coordinate of this process in the data domain.
         world_size: Size of the data domain.
     """
-    settings = {name: getattr(loader, name) for name in _TAKEN if hasattr(loader, name)}
+    settings = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)}
     if loader.collate_fn not in (default_collate, default_convert):
         settings["collate_fn"] = loader.collate_fn
     if not loader.num_workers:

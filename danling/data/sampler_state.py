@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from .generators import Generators, is_generator
+from .plain_state import from_plain, to_plain
 
 _DEPTH = 3
 """How deep lists are looked into: a bucket sampler has lists of lists."""
 
 
 class SamplerState:
-    """The state of a sampler that has no state of its own, or one that only fits the middle of a pass.
+    """The state of a sampler, or of an iterable dataset, that has none of its own or one that only fits a pass's middle.
 
     It is the states of all generators that the sampler holds, and its plain attributes (numbers, text, tensors, arrays, and lists and
     mappings of them) as far as they differ from those of its construction: a counted epoch, a list that is shuffled in
@@ -30,7 +31,7 @@ class SamplerState:
 
     def __init__(self, sampler: Any, dataset: Any) -> None:
         self._generators = Generators(
-            {"sampler": sampler}, skip=lambda held: held is dataset or isinstance(held, (Dataset, nn.Module))
+            {"sampler": sampler}, skip=lambda held: held is dataset or _belongs_to_others(held)
         )
         self._first = {name: _copy(value) for name, value in self._attributes().items()}
         self._opaque = self._attributes(plain=False)
@@ -53,7 +54,7 @@ class SamplerState:
         moved = {
             name: _to_saved(value)
             for name, value in self._attributes().items()
-            if name not in self._first or not _equal(value, self._first[name])
+            if name not in self._first or not is_equal(value, self._first[name])
         }
         return {"generators": self._generators.states(), "attributes": moved}
 
@@ -72,12 +73,16 @@ class SamplerState:
                 full = f"{path}.{name}"
                 if full in saved:
                     held[name] = _from_saved(saved[full], held[name])
-                elif full in self._first and not _equal(held[name], self._first[full]):
+                elif full in self._first and not is_equal(held[name], self._first[full]):
                     held[name] = _from_saved(_to_saved(self._first[full]), held[name])
             new = [full for full in saved if full.rpartition(".")[0] == path and full.rpartition(".")[2] not in held]
             held.update({full.rpartition(".")[2]: _from_saved(saved[full], None) for full in new})
         self._generators.look_again()
         self._generators.set_states(state["generators"])
+
+
+def _belongs_to_others(held: Any) -> bool:
+    return isinstance(held, nn.Module) or (isinstance(held, Dataset) and not isinstance(held, IterableDataset))
 
 
 def _is_array(value: Any) -> bool:
@@ -100,7 +105,8 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _equal(first: Any, second: Any) -> bool:
+def is_equal(first: Any, second: Any) -> bool:
+    """Return whether two plain values are the same, tensors and arrays bitwise."""
     if type(first) is not type(second):
         return False
     if isinstance(first, Tensor):
@@ -108,9 +114,9 @@ def _equal(first: Any, second: Any) -> bool:
     if _is_array(first):
         return first.dtype == second.dtype and first.shape == second.shape and bool((first == second).all())
     if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and (first == second if _flat(first) else all(map(_equal, first, second)))
+        return len(first) == len(second) and (first == second if _flat(first) else all(map(is_equal, first, second)))
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
     return bool(first == second)
 
 
@@ -123,7 +129,7 @@ def _to_saved(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": value.detach().clone()}
     if _is_array(value):
-        return {"tensor": torch.tensor(value.tolist()), "array": str(value.dtype)}
+        return {"array": to_plain(value)}
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return {"tensor": torch.tensor(value), "list": True}
     if isinstance(value, (list, tuple)):
@@ -142,17 +148,15 @@ def _from_saved(saved: Mapping[str, Any], current: Any) -> Any:
     if "items" in saved:
         items = [_from_saved(item, None) for item in saved["items"]]
         return tuple(items) if saved["tuple"] else _refilled(current, items)
-    values = saved["tensor"]
-    if saved.get("list"):
-        return _refilled(current, values.tolist())
     if "array" in saved:
-        import numpy
-
-        array = numpy.asarray(values.tolist(), dtype=saved["array"])
+        array = from_plain(saved["array"])
         if _is_array(current) and getattr(current, "shape", None) == array.shape and array.ndim:
             current[...] = array
             return current
         return array
+    values = saved["tensor"]
+    if saved.get("list"):
+        return _refilled(current, values.tolist())
     if isinstance(current, Tensor) and current.shape == values.shape and current.dtype == values.dtype:
         with torch.no_grad():
             current.copy_(values)

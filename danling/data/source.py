@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from .live_cursors import CountedCursor, StatefulCursor
 from .loader import DataLoader
 from .sampled_cursor import SampledCursor
 from .sampled_loader import SampledLoader, can_be_keyed, keyed_twin
+from .stream_loader import is_stream, stream_twin
 from .user_loader import describe, describe_dataset
+
+logger = logging.getLogger("danling")
 
 
 class BatchSource:
@@ -59,6 +63,14 @@ class BatchSource:
         read = loader
         if seed is not None and can_be_keyed(loader):
             read = keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
+        elif seed is not None and is_stream(loader):
+            read = stream_twin(loader, split=split, seed=seed, rank=rank)
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
+            logger.warning(
+                "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them "
+                "in another order. Leave it out.",
+                split,
+            )
         self._cursor = _choose_cursor(read)(read, split=split, rank=rank, world_size=world_size, seed=seed)
         self._cursor.shared = shared
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -26,31 +26,6 @@ def call_set_epoch(loader: Any, epoch: int) -> None:
         set_epoch = getattr(holder, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-
-
-def _generators(loader: Any) -> dict[str, Any]:
-    """Return the loader's own generators by where they are held."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders: Iterable[tuple[str, Any]] = (
-        ("loader", loader),
-        ("sampler", getattr(loader, "sampler", None)),
-        ("batch_sampler", batch_sampler),
-        ("batch_sampler.sampler", getattr(batch_sampler, "sampler", None)),
-    )
-    found = {name: getattr(holder, "generator", None) for name, holder in holders}
-    return {name: generator for name, generator in found.items() if hasattr(generator, "get_state")}
-
-
-def generator_states(loader: Any) -> dict[str, Tensor]:
-    """Return the states of the torch generators that the user gave a loader or its samplers."""
-    return {name: generator.get_state() for name, generator in _generators(loader).items()}
-
-
-def set_generator_states(loader: Any, states: Mapping[str, Tensor]) -> None:
-    """Put the loader's own generators into saved states."""
-    for name, generator in _generators(loader).items():
-        if name in states:
-            generator.set_state(states[name].cpu())
 
 
 def order_is_of_rank(loader: Any) -> bool:

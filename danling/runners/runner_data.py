@@ -112,8 +112,8 @@ class RunnerData(RunnerSupervision):
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         """Return a sampler for one split, or `None`; override it for an order of your own. Called on all ranks.
 
-        By default a loader of the library brings its own, which can be positioned exactly. With another sampler the loader
-        keeps the state that `StatefulDataLoader` gives it.
+        By default a loader of the library brings its own, which divides the dataset over the ranks. Another sampler divides
+        itself; its order comes back exactly, on the same number of processes.
 
         Args:
             split: The split.

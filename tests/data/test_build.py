@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from danling.data import BatchSource, DataLoader, build_dataloader
 from danling.data.batching import merge_settings
 from danling.data.sampled_loader import SampledLoader
+from danling.data.stream_loader import StreamLoader
 from danling.data.workers import WorkerInit
 
 
@@ -55,7 +56,7 @@ def test_sequences_are_datasets() -> None:
 
 def test_iterable_dataset_keeps_its_own_state() -> None:
     loader = build(Stream(10), {"batch_size": 4})
-    assert type(loader) is StatefulDataLoader
+    assert type(loader) is StreamLoader
     source = BatchSource(loader, split="train", rank=0, world_size=1)
     assert source.kind == "stateful"
     assert [batch.tolist() for batch in drain(source)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -308,3 +308,24 @@ def test_what_a_sampler_changes_and_cannot_be_saved_is_named_once(caplog: pytest
         read(source, 9)
     (record,) = caplog.records
     assert "changes sampler.sampler.order, which cannot be saved" in record.getMessage()
+
+
+def test_attributes_of_every_kind_come_back_bitwise() -> None:
+    class Holds:
+        def __init__(self) -> None:
+            self.floats, self.words = numpy.array([0.1, 0.2]), numpy.array([1, 2], "uint64")
+            self.scalar, self.tensor, self.nested = numpy.float64(0.1), torch.ones(2), {"a": [1.5, (2, None)]}
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    sampler = Holds()
+    state = SamplerState(sampler, None)
+    sampler.floats[0], sampler.words[0], sampler.scalar = 0.3, 2**64 - 1, numpy.float64(0.7)
+    sampler.tensor[0], sampler.nested = 0.1, {"a": [0.1, (3, True)], "b": "text"}
+    wanted, moved = copy.deepcopy(vars(sampler)), copy.deepcopy(state.capture())
+    fresh = Holds()
+    SamplerState(fresh, None).restore(moved)
+    assert fresh.floats.tolist() == wanted["floats"].tolist() and fresh.words.tolist() == wanted["words"].tolist()
+    assert fresh.scalar == wanted["scalar"] and torch.equal(fresh.tensor, wanted["tensor"])
+    assert fresh.nested == wanted["nested"] and fresh.words.dtype == numpy.uint64

@@ -384,3 +384,10 @@ def test_workers_of_a_users_loader_survive_a_signal_to_the_group(kind: Any) -> N
     os.kill(worker.pid, signal.SIGTERM)
     assert len(list(batches)) == 5
     source.close()
+
+
+def test_batches_out_of_order_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    loader = TorchDataLoader(Augmented(4), num_workers=1, in_order=False)
+    with caplog.at_level(logging.WARNING, logger="danling"):
+        assert source_of(loader).kind == "counted"
+    assert "split 'train' has in_order=False" in caplog.text

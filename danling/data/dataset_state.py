@@ -1,0 +1,161 @@
+"""The state that a map-style dataset keeps of its own, in this process and in the copies that workers have."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import ConcatDataset, StackDataset, Subset, get_worker_info
+
+from .plain_state import check_savable, from_plain, is_stateful, to_plain
+from .sampler_state import is_equal
+
+
+def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, Any]:
+    """Return what has a state in a dataset, by path: itself, or what torch's wrappers hold."""
+    kind = type(dataset)
+    if kind is Subset:
+        return stateful_parts(dataset.dataset, f"{path}.dataset")
+    if kind in (ConcatDataset, StackDataset):
+        held = dataset.datasets
+        parts = held.items() if isinstance(held, dict) else enumerate(held)
+        return {
+            name: part
+            for key, value in parts
+            for name, part in stateful_parts(value, f"{path}.datasets[{key!r}]").items()
+        }
+    return {path: dataset} if is_stateful(dataset) else {}
+
+
+class DatasetState:
+    """Follows the state of a dataset to where batches are consumed, which workers run ahead of.
+
+    Each worker has a copy of the dataset that changes as it reads; with every batch it hands over its state. The copies are made anew of
+    this process's dataset for each pass.
+
+    Args:
+        dataset: A map-style dataset.
+        split: Name of the split.
+        num_workers: Worker processes.
+
+    Raises:
+        ValueError: If there is a state that a checkpoint cannot hold.
+    """
+
+    def __init__(self, dataset: Any, split: str, num_workers: int) -> None:
+        self._parts = stateful_parts(dataset)
+        self._split = split
+        self._num_workers = num_workers
+        for part in self._parts.values():
+            check_savable(part, split)
+        self.of_workers: dict[int, dict[str, Any]] = {}
+        """States of the workers at the position, by id; of those that have given a batch in this pass."""
+        self._next = 0
+        self._ahead: deque[tuple[int, dict[str, Any]]] = deque()
+        self._found: dict[str, Any] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def begin(self, *, first: bool) -> None:
+        """Prepare an iteration.
+
+        Args:
+            first: It begins a pass.
+        """
+        self._ahead.clear()
+        # New workers begin with the first one, whose turn it is.
+        self.of_workers, self._next = {} if first else self._turned(), 0
+        if first:
+            self._found = get_states(self._parts)
+
+    def _turned(self) -> dict[int, dict[str, Any]]:
+        turned = {(worker - self._next) % (self._num_workers or 1): worker for worker in self.of_workers}
+        return {worker: self.of_workers[turned[worker]] for worker in sorted(turned)}
+
+    def unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of what `Stamped` workers give, and remember their states."""
+        for worker, states, batch in iterator:
+            self._ahead.append((worker, states))
+            yield batch
+
+    def advance(self, batches: int) -> None:
+        """Take note that so many batches were consumed."""
+        for _ in range(min(batches, len(self._ahead))):
+            worker, states = self._ahead.popleft()
+            self.of_workers[worker] = states
+            self._next = (worker + 1) % self._num_workers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, and how many workers there are."""
+        main = get_states(self._parts)
+        return {
+            "main": main,
+            "found": main if self._found is None else self._found,
+            "workers": {str(worker): states for worker, states in self._turned().items()},
+            "num_workers": self._num_workers,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, within: bool) -> None:
+        """Put the dataset into a saved state; workers are given theirs when they start.
+
+        Args:
+            state: What `state_dict` returned.
+            within: The position is within a pass.
+
+        Raises:
+            ValueError: If the dataset has changed within the pass, in another number of workers.
+        """
+        changed = any(not is_equal(states, state["found"]) for states in (state["main"], *state["workers"].values()))
+        if within and changed and state["num_workers"] != self._num_workers:
+            raise ValueError(
+                f"Expected num_workers={state['num_workers']} for split {self._split!r}, as when its position was saved "
+                f"within an epoch: the dataset's own state had changed, of which each worker keeps a copy. Received: "
+                f"num_workers={self._num_workers}. Restore the number, or exclude 'dataloaders' from loading."
+            )
+        missing = sorted(self._parts.keys() ^ state["main"].keys())
+        if missing:
+            raise ValueError(
+                f"Expected the datasets of split {self._split!r} that have a state to be the same as when it was saved. "
+                f"Received: a difference in {', '.join(missing)}. Restore the dataset, or exclude 'dataloaders' from "
+                "loading."
+            )
+        set_states(self._parts, state["main"])
+        self._found = state["found"]
+        self._ahead.clear()
+        same = state["num_workers"] == self._num_workers
+        self.of_workers = {int(worker): states for worker, states in state["workers"].items()} if same else {}
+        self._next = 0
+
+
+class Stamped:
+    """Makes a batch, and hands over the state of the dataset with it.
+
+    Args:
+        collate_fn: Makes the batch.
+        dataset: The dataset of this worker.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: Any) -> None:
+        self.collate_fn = collate_fn
+        self.dataset = dataset
+
+    def __call__(self, samples: Any) -> tuple[int, dict[str, Any], Any]:
+        """Return the worker's id, the states by path, and the batch."""
+        info = get_worker_info()
+        assert info is not None
+        batch = self.collate_fn(samples)
+        return info.id, get_states(stateful_parts(self.dataset)), batch
+
+
+def get_states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the states of the parts of a dataset, by path."""
+    return {path: to_plain(part.state_dict(), path) for path, part in parts.items()}
+
+
+def set_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Put the parts of a dataset into saved states, by path."""
+    for path, part in parts.items():
+        if path in states:
+            part.load_state_dict(from_plain(states[path]))

@@ -1,0 +1,173 @@
+"""Randomness of an iterable dataset as a function of (seed, split, pass, worker, item)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+from zlib import crc32
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .generators import Generators, generator_state
+from .plain_state import from_plain, is_stateful, to_plain
+from .randomness import derive_seed, mix_seed, seed_host_streams
+from .workers import WorkersView
+
+logger = logging.getLogger("danling")
+
+
+class KeyedStream(WorkersView, IterableDataset[Any]):
+    """An iterable dataset before each of whose batches all randomness is seeded.
+
+    torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, pass,
+    worker, item). All ranks draw alike, so that a dataset which draws one order and lets each rank take its part does; a
+    generator that it holds is told apart by the state in which it was handed over, which may be of the rank.
+
+    Args:
+        dataset: The dataset.
+        seed: Base seed.
+        split: Name of the split.
+        epoch: The pass.
+        every: Items between two seedings, those of a batch.
+        collate_fn: The user's, or `None`.
+        origins: What tells each generator apart, by path.
+        speaks: Whether to say that items are read again.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        *,
+        split: str,
+        epoch: int,
+        every: int,
+        collate_fn: Any = None,
+        origins: Mapping[str, int] | None = None,
+        speaks: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.split = split
+        self.epoch = epoch
+        self.every = every
+        self.collate_fn = collate_fn
+        self.origins = dict(origins or {})
+        self.speaks = speaks
+
+    def __iter__(self) -> StreamIterator:
+        return StreamIterator(self)
+
+
+class StreamIterator:
+    """Iterates over a `KeyedStream`; its state is that of the dataset or its iterator, or the number of items."""
+
+    def __init__(self, stream: KeyedStream) -> None:
+        self.stream = stream
+        info = get_worker_info()
+        self._worker = info.id if info is not None else 0
+        self._base = derive_seed(stream.seed, "stream", stream.split, stream.epoch, self._worker)
+        self._iterator: Iterator[Any] | None = None
+        self._generators: Generators | None = None
+        self._items = 0
+        self._over = False
+
+    def __iter__(self) -> StreamIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next item."""
+        if self._over:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._begin()
+        if self._items % self.stream.every == 0:
+            self._seed(self._items)
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._over = True
+            raise
+        self._items += 1
+        return item
+
+    def _begin(self) -> Iterator[Any]:
+        self._seed(0)
+        return iter(self.stream.dataset)
+
+    def _seed(self, item: int) -> None:
+        if self._generators is None:
+            self._generators = stream_generators(self.stream.dataset, self.stream.collate_fn)
+        elif self._generators.changed():
+            self._generators.look_again()
+        seed = mix_seed(self._base, item)
+        seed_host_streams(seed)
+        self._generators.seed(seed, self.stream.origins)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of items, and the state of the dataset or its iterator where they have one."""
+        dataset, iterator = self.stream.dataset, self._iterator
+        return {
+            "items": self._items,
+            "over": self._over,
+            "epoch": self.stream.epoch,
+            "dataset": to_plain(dataset.state_dict()) if iterator is not dataset and is_stateful(dataset) else None,
+            "iterator": to_plain(cast(Any, iterator).state_dict()) if is_stateful(iterator) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved place; without a state of the dataset's, what was read is read again and dropped."""
+        dataset, iterator = state["dataset"], state["iterator"]
+        if dataset is not None:
+            self.stream.dataset.load_state_dict(from_plain(dataset))
+        if state["over"]:
+            # A dataset may stand at its beginning again by then, and torchdata's workers ask once more.
+            self._over = True
+            return
+        if dataset is None and iterator is None:
+            self._read_again(state)
+            return
+        if not state["items"] and iterator is None:
+            return
+        self._iterator = self._begin()
+        if iterator is not None:
+            cast(Any, self._iterator).load_state_dict(from_plain(iterator))
+        self._items = state["items"]
+        self._seed(self._items - self._items % self.stream.every)
+
+    def _read_again(self, state: Mapping[str, Any]) -> None:
+        if state["epoch"] != self.stream.epoch:
+            self._over = bool(state["items"])
+            return
+        if state["items"] and self.stream.speaks and self._worker == 0:
+            logger.warning(
+                "The dataset of split %r (%s) cannot be positioned: its first %d items of epoch %d are read again and "
+                "dropped. Give it, or the iterator that it returns, state_dict and load_state_dict.",
+                self.stream.split,
+                type(self.stream.dataset).__name__,
+                state["items"],
+                state["epoch"],
+            )
+        for _ in range(state["items"]):
+            next(self)
+
+
+def stream_generators(dataset: Any, collate_fn: Any = None) -> Generators:
+    """Return the generators that reading an iterable dataset draws from."""
+    roots = {"dataset": dataset}
+    return Generators(roots if collate_fn is None else {**roots, "collate_fn": collate_fn})
+
+
+def generator_origins(dataset: Any, collate_fn: Any = None) -> dict[str, int]:
+    """Return a number for the state of each generator, by path, that tells apart those that ranks seed differently."""
+    found = stream_generators(dataset, collate_fn)
+    return {place.path: crc32(_text(generator_state(place.current()))) for place in found.places}
+
+
+def _text(state: Any) -> bytes:
+    if hasattr(state, "tolist"):
+        return repr(state.tolist()).encode()
+    if isinstance(state, Mapping):
+        return b"".join(str(key).encode() + _text(state[key]) for key in sorted(state))
+    return repr(state).encode()

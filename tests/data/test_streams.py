@@ -1,0 +1,297 @@
+"""Iterable datasets: what they draw, in `__iter__` or item by item, comes back, with and without a state of their own."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.datasets import Stream, drain, host_state
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from danling.data import BatchSource, build_dataloader
+
+LENGTH = 22
+
+
+class Share(IterableDataset[Tensor]):
+    """Yields its order to each worker in turn, with draws of the global streams."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        for index in self.order()[first::step]:
+            yield torch.tensor(
+                [index, torch.rand(()).item(), numpy.random.rand(), random.random()], dtype=torch.float64
+            )
+
+    def order(self) -> list[int]:
+        return list(range(LENGTH))
+
+
+class Permutes(Share):
+    def order(self) -> list[int]:
+        return torch.randperm(LENGTH).tolist()
+
+
+class PermutesByGenerator(Share):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def order(self) -> list[int]:
+        return torch.randperm(LENGTH, generator=self.generator).tolist()
+
+
+class CountsPasses(Share):
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def order(self) -> list[int]:
+        self.passes += 1
+        return torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.passes)).tolist()
+
+
+class ShufflesFiles(Share):
+    def __init__(self) -> None:
+        self.files = list(range(LENGTH))
+
+    def order(self) -> list[int]:
+        random.shuffle(self.files)
+        return self.files
+
+
+class Told(Share):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self) -> list[int]:
+        return torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class Buffer(IterableDataset[Tensor]):
+    """A shuffle buffer that draws at each item."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer: list[Tensor] = []
+        for item in Permutes():
+            buffer.append(item)
+            if len(buffer) == 5:
+                yield buffer.pop(random.randrange(5))
+        yield from buffer
+
+
+class Remembers(IterableDataset[Tensor]):
+    """Keeps its place itself, and draws for each item."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < LENGTH:
+            self.position += 1
+            yield torch.tensor([self.position, torch.rand(()).item(), random.random()], dtype=torch.float64)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": numpy.int64(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state["position"])
+
+
+class IteratorRemembers(IterableDataset[Tensor]):
+    """Returns an iterator that keeps its place and its order."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return Place()
+
+
+class Place:
+    def __init__(self) -> None:
+        self.order, self.position = torch.randperm(LENGTH), 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.position == LENGTH:
+            raise StopIteration
+        self.position += 1
+        return torch.stack([self.order[self.position - 1].double(), torch.rand((), dtype=torch.float64)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.position = state["order"], state["position"]
+
+
+STREAMS: dict[str, Callable[[], IterableDataset[Tensor]]] = {
+    kind.__name__: kind
+    for kind in (
+        *(
+            Share,
+            Permutes,
+            PermutesByGenerator,
+            CountsPasses,
+            ShufflesFiles,
+            Told,
+            Buffer,
+            Remembers,
+            IteratorRemembers,
+        ),
+    )
+}
+
+
+def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
+    data, options = STREAMS[name](), {"batch_size": 4, **settings}
+    if kind == "built":
+        return BatchSource(build_dataloader(data, options, split="train", train=True, seed=3), split="train", seed=3)
+    loader = {"torch": TorchDataLoader, "stateful": StatefulDataLoader}[kind](data, **options)
+    return BatchSource(loader, split="train", seed=3)
+
+
+def read(source: BatchSource, batches: int) -> list[Tensor]:
+    """Train through so many batches, over the ends of passes."""
+    taken: list[Tensor] = []
+    while len(taken) < batches:
+        batch = drain(source, 1)
+        if not batch:
+            source.finish_pass()
+        taken += batch
+    return taken
+
+
+def check(name: str, kind: str, stops: range, **settings: Any) -> None:
+    source = source_of(name, kind, **settings)
+    before = host_state()
+    whole = read(source, 14)
+    source.close()
+    assert host_state() == before
+    for stop in stops:
+        torch.manual_seed(stop), random.seed(stop), numpy.random.seed(stop)
+        first = source_of(name, kind, **settings)
+        taken = read(first, stop)
+        state = copy.deepcopy(first.state_dict())
+        first.close()
+        second = source_of(name, kind, **settings)
+        second.load_state_dict(state)
+        taken += read(second, 14 - stop)
+        second.close()
+        assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
+    if name not in ("Share", "Remembers", "Buffer"):
+        orders = [tuple(torch.cat(whole[begin : begin + 5])[:, 0].tolist()) for begin in (0, 5)]
+        assert len(set(orders)) == 2
+
+
+@pytest.mark.parametrize("kind", ["built", "torch", "stateful"])
+@pytest.mark.parametrize("name", sorted(STREAMS))
+def test_resumes_at_every_position(name: str, kind: str) -> None:
+    check(name, kind, range(14))
+
+
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ShufflesFiles", "torch"),
+        ("Remembers", "built"),
+        *(pytest.param(name, kind, marks=_SLOW) for name in sorted(STREAMS) for kind in ("built", "torch", "stateful")),
+    ],
+)
+def test_resumes_with_workers(name: str, kind: str, persistent: bool) -> None:
+    check(name, kind, range(2, 14, 5), num_workers=2, persistent_workers=persistent)
+
+
+def test_generators_that_ranks_seed_differently_stay_different() -> None:
+    class Windows(IterableDataset[Tensor]):
+        def __init__(self, rank: int) -> None:
+            self.rng = numpy.random.default_rng(rank)
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for _ in range(8):
+                yield torch.tensor(self.rng.random())
+
+    def read_by(rank: int) -> Tensor:
+        loader = TorchDataLoader(Windows(rank), batch_size=2)
+        return torch.cat(drain(BatchSource(loader, split="train", seed=3, rank=rank, world_size=2)))
+
+    assert torch.equal(read_by(0), read_by(0))
+    assert not torch.isin(read_by(0), read_by(1)).any()
+
+
+def test_a_generator_that_was_seeded_by_chance_comes_back() -> None:
+    class Chance(Share):
+        def __init__(self) -> None:
+            self.rng = numpy.random.default_rng()
+
+        def order(self) -> list[int]:
+            order: list[int] = self.rng.permutation(LENGTH).tolist()
+            return order
+
+    def make() -> BatchSource:
+        return BatchSource(TorchDataLoader(Chance(), batch_size=4), split="train", seed=3)
+
+    for stop in (3, 6, 8):
+        source = make()
+        read(source, stop)
+        second = make()
+        second.load_state_dict(copy.deepcopy(source.state_dict()))
+        expected = read(source, 6)
+        assert all(torch.equal(one, other) for one, other in zip(read(second, 6), expected, strict=True))
+
+
+def test_workers_see_the_users_dataset() -> None:
+    def divide(worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.files = info.dataset.files[worker :: info.num_workers]
+
+    class Files(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.files = list(range(10))
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.files)
+
+    loader = TorchDataLoader(Files(), batch_size=None, num_workers=2, worker_init_fn=divide)
+    source = BatchSource(loader, split="train", seed=3)
+    assert sorted(drain(source)) == list(range(10))
+    source.close()
+
+
+def test_what_is_read_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = source_of("Permutes", "built"), source_of("Permutes", "built")
+    drain(first, 2)
+    with caplog.at_level("WARNING", logger="danling"):
+        second.load_state_dict(first.state_dict())
+        read(second, 9)
+    (record,) = caplog.records
+    assert "'train' (Permutes) cannot be positioned: its first 8 items of epoch 0 are read again" in record.getMessage()
+
+
+@pytest.mark.parametrize("state", [{"lock": object()}, {"inner": [lambda: None]}, RuntimeError("not yet")])
+def test_a_state_that_cannot_be_saved_is_refused(state: Any) -> None:
+    class Unsavable(Stream):
+        def state_dict(self) -> Any:
+            if isinstance(state, Exception):
+                raise state
+            return state
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Expected Unsavable.state_dict\(\) of split 'train'.*Received: "):
+        build_dataloader(Unsavable(4), {}, split="train", train=True, seed=3)
