@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -45,6 +46,12 @@ _PROBES = {
         "print(f'{n} CUDA devices' if d.is_nccl_available() and n else 'absent')"
     ),
 }
+
+
+_EXCEPTION = re.compile(
+    r"[\w.]*(Error|Exception|Interrupt|InvalidCxxCompiler|NotFound|Damaged|Mismatch|BackendCompilerFailed)\b.*: \S"
+)
+"""The line that ends the traceback of an exception."""
 
 
 @dataclass
@@ -187,7 +194,7 @@ def _output(program: str, timeout: float) -> str:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end in {timeout:g} s") from None
     if done.returncode:
-        raise RuntimeError(_last_line(done.stderr) or f"exit code {done.returncode}")
+        raise RuntimeError(cause(done.stderr) or f"exit code {done.returncode}")
     return done.stdout.strip()
 
 
@@ -274,9 +281,18 @@ def _free_port() -> int:
 
 def _said(directory: Path) -> str:
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(directory.glob("output-*.txt")))
-    return " | ".join(filter(None, map(_last_line, texts))) or "nothing was printed"
+    # Both processes usually fail for one reason.
+    return " | ".join(dict.fromkeys(filter(None, map(cause, texts)))) or "nothing was printed"
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
+def cause(text: str) -> str:
+    """Return the line of a program's output that says why it failed: the last exception, else the last line.
+
+    What follows an exception, such as hints on variables to set or the frames of C++, says nothing of the cause.
+
+    Args:
+        text: What was printed.
+    """
+    lines = [line.strip() for line in re.sub(r"(?m)^\[rank\d+\]: ?", "", text).strip().splitlines()]
+    errors = [line for line in lines if _EXCEPTION.match(line)]
+    return (errors or lines or [""])[-1]

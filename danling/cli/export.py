@@ -1,7 +1,7 @@
 """Write the weights of a checkpoint for other programs: a plain torch file, or safetensors.
 
 The ending of the output decides: .safetensors, a directory (no ending) with safetensors files and an index as the Hugging Face
-libraries read them, anything else a state_dict for torch.load. The checkpoint is verified first.
+libraries read them; .pth, .pt, .bin and .ckpt a state_dict for torch.load. Other endings are refused. The checkpoint is verified first.
 
 Example: danling export experiments/digits/e3551df201ca5a2c model.safetensors --dtype bf16
 """
@@ -23,6 +23,7 @@ from .output import OK, add_json, as_bytes, print_json
 from .source import locate
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_SUFFIXES = ("", ".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -55,6 +56,11 @@ def run(options: argparse.Namespace) -> int:
     if options.output.exists() and not options.force:
         raise ValueError(
             f"Expected an output that is not there yet. Received: {str(options.output)!r}. Use --force to replace it."
+        )
+    if options.output.suffix not in _SUFFIXES:
+        raise ValueError(
+            f"Expected an output that ends in {', '.join(_SUFFIXES[1:])}, or a directory without an ending. Received: "
+            f"{str(options.output)!r}. Other formats are not written here; for ONNX there is torch.onnx.export."
         )
     if options.max_shard_size is not None and options.output.suffix:
         raise ValueError(

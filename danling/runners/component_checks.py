@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -78,6 +79,19 @@ def check_criterion(criterion: Any) -> None:
         )
 
 
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse a name or a class in the place of a schedule.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        raise ValueError(
+            f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
+            "self.optimizer, or name it in `scheduler.type` and let the runner build it."
+        )
+
+
 def check_optimizer(optimizer: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse what is no optimizer, or none of this model.
 
@@ -120,6 +134,29 @@ def check_mapping(name: str, value: Any) -> None:
             f"Expected `self.{name}` to be a mapping by split. Received: {name} of type {type(value).__name__}. Write "
             f"self.{name} = {{'train': ..., 'val': ...}}."
         )
+    for split, data in value.items():
+        if data is None or isinstance(data, (str, bytes, PathLike, type)):
+            raise ValueError(
+                f"Expected `self.{name}[{split!r}]` to hold samples. Received: {data!r}. Make a dataset of it, or leave the split out."
+            )
+
+
+def check_passes(dataloaders: Mapping[str, Any], epochs: int | None) -> None:
+    """Refuse a loader that ends for good where it has to be read in every epoch.
+
+    Args:
+        dataloaders: Loaders by split.
+        epochs: Epochs to train; `None` in step mode.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for split, loader in dataloaders.items():
+        if isinstance(loader, Iterator) and epochs is not None and epochs > 1:
+            raise ValueError(
+                f"Expected a loader of split {split!r} that can be iterated again in each of {epochs} epochs. Received: a "
+                f"{type(loader).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
+            )
 
 
 def check_metrics(metrics: Any, reserved: Iterable[str]) -> None:

@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from .config_node import Section
 
 _INDENT = " " * 6
 _WIDTH = 100
-_GRACE_SECONDS = 3.0
 
 
 def help_text(config: Section, program: str | None = None) -> str:
@@ -50,7 +48,7 @@ def help_text(config: Section, program: str | None = None) -> str:
 def usage_errors(enabled: bool = True) -> Iterator[None]:
     """Turn a mistake on the command line into the usage, one line that says what is wrong, and exit code 2.
 
-    Of several processes under torchrun the first one says it; the others wait a moment, in which torchrun ends them.
+    Of several processes under torchrun the first one says it.
 
     Args:
         enabled: Whether the words came from the command line of this process; else errors pass.
@@ -60,8 +58,11 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         if not enabled:
             raise
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_GRACE_SECONDS)
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            from danling.supervision.failures import first_failure  # only here, since torch takes its time
+
+            if first_failure(error) is not None:
+                raise SystemExit(2) from None
         name = os.path.basename(sys.argv[0] or "train.py")
         print(f"usage: {name} [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)", file=sys.stderr)
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)

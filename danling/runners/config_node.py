@@ -73,7 +73,18 @@ class Section(Config):
             warnings.warn(
                 f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].", stacklevel=4
             )
+        field = fields_of(type(self)).get(name) if isinstance(value, str) else None
+        if field is not None and not _PLACEHOLDER.search(value):
+            value = self._read_text(field, value)
         self._store(name, self._adopt(value))
+
+    def _read_text(self, field: Field, text: str) -> Any:
+        """Return what a text means for a declared key: `1e-3`, as YAML leaves it, is a number where one is expected."""
+        try:
+            return conform(text, field.hint)
+        except TypeError:
+            name = self._join(field.name)
+            raise TypeError(f"Expected {name} to be {describe(field.hint)}. Received: {name}={text!r} (str).") from None
 
     def _assign_nested(self, head: str, rest: str, value: Any) -> None:
         child = dict.get(self, head)

@@ -30,8 +30,8 @@ class WandbConfig(ClosedSection):
     """Tags of the run."""
     dir: str | None = None
     """Local directory; none takes the run directory."""
-    mode: str | None = None
-    """Mode of wandb, such as online or offline."""
+    mode: Literal["online", "offline", "disabled", "shared"] | None = None
+    """Mode of wandb."""
 
 
 class EmaConfig(ClosedSection):

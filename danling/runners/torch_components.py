@@ -22,7 +22,16 @@ from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner
 from .checkpoints import FileCheckpointManager
-from .component_checks import check_criterion, check_mapping, check_metrics, check_model, check_optimizer, misnamed
+from .component_checks import (
+    check_criterion,
+    check_mapping,
+    check_metrics,
+    check_model,
+    check_optimizer,
+    check_passes,
+    check_scheduler,
+    misnamed,
+)
 from .config_effects import idle_settings
 
 logger = logging.getLogger("danling")
@@ -157,7 +166,18 @@ class TorchComponents(BaseRunner):
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
                 divides_updates=not self.train_splits or any(self.update_division(s) for s in self.train_splits),
             ),
+            *self._endless_streams(),
             *misnamed(type(self), vars(self), self._unset()),
+        ]
+
+    def _endless_streams(self) -> list[str]:
+        """Return a sentence for every split to train on of which nobody knows whether an epoch of it ends."""
+        lengths = self._lengths or {}
+        unknown = [split for split in self.train_splits if not self.is_step_mode and lengths.get(split) is None]
+        return [
+            f"Split {split!r} is a stream of unknown length: an epoch ends when it does. For one that does not end, set `steps` instead "
+            "of `epochs`."
+            for split in unknown
         ]
 
     def _unset(self) -> list[str]:
@@ -174,9 +194,11 @@ class TorchComponents(BaseRunner):
     def _check_components(self) -> None:
         check_model(self.model, vars(self))
         check_criterion(self.criterion)
+        check_scheduler(self.scheduler)
         check_metrics(self.metrics, RESERVED_FIGURES)
         check_mapping("datasets", self.datasets)
         check_mapping("dataloaders", self.dataloaders)
+        check_passes({**self.datasets, **self.dataloaders}, self.epochs)
         check_optimizer(self.optimizer, self.named_parameters())
 
     def _build_if_absent(self) -> None:
@@ -397,6 +419,11 @@ class TorchComponents(BaseRunner):
         if not self.config.get("scheduler", None):
             return None
         settings = {key: value for key, value in self.config.scheduler.items() if key not in _SCHEDULER_KEYS}
+        if "type" not in settings:
+            received = ", ".join(f"scheduler.{name}={value!r}" for name, value in settings.items()) or "none"
+            raise ValueError(
+                f"Expected scheduler.type beside other keys of the section. Received: {received}. Set scheduler.type, such as to 'cosine'."
+            )
         length = self.epochs if self.scheduler_interval(settings.get("type", "")) == "epoch" else self.steps
         if length is not None and "total_steps" not in settings and SCHEDULERS.accepts(settings["type"], "total_steps"):
             settings["total_steps"] = length

@@ -25,6 +25,7 @@ from danling.metrics import Meters, as_number
 from danling.training import (
     call_model,
     count_samples,
+    criterion_loss,
     criterion_setting,
     criterion_weight,
     model_loss,
@@ -95,7 +96,7 @@ class TorchEvaluation(TorchLoading):
             ValueError: If there is neither.
         """
         if self.criterion is not None:
-            loss: Tensor = self.criterion(prediction_of(pred), target)
+            loss: Tensor = criterion_loss(self.criterion, prediction_of(pred), target)
             return loss
         found = model_loss(pred)
         if found is None:

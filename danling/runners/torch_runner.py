@@ -296,6 +296,11 @@ class TorchRunner(TorchWatch):
         Raises:
             ValueError: If there are such settings, or there is no such optimizer.
         """
+        if self._closed:
+            raise ValueError(
+                "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
+                "auto_resume goes on from its last checkpoint."
+            )
         self.check_settings_are_read()
         self.check_optimizer_given()
         if takes_closure(self.optimizer):

@@ -133,6 +133,11 @@ class TorchUpdate(TorchReplicas):
             ValueError: If no micro-batch is open, so that nobody knows what the loss weighs.
         """
         self.check_micro_batch_open()
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise ValueError(
+                "Expected a loss that depends on parameters that are trained. Received: one without a gradient. Look for .detach(), "
+                ".item(), torch.no_grad() or a frozen model on the way to it."
+            )
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)

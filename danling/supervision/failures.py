@@ -56,7 +56,7 @@ def _recording(previous: _ExceptHook) -> _ExceptHook:
             return
         if lost_a_peer(error):
             time.sleep(_GRACE_SECONDS)
-        first = _first_failure(error)
+        first = first_failure(error)
         _write_error_file(error, trace, first)
         if not _shown_by_torchrun():
             previous(kind, error, trace)
@@ -102,8 +102,12 @@ def _restarts_left() -> bool:
     return int(done) < int(most)
 
 
-def _first_failure(error: Exception) -> str | None:
-    """Return what the rank of this machine that failed first says of it, `None` on that rank itself."""
+def first_failure(error: Exception) -> str | None:
+    """Return what the rank of this machine that failed first under torchrun says of it, `None` on that rank itself.
+
+    Args:
+        error: What this rank failed with.
+    """
     if not _shown_by_torchrun():
         return None
     # One directory for each attempt, with one below it for each rank.

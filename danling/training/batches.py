@@ -76,6 +76,28 @@ def peek_target(data: Any) -> Any:
     return find_target(data) if isinstance(data, Mapping) else None
 
 
+def criterion_loss(criterion: Any, pred: Any, target: Any) -> Any:
+    """Return `criterion(pred, target)`; where it fails without a target, that is said.
+
+    Args:
+        criterion: A callable.
+        pred: A prediction.
+        target: Its target, `None` without one.
+
+    Raises:
+        ValueError: If there is no target and the criterion cannot do without.
+    """
+    if target is not None:
+        return criterion(pred, target)
+    try:
+        return criterion(pred, target)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            "Expected a batch with a target for the criterion: (input, target), or a mapping with a key 'target'. Received: a batch "
+            "without. Return one from the dataset, or override `compute_loss`."
+        ) from error
+
+
 def call_model(model: Any, inputs: Any) -> Any:
     """Call `model`; a mapping is passed as keyword arguments."""
     if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):

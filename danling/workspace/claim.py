@@ -419,6 +419,11 @@ def _file_in_the_way(directory: Path) -> Iterator[None]:
             f"Received: dir={str(directory)!r}, where {str(file)!r} is a file. "
             "Move it, or set `workspace_root` or `dir`."
         ) from None
+    except OSError as error:
+        raise PermissionError(
+            f"Expected a run directory that can be made. Received: dir={str(directory)!r}: {error.strerror}. "
+            "Set `workspace_root` or `dir`."
+        ) from None
 
 
 def make_directory(directory: Path) -> None:
