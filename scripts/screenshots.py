@@ -1,5 +1,8 @@
 """Make the pictures in docs/assets from runs that this script trains: `python scripts/screenshots.py` (about a minute).
 
+`python scripts/screenshots.py --text` writes what `examples/digits.py` prints to terminals of two widths and into a file into
+docs/guides/logging.md.
+
 The terminal pictures are what the programs really print to a terminal of 150 columns, as SVG; the third is the picture inside
 the HTML report that `danling plot` writes.
 """
@@ -21,12 +24,46 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
+PAGE = ROOT / "docs" / "guides" / "logging.md"
 COLUMNS = 150
 RATES = ("1e-3", "1e-2", "5e-2")
 
 
+def write_text() -> None:
+    """Put what the example prints into the page, between its markers."""
+    page = PAGE.read_text()
+    with tempfile.TemporaryDirectory() as name:
+        program = [sys.executable, str(ROOT / "examples" / "digits.py"), "--dir"]
+        for columns in (80, 150):
+            said = in_terminal([*program, f"{name}/{columns}"], Path(name), columns)
+            page = between(page, f"{columns} columns", wrapped(screen(said, until="epoch 7"), columns), name)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*program, f"{name}/file"], capture_output=True, text=True, env=environment, cwd=name, check=True
+        )
+        page = between(page, "file", (done.stderr + done.stdout).splitlines(), name)
+    PAGE.write_text(page)
+
+
+def between(page: str, marker: str, lines: Sequence[str], place: str) -> str:
+    """Return a page with lines as the block behind `<!-- digits: MARKER -->`; the temporary place is named otherwise."""
+    text = "\n".join(lines).replace(place, "/home/you/runs")
+    block = f"<!-- digits: {marker} -->\n\n```text\n{text}\n```\n"
+    found = re.subn(rf"<!-- digits: {marker} -->\n\n```text\n.*?```\n", lambda _: block, page, flags=re.DOTALL)
+    assert found[1] == 1, f"no place for {marker} in {PAGE}"
+    return found[0]
+
+
+def wrapped(lines: Sequence[str], columns: int) -> list[str]:
+    """Return lines as a terminal breaks them."""
+    return [line[start : start + columns] for line in lines for start in range(0, max(len(line), 1), columns)]
+
+
 def main() -> None:
     """Train, print, draw."""
+    if "--text" in sys.argv:
+        write_text()
+        return
     ASSETS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -45,10 +82,10 @@ def main() -> None:
         (ASSETS / "report.png").write_bytes(base64.b64decode(picture.group(1)))
 
 
-def in_terminal(command: Sequence[str], directory: Path) -> str:
+def in_terminal(command: Sequence[str], directory: Path, columns: int = COLUMNS) -> str:
     """Run a program with a terminal as its output and return what it wrote there."""
     master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=slave, stderr=slave, cwd=directory, env=environment) as process:
         os.close(slave)
@@ -84,7 +121,9 @@ def screen(text: str, *, until: str | None = None) -> list[str]:
             line += [" "] * (column - len(line))
             line[column : column + len(piece)] = piece
             column += len(piece)
-            drawn_after = until is not None and any(until in "".join(past) for past in lines[:-1]) and "%|" in piece
+            drawn_after = (
+                until is not None and any(until in "".join(past) for past in lines[:-1]) and "exp epoch" in piece
+            )
         if drawn_after:
             break
     return "\n".join("".join(line).rstrip() for line in lines).strip("\n").split("\n")

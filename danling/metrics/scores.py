@@ -140,7 +140,8 @@ class ScoreBoard:
         if not self.finds(result):
             present = [f"{split}.{name}" for split, values in result.items() for name in values]
             source = (
-                " The loss is what `evaluate_step` returns, by default from `compute_loss`."
+                " The loss is what `evaluate_step` returns, by default from `compute_loss`: it needs `self.criterion`, or a model "
+                "that returns its loss."
                 if self.name == "loss"
                 else ""
             )

@@ -206,15 +206,26 @@ MODEL: dict[str, Mistake] = {
 LOSS: dict[str, Mistake] = {
     "a name": (lambda: train(criterion="mse"), "Expected `self.criterion` to be a callable"),
     "a class": (lambda: train(criterion=nn.MSELoss), "Received: the class MSELoss. Write MSELoss()."),
-    "none": (lambda: train(criterion=None), "Expected a criterion, or a model that returns a loss."),
+    "none": (
+        lambda: train(criterion=None, datasets={"train": DATA}),
+        "Expected a criterion, or a model that returns a loss.",
+    ),
     "one for each sample": (
-        lambda: train(criterion=nn.CrossEntropyLoss(reduction="none")),
+        lambda: train(criterion=nn.CrossEntropyLoss(reduction="none"), datasets={"train": DATA}),
         "Expected a loss of one value.",
     ),
     "a float": (lambda: train(criterion=lambda pred, target: 1.0), "Expected a loss of one value. Received: loss=1.0."),
     "nothing": (
-        lambda: train(criterion=lambda pred, target: None),
+        lambda: train(criterion=lambda pred, target: None, datasets={"train": DATA}),
         "Expected a loss of one value. Received: loss=None.",
+    ),
+    "none to evaluate with": (
+        lambda: train(criterion=None),
+        "it needs `self.criterion`, or a model that returns its loss.",
+    ),
+    "one for each sample, evaluated": (
+        lambda: train(criterion=nn.CrossEntropyLoss(reduction="none")),
+        "Expected a single number for figure 'loss'. Received: a tensor of shape (4,).",
     ),
     "without a gradient": (
         lambda: train(criterion=lambda pred, target: pred.sum().detach()),
@@ -235,15 +246,15 @@ LOSS: dict[str, Mistake] = {
     ),
     "evaluate_step with one value": (
         lambda: train(runner_class=toy(evaluate_step=lambda self, data: self.model(data[0]))),
-        "Expected `evaluate_step` to return (pred, loss). Received: a Tensor.",
+        "Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: Tensor.",
     ),
     "evaluate_step with none": (
         lambda: train(runner_class=toy(evaluate_step=lambda self, data: None)),
-        "Expected `evaluate_step` to return (pred, loss). Received: a NoneType.",
+        "each of which may be None. Received: NoneType.",
     ),
     "evaluate_step with three": (
         lambda: train(runner_class=toy(evaluate_step=lambda self, data: (1, 2, 3))),
-        "Expected `evaluate_step` to return (pred, loss). Received: a tuple of 3.",
+        "each of which may be None. Received: 3 values.",
     ),
 }
 
