@@ -14,8 +14,10 @@ from danling.workspace.claim import WAIT_SECONDS, Wish, newest_first
 from danling.workspace.series import number_of
 
 from . import config_identity
+from .checkpoints import CheckpointMismatch
 from .checkpoints.ownership import newest_record, stored_settings
 from .config import RunnerConfig
+from .config_updates import update_sizes
 
 # What a checkpoint records of places: where its run wrote, on the machine that it ran on.
 PLACES = frozenset(
@@ -51,6 +53,12 @@ def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | N
     def own_id(run: Path) -> str | None:
         return recognised(config, run, checkpoints=run / name, id=id, code_id=code_id, replicas=replicas)
 
+    def older() -> Path | None:
+        found = older_run(config, family, id=id, code_id=code_id, checkpoint_dir_name=name, replicas=replicas)
+        if found is None:
+            refuse_other_updates(config, family, code_id=code_id, checkpoint_dir_name=name, replicas=replicas)
+        return found
+
     return Wish(
         family=family,
         id=id,
@@ -64,7 +72,7 @@ def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | N
         wait_seconds=_patience(config),
         own_id=own_id,
         differences=lambda run: _differences(config, run / name, replicas) or [],
-        older=lambda: older_run(config, family, id=id, code_id=code_id, checkpoint_dir_name=name, replicas=replicas),
+        older=older,
     )
 
 
@@ -132,6 +140,44 @@ def older_run(
         if _differences(config, run / checkpoint_dir_name, replicas) == []:
             return run
     return None
+
+
+def refuse_other_updates(
+    config: RunnerConfig, family: Path, *, code_id: str | None, checkpoint_dir_name: str, replicas: int
+) -> None:
+    """Refuse to begin anew where the very same settings have made a run on another number of ranks.
+
+    Its updates have another size, so that it is another run; but who comes back with fewer processes wants to go on.
+
+    Args:
+        config: The configuration.
+        family: Where the runs of its line of work lie.
+        code_id: Identity of the code.
+        checkpoint_dir_name: Name of the directories of checkpoints.
+        replicas: Ranks that read different samples.
+
+    Raises:
+        CheckpointMismatch: If there is such a run, with the size of its updates and of those that this one would make.
+    """
+    settings = config.plain()
+    own = update_sizes(settings, 1).get("dataloader")
+    for run in newest_first(family) if own is not None else ():
+        stem = _NUMBER.sub("", run.name)
+        made = (
+            update_sizes(_canonical_of(run) or {}, 1).get("dataloader") if _code_of(stem) == (code_id or "") else None
+        )
+        if own is None or made is None or made.samples % own.samples:
+            continue
+        then = config_identity.canonical(settings, replicas=made.samples // own.samples)
+        if stem[-_DIGITS:] != config_identity.digest(then):
+            continue
+        differences = _differences(config, run / checkpoint_dir_name, replicas)
+        if differences:
+            raise CheckpointMismatch(
+                f"Expected auto_resume to go on with updates of the size that they had. Received: {'; '.join(differences)}; of the run in "
+                f"{run}, with the same settings. Start as many processes as then, or keep the product by another batch_size or "
+                "accum_steps; dataloader.global_batch_size keeps it at any number. For a new run, start once without auto_resume."
+            )
 
 
 def _ids_now(stored: Mapping[str, Any]) -> set[str]:
