@@ -179,6 +179,7 @@ class DataLoader(KeyedLoader):
             "epoch": self.epoch,
             "consumed": self.consumed,
             "length": self.positions.length,
+            "end": self.positions.end,
             "shuffle": self.positions.shuffle,
             "order": _LISTED if self.positions.listed else _COMPUTED,
             **self.held_state(),

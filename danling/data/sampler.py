@@ -98,6 +98,11 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         return (self.length - consumed) // self.division.samples + (self._tail(consumed) > 0)
 
     @property
+    def end(self) -> int:
+        """Samples of a whole pass over all ranks: without a ragged stretch, where these are left out."""
+        return self.length - self.length % self.division.samples if self.drop_last else self.length
+
+    @property
     def next_stretch(self) -> int:
         """Samples of the stretch that begins at the position; 0 at the end of the pass."""
         return next(self._stretches(self.consumed), 0)

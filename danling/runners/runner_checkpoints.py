@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from danling.data import capture_random_state, derive_seed, preserved_random_state, restore_random_state, seed_streams
+from danling.data import (
+    DataLoader,
+    capture_random_state,
+    derive_seed,
+    preserved_random_state,
+    restore_random_state,
+    seed_streams,
+)
 from danling.workspace import format_number
 
 from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude
@@ -248,7 +255,7 @@ class RunnerCheckpoints(RunnerData):
         stored = payload.get("runner", {})
         if self.seed_was_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
-        found = self.config_differences(payload)
+        found = self.config_differences(payload) or self._differences_of_passes(payload.get("dataloaders", {}))
         differences = [line for line in found if not self._is_changed_on_purpose(line.partition(":")[0])]
         if differences:
             listing = "\n  ".join(differences)
@@ -257,6 +264,21 @@ class RunnerCheckpoints(RunnerData):
                 "Restore them, add 'runner.' and the key to checkpoint.exclude_from_loading where you mean to change it, or start a "
                 "new run from the weights with `pretrained`."
             )
+
+    def _differences_of_passes(self, stored: Mapping[str, Any]) -> list[str]:
+        """Return where another division leaves out other samples at the end of a pass, though updates have one size."""
+        lines = []
+        for split in self.train_splits:
+            state, loader = stored.get(split) or {}, self.dataloaders.get(split)
+            before = state.get("end")
+            if before is None or not isinstance(loader, DataLoader) or state.get("length") != loader.positions.length:
+                continue
+            if before != loader.positions.end and not self._is_changed_on_purpose("dataloader.drop_last"):
+                lines.append(
+                    f"dataloader.batch_size: stored passes of {before} out of {loader.positions.length} samples over split {split!r}, "
+                    f"now of {loader.positions.end} (drop_last leaves out what does not fill batch_size x ranks: keep that product too)"
+                )
+        return lines
 
     def _is_changed_on_purpose(self, key: str) -> bool:
         """Whether the configuration names a key as one that may differ from that of the checkpoint."""

@@ -170,6 +170,19 @@ def test_another_product_is_refused_with_both(place: str, tmp_path: Path) -> Non
     assert list(tmp_path.rglob("*.pth")) == [file for file in before if file.suffix == ".pth"], "nothing of a new run"
 
 
+def test_a_product_that_ends_its_passes_elsewhere_is_refused(tmp_path: Path) -> None:
+    """With drop_last, 50 samples are 4 updates of 12, and of two times six 4 and a ragged one of 2."""
+    whole = {"train": {"drop_last": True}}
+    run_processes(train, settings(tmp_path, {"batch_size": 12, **whole}, steps=2), world_size=1)
+    halved = settings(tmp_path, {"batch_size": 2, **whole}, accum_steps=6)
+    with pytest.raises(
+        CheckpointMismatch, match="stored passes of 48 out of 50 samples over split 'train', now of 50 "
+    ):
+        run_processes(train, halved, world_size=1)
+    (ended,) = run_processes(train, settings(tmp_path, {"global_batch_size": 12, **whole}), world_size=1)
+    assert ended["begun"] == 2
+
+
 @pytest.mark.parametrize(
     ("loader", "more", "expected"),
     [
