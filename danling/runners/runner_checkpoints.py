@@ -209,9 +209,9 @@ class RunnerCheckpoints(RunnerData):
         """
         given = isinstance(checkpoint, Mapping)
         payload = checkpoint if isinstance(checkpoint, Mapping) else self.read_checkpoint(checkpoint)
-        self._check_payload(
-            payload, "a payload" if given else "`read_checkpoint` to return the payload of the checkpoint"
-        )
+        if given:
+            self._check_given(payload)
+        self._check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
         self._check_config(payload)
         self.load_state_dict(payload)
         if not isinstance(checkpoint, Mapping):
@@ -241,7 +241,9 @@ class RunnerCheckpoints(RunnerData):
     def _check_payload(self, payload: Any, what: str) -> None:
         if not isinstance(payload, Mapping):
             raise ValueError(f"Expected {what}, a mapping. Received: {payload!r}. Return that of super().")
-        if "state" not in payload and not any(entry == "state" for entry in self._entries()):
+
+    def _check_given(self, payload: Mapping[str, Any]) -> None:
+        if "state" not in payload and "state" not in self._entries():
             raise CheckpointMismatch(
                 f"Expected the payload of a checkpoint, with the entries 'runner' and 'state'. Received: {sorted(map(str, payload))[:8]}. "
                 "Load weights alone with `load_model`, or with `load_pretrained` from a file."
