@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from danling.utils.secrets import without_secrets
+
 _WEIGHTS = 3
 """The ZeRO stage that divides the weights."""
 
@@ -94,6 +96,11 @@ def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, settings: Map
         config=dict(settings),
         dist_init_required=None,
     )
+    # It has been read by now, and is written into every checkpoint of the engine.
+    kept = engine.config
+    public = without_secrets(kept)
+    kept.clear()
+    kept.update(public)
     return engine
 
 

@@ -337,6 +337,10 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         resumed = self.state.train.global_step > 0
         self._on_main(lambda: self._claim.write_figures(resumed=resumed) if self._claim is not None else None)
 
+    def _confirm_writer(self) -> None:
+        if self._claim is not None:
+            self._claim.confirm()
+
     def _release_claim(self) -> None:
         if self._claim is not None:
             self._claim.release()

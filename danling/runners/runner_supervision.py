@@ -96,6 +96,9 @@ class RunnerSupervision(RunnerFacts):
     def _begin_figures(self) -> None:
         """Become the writer of a run directory that was entered to look only. Called on all ranks."""
 
+    def _confirm_writer(self) -> None:
+        """See to it that this process is the writer of the run directory still; on the main process."""
+
     def _flush_trackers(self) -> None:
         """Flush what a training has logged, however it ended; what fails here must not hide how."""
         try:

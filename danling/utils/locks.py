@@ -112,6 +112,7 @@ class FileLock:
             os.close(
                 handle
             )  # its holder has removed it since it was opened: the lock is one on a file that nobody finds
+        self._handle = handle
         self._finalizer = weakref.finalize(self, _give_back, handle, path, os.getpid())
         _held_here[path] = (os.getpid(), weakref.ref(self))
         os.ftruncate(handle, 0)
@@ -175,6 +176,23 @@ class FileLock:
                     seconds,
                 )
             time.sleep(_POLL_SECONDS)
+        return True
+
+    def confirm(self) -> bool:
+        """Take it once more, and return whether this process has it still.
+
+        A program that opens and closes the file, as by copying the directory, gives it up without knowing; as long as nobody else has
+        taken it meanwhile, it is this process's again.
+        """
+        if not self.held or self._handle is None or not self.works:
+            return self.held
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            self.holder = Holder.parse(os.pread(self._handle, 4096, 0))
+            return False
         return True
 
     def release(self) -> None:

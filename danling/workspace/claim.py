@@ -199,6 +199,20 @@ class Claim:
         self._locks.append(lock)
         return lock
 
+    def confirm(self) -> None:
+        """See to it, before something is written, that this process has the right still.
+
+        Raises:
+            RunInUseError: If the program has closed the file of the lock, and another process has taken it since.
+        """
+        for lock in self._locks:
+            if not lock.confirm():
+                raise RunInUseError(
+                    f"Expected this process to be the one that writes into {lock.file.parent}. Received: a directory that "
+                    f"{lock.holder} has taken since this program opened and closed {lock.file.name} there, as by copying the "
+                    "directory. Leave that file out."
+                )
+
     @property
     def is_writer(self) -> bool:
         """Whether this process holds the right to write."""

@@ -21,6 +21,8 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.cli.main import main
+from danling.runners.checkpoints import CheckpointError
+from danling.utils.locks import FileLock
 from danling.workspace import claim
 from danling.workspace.series import WRITING
 
@@ -344,3 +346,25 @@ def test_a_restart_of_torchrun_goes_on_in_the_directory_of_ranks_that_take_their
     assert exit_code == 0, output
     assert "ended at epoch 2 after restart 1" in output
     assert "Resumed from latest at step 2" in output
+
+
+def test_a_program_that_copies_its_own_run_directory_stays_its_writer_or_is_told(tmp_path: Path) -> None:
+    with Small(settings(dir="mine", checkpoint={"async_enabled": False})) as runner:
+        runner.train()
+        shutil.copytree("mine", "copy")  # which closes the file of the lock, and so gives it up
+        runner.save_checkpoint()
+        with child(lambda: _report_taken(tmp_path / "asked")):
+            wait_for((tmp_path / "asked").exists)
+        assert (tmp_path / "asked").read_text() == "True"
+        shutil.copytree("mine", "again")
+        with child(lambda: hold(Path("mine/.lock"), tmp_path / "held")) as pid:
+            wait_for((tmp_path / "held").exists)
+            with pytest.raises(
+                CheckpointError, match=f"process {pid} on .* has taken since this program opened and closed"
+            ):
+                runner.save_checkpoint()
+
+
+def _report_taken(marker: Path) -> None:
+    marker.with_suffix(".part").write_text(str(FileLock(Path("mine/.lock")).is_taken()))
+    marker.with_suffix(".part").rename(marker)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.engines import AnyStackRunner, needs_deepspeed, zero
+from support.engines import settings as engine_settings
 from support.processes import run_processes
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -231,3 +233,17 @@ def test_places_in_a_crafted_checkpoint_are_not_obeyed(tmp_path: Path) -> None:
         assert runner.dir.parent == Path("experiments/lin").resolve()
         assert (runner.dir / "heartbeats").is_dir()
     assert [path for path in Path().rglob("*") if "evil" in str(path).lower()] == []
+
+
+def run_an_engine(root: str) -> str:
+    engine = {**zero(1), "comet": {"enabled": False, "api_key": "TOPSECRET-0021"}}
+    with AnyStackRunner(engine_settings(root, deepspeed=engine)) as runner:
+        runner.train()
+        return str(runner.dir)
+
+
+@needs_deepspeed
+def test_the_checkpoints_of_an_engine_hold_no_secret(tmp_path: Path) -> None:
+    run = Path(run_processes(run_an_engine, tmp_path, world_size=1)[0])
+    assert list((run / "checkpoints" / "targets").rglob("*.pt"))
+    assert holders(run, "TOPSECRET") == []

@@ -91,6 +91,8 @@ class CheckpointManager(ABC):
         self._resumed: Record | None = None
         self._closed = False
         self._alone: set[Path] = set()
+        self.before_save: Callable[[], None] = _nothing
+        """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
 
     # Saving
 
@@ -143,6 +145,7 @@ class CheckpointManager(ABC):
             epoch: Completed epochs.
             global_step: Committed updates.
         """
+        self.before_save()
         if self._line is None:
             self._line = self._open_line()
         storage.require_space(self.directory, needed)
@@ -458,3 +461,7 @@ class CheckpointManager(ABC):
         names = ", ".join(f"{record.name} (step {record.step})" for record in newest_first[:_NAMED])
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         return f"Still good in {self.directory}: {names}{more}."
+
+
+def _nothing() -> None:
+    """Nothing stands in the way of a save."""
