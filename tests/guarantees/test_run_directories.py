@@ -266,7 +266,7 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     latest = tmp_path / "mine" / "checkpoints" / "latest.pth"
-    with python(script, "0", "--dir", "mine", "--epochs", "50") as first:
+    with python(script, "0", "--dir", "mine", "--epochs", "5000") as first:
         first.wait_until(latest.exists)
         exit_code, output = run_python(script, "0.5", "--dir", "mine", "--auto_resume", "true")
         assert exit_code == 1

@@ -1,0 +1,92 @@
+"""Which directory a run takes: replica groups share one, and what cannot be locked is never adopted."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from danling.utils import locks
+from danling.workspace.claim import Claim, Wish, claim, run_of
+from danling.workspace.series import natural_key, number_of, numbers
+
+
+def entered(family: Path, part: str | None = None, *, auto_resume: bool = False) -> Claim:
+    taken = claim(Wish(family, "id", part=part, auto_resume=auto_resume, wait_seconds=0.0))
+    taken.enter()
+    return taken
+
+
+def log(taken: Claim, part: str = "") -> None:
+    (taken.dir / part).mkdir(exist_ok=True)
+    (taken.dir / part / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def test_the_replica_groups_of_one_job_share_a_directory_and_the_next_job_has_another(tmp_path: Path) -> None:
+    earlier = entered(tmp_path)
+    log(earlier)
+    earlier.release()
+    first = entered(tmp_path, "ft-replica-0")
+    log(first, "ft-replica-0")
+    second = entered(tmp_path, "ft-replica-1")  # it starts when the first has logged already
+    log(second, "ft-replica-1")
+    assert first.dir == second.dir == tmp_path / "id-2"
+    second.release()  # killed, and back
+    again = entered(tmp_path, "ft-replica-1")
+    assert again.dir == first.dir
+    first.release()
+    again.release()
+    assert entered(tmp_path, "ft-replica-0").dir == tmp_path / "id-3"
+
+
+def test_auto_resume_takes_the_newest_that_holds_a_run(tmp_path: Path) -> None:
+    for _ in range(10):
+        taken = entered(tmp_path)
+        log(taken)
+        taken.release()
+    empty = entered(tmp_path)  # an attempt that never trained
+    empty.release()
+    (tmp_path / "id-11").mkdir(exist_ok=True)
+    assert numbers(tmp_path, "id")[-1] == 11
+    assert entered(tmp_path, auto_resume=True).dir == tmp_path / "id-10"
+
+
+def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", without_locks)
+    monkeypatch.setattr(locks, "_warned_of", set())
+    # The first has written nothing yet, and nobody can tell that it is about to.
+    first, second = entered(tmp_path), entered(tmp_path)
+    assert [first.dir.name, second.dir.name] == ["id", "id-2"]
+
+
+def test_a_release_leaves_no_empty_directory(tmp_path: Path) -> None:
+    taken = entered(tmp_path / "lin" / "deeper")
+    assert taken.dir.is_dir()
+    taken.release()
+    assert not (tmp_path / "lin").exists()
+
+
+def test_names_of_a_series() -> None:
+    names = ["id-10", "id", "id-2", "ie"]
+    assert sorted(names, key=natural_key) == ["id", "id-2", "id-10", "ie"]
+    found = [number_of(name, "id") for name in ("id", "id-2", "id-1", "id-02", "id-x", "idx", "id-2-3")]
+    assert found == [1, 2, None, None, None, None, None]
+
+
+def test_the_run_directory_of_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metadata").mkdir()
+    (run / "metadata" / "config.full.yaml").touch()
+    for name in ("checkpoints/latest.pth", "best.pth"):
+        (run / name).touch()
+    assert run_of(run / "checkpoints" / "latest.pth") == run_of(run / "checkpoints") == run_of(run) == run
+    assert run_of(run / "best.pth") is None  # beside the metadata, where no run puts one
+    assert run_of(run / "checkpoints" / "lost.pth") is None
+    assert run_of(tmp_path) is None
