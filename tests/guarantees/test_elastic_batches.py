@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 import danling as dl
 from danling.runners.checkpoints import CheckpointMismatch
+from danling.utils.tensors import whole
 
 TOLERANCE = 1e-12
 SAMPLES = 50
@@ -219,3 +220,30 @@ def test_bad_input_is_one_clear_error_and_nothing_is_written(
         assert isinstance(outcome.error, ValueError)
         assert re.search(expected, str(outcome.error))
     assert list(tmp_path.iterdir()) == []
+
+
+class ElasticParallel(Elastic, dl.ParallelRunner):
+    """The same on a mesh."""
+
+
+def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
+    with ElasticParallel(config) as runner:
+        runner.train()
+        return {"weights": {name: whole(value) for name, value in runner.model_state_dict().items()}}
+
+
+def test_unequal_shares_under_fsdp(tmp_path: Path) -> None:
+    """Seven samples over two shards of the weights, two at once: a share of four and one of three."""
+    loader = {"global_batch_size": 7, "micro_batch_size": 2}
+    (alone,) = run_processes(train_named, settings(tmp_path / "alone", loader, steps=9), world_size=1)
+    mesh = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
+    for rank in run_processes(train_sharded, settings(tmp_path / "mesh", loader, steps=9, **mesh), world_size=2):
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=TOLERANCE)
+    assert updates_at(tmp_path / "mesh", 2) == updates_at(tmp_path / "alone", 1)
+
+
+def train_named(config: dict[str, Any]) -> dict[str, Tensor]:
+    with Elastic(config) as runner:
+        runner.train()
+        return dict(runner.model_state_dict())
