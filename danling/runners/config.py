@@ -377,6 +377,11 @@ class RunnerConfig(ClosedSection):
         self._validate_sections()
 
     def _validate_sections(self) -> None:
+        if "fp8" in self and isinstance(self["fp8"], Mapping):
+            raise ValueError(
+                f"Expected no section fp8: the library trains in float32, bfloat16 and float16. Received: fp8={dict(self['fp8'])!r}. Set "
+                "precision='bf16', or convert the model yourself at the end of __init__, as torchao's convert_to_float8_training does."
+            )
         axes = {name: value for name, value in self.parallel.axes.items() if value != 1}
         wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
         if wrong or list(axes.values()).count(-1) > 1:

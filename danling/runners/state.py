@@ -93,7 +93,7 @@ class RunnerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters; attempts are counted up, random streams are left to the runner, which restores them last."""
-        _fill(self.train, state["train"])
+        _fill(self.train, state.get("train", {}))
         elastic = state.get("elastic", {})
         self.elastic.attempts = int(elastic.get("attempts", 0)) + 1
         self.elastic.micro_batch_size = elastic.get("micro_batch_size")

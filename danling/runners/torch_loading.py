@@ -35,14 +35,20 @@ class TorchLoading(TorchState):
         if self.criterion_has_state and "criterion" in payload:
             self.load_criterion(payload["criterion"])
         if self.ema is not None and "ema" in payload:
-            self.load_ema(payload["ema"], partial=any(name.startswith("ema.weights.") for name in excluded))
+            averages = {"weights": {}, "num_updates": self.ema.num_updates, **payload["ema"]}
+            self.load_ema(averages, partial=any(name.startswith("ema.weights") for name in excluded))
         options = options_of(self.optimizer) if self.optimizer is not None else []
         if self.optimizer is not None and "optimizer" in payload:
             optimizer = payload["optimizer"]
             # Without its state, it begins anew with the options that were stored.
-            self.load_optimizer(optimizer if "optimizer.state" not in excluded else {"state": {}, **optimizer})
+            if "optimizer.state" in excluded:
+                optimizer = {"state": {}, **optimizer}
+            if "optimizer.param_groups" in excluded:
+                optimizer = {**optimizer, "param_groups": self.optimizer_state_dict()["param_groups"]}
+            self.load_optimizer(optimizer)
         if self.scheduler is not None and "scheduler" in payload:
-            self.load_scheduler(payload["scheduler"])
+            kept = self.scheduler.state_dict() if any(name.startswith("scheduler.") for name in excluded) else {}
+            self.load_scheduler({**kept, **payload["scheduler"]})
         if self.optimizer is not None and "optimizer" in payload:
             adopt_options(self.optimizer, self.scheduler, options, self._is_option_changed_on_purpose)
 

@@ -202,6 +202,7 @@ def outcomes(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str | N
     return [(hook, outcome(hook, config)) for hook, config in cases]
 
 
+@pytest.mark.timeout(300)
 def test_hooks_of_several_ranks_that_do_nothing(tmp_path: Path) -> None:
     cases = [(hook, on_mesh(tmp_path, hook)) for hook in (*PARALLEL, "init_distributed")]
     cases += [

@@ -355,12 +355,6 @@ def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> Non
         assert runner.state.train.global_step == 12
 
 
-@pytest.mark.parametrize("name", ["optimizer.param_groups", "ema.weights", "state.train"])
-def test_what_a_component_cannot_do_without_is_not_left_out(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"Received: '{name}'. Name '{name.partition('.')[0]}' to leave out all"):
-        resumed(tmp_path, name)
-
-
 # Errors that say what to do
 
 

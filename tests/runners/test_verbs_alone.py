@@ -389,3 +389,37 @@ def test_scores_of_ones_own_make_a_best_checkpoint_without_an_evaluation(tmp_pat
         assert runner.best_index == min(runner.scores, key=lambda index: runner.scores[index])
     best = torch.load(tmp_path / "run" / "checkpoints" / "best.pth", weights_only=True)
     assert best["state"]["train"]["epoch"] == runner.best_index
+
+
+# What is left out of a checkpoint
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "state.train",
+        "state.rng",
+        "optimizer.state",
+        "optimizer.param_groups",
+        "ema.weights",
+        "ema.num_updates",
+        "scheduler.last_epoch",
+    ],
+)
+def test_every_path_of_a_checkpoint_can_be_left_out(entry: str, tmp_path: Path) -> None:
+    done(Toy, settings(tmp_path / "first", epochs=1), lambda runner: runner.train())
+    source = str(tmp_path / "first" / "run" / "checkpoints" / "latest.pth")
+    again = settings(tmp_path / "second", epochs=2, resume=source, checkpoint={"exclude_from_loading": [entry]})
+    with Toy(again) as runner:
+        moments, train = runner.optimizer.state, runner.train_state
+        assert bool(moments) == (entry != "optimizer.state")
+        assert (train.global_step, train.epoch) == ((0, 0) if entry == "state.train" else (7, 1))
+        equal_now = all(torch.equal(runner.ema.weights[n], w) for n, w in runner.model_state_dict().items())
+        assert equal_now == (entry == "ema.weights")
+        assert runner.ema.num_updates == (0 if entry == "ema.num_updates" else 7)
+        runner.train()
+
+
+def test_a_section_for_fp8_says_what_there_is_instead(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Expected no section fp8.*precision='bf16'"):
+        Toy(settings(tmp_path, fp8={"enabled": True}))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Without these nothing of the component can be loaded.
-_NEEDED = frozenset({"optimizer.param_groups", "ema.weights", "state.train"})
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
 
 
@@ -19,18 +17,13 @@ def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> 
             `lr_scheduler` are understood as `dataloaders` and `scheduler`.
 
     Raises:
-        ValueError: If an entry matches nothing, or a component cannot be loaded without it.
+        ValueError: If an entry matches nothing.
     """
     listed = [entries] if isinstance(entries, str) else list(entries or [])
     kept = dict(payload)
     excluded = set()
     for entry in listed:
         name, dot, rest = _canonical(entry)
-        if f"{name}{dot}{rest}" in _NEEDED:
-            raise ValueError(
-                f"Expected checkpoint.exclude_from_loading to leave out what its component can do without. Received: {entry!r}. Name "
-                f"{name!r} to leave out all of it."
-            )
         if name not in kept or (dot and not _drop(kept, name, rest)):
             raise ValueError(
                 f"Expected every entry of checkpoint.exclude_from_loading to match a part of the checkpoint, whose components are "
