@@ -9,6 +9,7 @@ Example: danling export experiments/digits/e3551df201ca5a2c model.safetensors --
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -93,10 +94,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_place(output: Path, checkpoint: str) -> None:
     """Refuse to write among a run's checkpoints: bare weights in place of one could not be resumed from, and verify as damaged."""
-    source = locate(checkpoint)[1].resolve().parent
+    source = Path(os.path.realpath(locate(checkpoint)[1])).parent
     directory = source.parent if source.name == TARGETS else source
     is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()
-    own = output.resolve()
+    own = Path(os.path.realpath(output))
     if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + SUMS).exists():
         raise ValueError(
             f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."

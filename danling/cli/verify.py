@@ -28,7 +28,7 @@ from danling.runners.checkpoints.litter import litter_in
 from danling.runners.checkpoints.manifest import Manifest, complaints
 from danling.runners.checkpoints.manifest import read_manifest as read_sums
 from danling.runners.checkpoints.policy import is_name
-from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore
+from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore, misled
 from danling.workspace.claim import is_in_use
 from danling.workspace.litter import litter_in_run
 from danling.workspace.runs import Run
@@ -207,5 +207,6 @@ def _check_target(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
     problems = complaints(manifest, target, level)
     if manifest.record.name != target.name:
         problems.append(f"{target.name}/{SUMS} describes {manifest.record.name}")
+    problems += misled(path, manifest.record)
     extra = storage.names(target) - manifest.files.keys() - {SUMS}
     return manifest, problems + [f"{name} is not part of it" for name in sorted(extra)]

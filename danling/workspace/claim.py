@@ -377,7 +377,7 @@ def _lies_in(wish: Wish, run: Path) -> bool:
         return False
     if wish.names_checkpoint():
         return True
-    source, places = Path(wish.resume).resolve(), (run.resolve(), wish.checkpoints(run).resolve())
+    source, places = Path(os.path.realpath(wish.resume)), (run.resolve(), wish.checkpoints(run).resolve())
     return any(place in (source, *source.parents) for place in places)
 
 
@@ -393,7 +393,7 @@ def run_of(checkpoint: Path, part: str | None = None) -> Path | None:
         checkpoint: A checkpoint, a directory of checkpoints, or a run directory.
         part: Where this group of processes keeps its metadata below the run directory.
     """
-    source = checkpoint.resolve()
+    source = Path(os.path.realpath(checkpoint))
     if not source.exists():
         return None
     # A single file beside the metadata of a run is no checkpoint of it: those lie in a directory of their own.

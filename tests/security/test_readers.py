@@ -97,3 +97,16 @@ def test_trust_is_what_runs_an_engines_pickle(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
     read_engine_file(place, trust=True)
     assert (tmp_path / "mark").exists()
+
+
+def test_an_engines_enumeration_is_read_in_both_spellings_and_nothing_else_by_getattr(tmp_path: Path) -> None:
+    kind = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    by_value = kind + b"(K\x02tR"
+    by_name = b"cbuiltins\ngetattr\n(" + kind + b"X\x09\x00\x00\x00gradientstR"
+    for spelling, value in ((by_value, 2), (by_name, "gradients")):
+        found = read_engine_file(_in_archive(tmp_path / "states.pt", b"\x80\x02" + spelling + b"."))
+        # A member where DeepSpeed is imported, else what stands for it.
+        assert value in (getattr(found, "value", None), getattr(found, "name", None), *getattr(found, "values", ()))
+    other = b"cbuiltins\ngetattr\n(cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nX\x08\x00\x00\x00__init__tR"
+    with pytest.raises(CheckpointError):
+        read_engine_file(_in_archive(tmp_path / "states.pt", b"\x80\x02" + other + b"."))

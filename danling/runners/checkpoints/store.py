@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -87,7 +88,8 @@ class CheckpointStore(ABC):
 
     def owns(self, path: Path) -> bool:
         """Whether a checkpoint lies in the directory of this store."""
-        return self.directory.resolve() in path.resolve().parents
+        # pathlib raises where links lead to each other.
+        return Path(os.path.realpath(self.directory)) in Path(os.path.realpath(path)).parents
 
     def prune(self, line: Line, *, keep: int, resumed: Record | None) -> None:
         """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""

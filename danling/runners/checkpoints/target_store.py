@@ -12,7 +12,7 @@ from pathlib import Path
 from . import storage
 from .errors import CheckpointDamaged, reason
 from .manifest import Manifest, complaints, damage_of, damaged, read_manifest
-from .policy import Record, is_name
+from .policy import Record, history_name, is_history, is_name
 from .store import CheckpointStore, logger
 
 TARGETS = "targets"
@@ -20,6 +20,19 @@ SUMS = "manifest.sha256"
 
 _TARGET = re.compile(r"\d{8,}-[0-9a-f]{8}")
 _POINTER_BYTES = 64
+
+
+def misled(pointer: Path, record: Record) -> list[str]:
+    """Return what is wrong with the name of a pointer to a checkpoint; empty when it says no other step or epoch.
+
+    Args:
+        pointer: The pointer, or a target, whose name says nothing.
+        record: Of the checkpoint that it leads to.
+    """
+    fitting = [history_name(step_mode=mode, epoch=record.epoch, global_step=record.step) for mode in (True, False)]
+    if not is_history(pointer.name) or pointer.name in fitting:
+        return []
+    return [f"{pointer.name} leads to the checkpoint of step {record.step}, epoch {record.epoch}"]
 
 
 class TargetStore(CheckpointStore):
@@ -151,6 +164,7 @@ class TargetStore(CheckpointStore):
             raise damaged([str(error)], path) from error
         extra = storage.names(target) - manifest.files.keys() - {SUMS}
         problems = complaints(manifest, target, level) + [f"{name} is not part of it" for name in sorted(extra)]
+        problems += misled(path, manifest.record)
         if problems:
             raise damaged(problems, target)
 

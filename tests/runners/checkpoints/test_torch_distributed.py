@@ -146,6 +146,19 @@ def test_pointers_lead_to_targets_only(tmp_path: Path, content: str) -> None:
         manager.load_checkpoint("ckpt-s000000000001")
 
 
+def test_pointers_that_were_exchanged_are_found_by_their_names(tmp_path: Path) -> None:
+    manager = _manager(tmp_path)
+    for step in (1, 2):
+        _save(manager, step, history=True)
+    first, second = tmp_path / "ckpt-s000000000001", tmp_path / "ckpt-s000000000002"
+    content = first.read_text()
+    first.write_text(second.read_text())
+    second.write_text(content)
+    with pytest.raises(CheckpointDamaged, match="ckpt-s000000000001 leads to the checkpoint of step 2"):
+        manager.load_checkpoint("ckpt-s000000000001")
+    assert manager.find_latest() == "latest"
+
+
 def test_metadata_runs_nothing(tmp_path: Path) -> None:
     manager = _manager(tmp_path, verify="none")
     _save(manager, 1)
