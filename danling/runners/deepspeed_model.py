@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from danling.distributed.deepspeed_config import EngineFacts, clip_norm, engine_
 from danling.distributed.deepspeed_keys import check_keys
 from danling.optim.named_state import parameter_names
 from danling.training import GradientWatch, Precision
+from danling.training.coverage import listed
 from danling.utils.names import canonical_name
 
 from .config import RunnerConfig
@@ -89,6 +90,7 @@ class DeepSpeedModel(TorchRunner):
             return
         check_keys(self.given_settings, settings)
         self._check_criterion()
+        self._check_dtype()
         self._check_optimizer(settings)
         if uses_bf16_weights(settings) and self.ema is not None:
             raise ValueError(
@@ -119,7 +121,7 @@ class DeepSpeedModel(TorchRunner):
     """Watches the first window, since the engine takes gradients away as they come."""
 
     def gradientless(self) -> list[str]:
-        """Return the names of trained parameters that got no gradient on this rank."""
+        """Return the names of trained parameters that got no gradient on this rank. Called on all ranks, once."""
         watch, self._watch = self._watch, None
         held = {id(parameter) for parameter in self.optimized_parameters()}
         own = {name for name, parameter in self.named_parameters() if id(parameter) in held}
@@ -136,6 +138,17 @@ class DeepSpeedModel(TorchRunner):
         if self.data_domain.size > 1:
             for tensor in self._criterion_tensors("parameters"):
                 self.world.broadcast(tensor.data)
+
+    def _check_dtype(self) -> None:
+        """Refuse tensors in float64, which an engine makes float32."""
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        wide = [canonical_name(name) for name, tensor in tensors if tensor.dtype is torch.float64]
+        if wide:
+            raise ValueError(
+                f"Expected a model in float32, in which a DeepSpeed engine keeps weights and buffers. Received: float64 in "
+                f"{listed(wide)}. Call self.model.float() in __init__ where that is precise enough, or set stack='ddp', "
+                "which trains in float64."
+            )
 
     def _check_optimizer(self, settings: Mapping[str, Any]) -> None:
         """Refuse an optimizer whose update depends on the shape of a parameter, of which ZeRO makes flat pieces."""
@@ -226,13 +239,24 @@ class DeepSpeedModel(TorchRunner):
             return f"{section}.type={kind!r}"
         return None if own is None else f"self.{attribute}, a {type(own).__name__}"
 
-    def whole_weights(self, *, modify: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which every rank has whole weights, which ZeRO 3 divides. Enter on all ranks.
+    def whole_weights(self, *, modify: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the weights are whole; see `TorchRunner.whole_weights`. Enter on all ranks.
 
         Args:
-            modify: Keep what rank 0 writes to them inside.
+            modify: Give all ranks on exit what rank 0 has written to them.
         """
-        return engines.gathered(self.engine, modify=modify)
+        return self._written_weights() if modify else engines.gathered(self.engine)
+
+    @contextmanager
+    def _written_weights(self) -> Iterator[None]:
+        with engines.gathered(self.engine, modify=True):
+            yield
+        if self.distributed and not self.divides_weights:
+            for parameter in self.unwrapped_model.parameters():
+                self.world.broadcast(parameter.data)
+        if self.engine is not None and engines.is_divided(self.engine):
+            # ZeRO updates weights of its own in float32, which would come back with the next update.
+            self.engine.optimizer.refresh_fp32_params()
 
     @property
     def divides_weights(self) -> bool:

@@ -182,10 +182,10 @@ class DeepSpeedRunner(DeepSpeedState):
     def averaged_weights(self) -> Iterator[None]:
         """Put the averaged weights into the model, and the trained ones back on exit. Enter on all ranks."""
         applied = self.ema.applied()
-        with self.whole_weights(modify=True):
+        with engines.gathered(self.engine, modify=True):
             applied.__enter__()
         try:
             yield
         finally:
-            with self.whole_weights(modify=True):
+            with engines.gathered(self.engine, modify=True):
                 applied.__exit__(None, None, None)

@@ -118,7 +118,7 @@ class DeepSpeedState(DeepSpeedModel):
             return
         if isinstance(state, EngineTag):
             state = self.checkpoint_manager.on_all(lambda: consolidated_weights(state.path, trust=self._trusted))
-        with self.whole_weights(modify=True):
+        with engines.gathered(self.engine, modify=True):
             super().load_model(state, partial=partial)
         if self.engine is not None and engines.is_divided(self.engine):
             self.engine.optimizer.refresh_fp32_params()

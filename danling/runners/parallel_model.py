@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from danling.data import derive_seed, preserved_random_state
 from danling.distributed.axes import AXES, check_micro_batches
-from danling.distributed.fsdp import find_blocks, resolve_dtype, shard, sharded_modules
+from danling.distributed.fsdp import find_blocks, reshard, resolve_dtype, shard, sharded_modules
 from danling.distributed.model_parts import (
     ModelParts,
     check_meta,
@@ -33,8 +33,9 @@ from danling.distributed.model_parts import (
 )
 from danling.distributed.pipeline import V_SCHEDULES, Pipeline
 from danling.distributed.replicas import Replicas, equalize, mesh_axes
+from danling.distributed.whole import wholly
 from danling.utils.names import canonical_name
-from danling.utils.tensors import is_sharded
+from danling.utils.tensors import is_sharded, shard_like
 
 from .config_effects import idle_mesh_settings
 from .parallel_topology import DIVIDING_AXES, ParallelTopology
@@ -360,6 +361,24 @@ class ParallelModel(ParallelTopology):
             n_microbatches=settings.pipeline_n_microbatches,
             device=self.device,
         )
+
+    def whole_weights(self, *, modify: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the weights are whole; see `TorchRunner.whole_weights`. Enter on all ranks.
+
+        Args:
+            modify: Give all ranks on exit what the first rank that holds a weight has written to it.
+        """
+        return self._whole_weights(modify)
+
+    @contextmanager
+    def _whole_weights(self, modify: bool) -> Iterator[None]:
+        reshard(self.model)
+        with wholly(self.model) as pairs, torch.no_grad():
+            yield
+            if modify:
+                equalize(self.topology, [full for _, full in pairs])
+                for held, full in pairs:
+                    held.copy_(shard_like(full, held))
 
     # Optimizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -302,7 +302,10 @@ class TorchComponents(BaseRunner):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def gradientless(self) -> list[str]:
-        """Return the names of trained parameters that have no gradient on this rank. Called before the first update is applied."""
+        """Return the names of trained parameters that have no gradient on this rank.
+
+        Called on all ranks, before the first update is applied.
+        """
         held = {id(parameter) for parameter in self.optimized_parameters()}
         return [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None and id(p) in held]
 
@@ -366,6 +369,24 @@ class TorchComponents(BaseRunner):
         if isinstance(self.criterion, nn.Module):
             for name, parameter in self.criterion.named_parameters():
                 yield f"criterion.{name}", parameter
+
+    def whole_weights(self, *, modify: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which every rank has the weights of the model whole, to look at or to write to. Enter on all ranks.
+
+        Here every rank has them anyway. Where a stack divides them, `runner.unwrapped_model` has plain tensors of full shape inside; of
+        a pipeline each rank has its own stages. Make no forward inside: training, evaluation and inference gather what they need.
+
+        Args:
+            modify: Give all ranks on exit what the first rank that holds a weight has written to it; else what is written is lost where
+                weights are divided, and differs from rank to rank where they are not.
+        """
+        return self._equalized_weights() if modify and self.distributed else nullcontext()
+
+    @contextmanager
+    def _equalized_weights(self) -> Iterator[None]:
+        yield
+        for parameter in self.unwrapped_model.parameters():
+            self.world.broadcast(parameter.data)
 
     def equalize_buffers(self) -> None:
         """Give all ranks the buffers of the first one. Call on all ranks.

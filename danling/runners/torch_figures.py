@@ -121,7 +121,7 @@ class TorchFigures(TorchUpdate):
             return
         step = self.state.train.global_step
         # On an accelerator a window without any weight is noticed only here.
-        loss = float(outcome.loss) / ((float(outcome.weight) or 1.0) if not self.sums_loss else 1.0)
+        loss = float(outcome.loss_sum if self.sums_loss else outcome.loss)
         pace = telemetry.report(
             step, samples=samples, shared=shared, learning_rates=self._rates, grad_norm=outcome.grad_norm
         )

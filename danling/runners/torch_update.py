@@ -411,7 +411,7 @@ class TorchUpdate(TorchReplicas):
                 self.scheduler.step()
             if self.ema is not None:
                 self.ema.update()
-            self.losses.add_totals("loss", outcome.loss, outcome.weight)
+            self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
         else:
             self._count_skip(outcome)
         self.window.reset()

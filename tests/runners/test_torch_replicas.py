@@ -191,7 +191,7 @@ class Uneven(dl.TorchRunner):
         """Note the loss that is logged."""
         outcome = super().step()
         if outcome.committed:
-            self.losses_seen.append(float(outcome.loss) / float(outcome.weight))
+            self.losses_seen.append(float(outcome.loss))
         return outcome
 
 

@@ -96,7 +96,7 @@ class AnyStackRunner(dl.Runner):
             self.stop()
         outcome = super().step()
         assert outcome.grad_norm is not None
-        self.trace.append((float(outcome.loss), float(outcome.weight), float(outcome.grad_norm)))
+        self.trace.append((float(outcome.loss_sum), float(outcome.weight), float(outcome.grad_norm)))
         return outcome
 
 

@@ -65,7 +65,7 @@ class TracingRunner(dl.TorchRunner):
             self.stop()
         rate = self.optimizer.param_groups[0]["lr"]
         outcome = super().step()
-        self.trace.append((float(outcome.loss), float(outcome.weight), rate))
+        self.trace.append((float(outcome.loss_sum), float(outcome.weight), rate))
         return outcome
 
 
