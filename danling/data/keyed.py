@@ -117,7 +117,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             self._family, self._base = family, derive_seed(self.seed, "sample", *parts)
         seed = mix_seed(self._base, index if type(index) is int else index_number(index))
         seed_host_streams(seed)
-        if self._generators:
+        if self._generators is not None and self._generators.places:
             self._generators.seed(seed)
 
 
