@@ -62,7 +62,9 @@ def _holders_of_order(loader: Any) -> list[Any]:
     if isinstance(loader, SampledLoader):
         return [loader.order.sampler]
     dataset = getattr(loader, "dataset", None)
-    holders = [getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)]
+    batches = getattr(loader, "batch_sampler", None)
+    # No truth of a sampler is asked for: it may have no length.
+    holders = [getattr(loader, "sampler", None) if batches is None else batches]
     if isinstance(dataset, IterableDataset) and not is_stateful(dataset):
         holders.append(dataset)
     return [holder for holder in holders if holder is not None]
