@@ -45,7 +45,7 @@ def glanced(loader: Any) -> Iterator[None]:
     dataset = getattr(loader, "dataset", None)
     generators = Generators({"loader": loader} if type(loader) not in (list, tuple, range) else {})
     states = generators.states()
-    orders = [SamplerState(holder, dataset) for holder in _holders_of_order(loader)]
+    orders = [SamplerState(holder, None if holder is dataset else dataset) for holder in _holders_of_order(loader)]
     found = [order.capture() for order in orders]
     parts = stateful_parts(dataset)
     own = get_states(parts)
