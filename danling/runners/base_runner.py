@@ -93,6 +93,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
 
     stack: str = "base"
     _run_log: RunLog
+    _stop_asked: str | None
 
     # For those who override `set_seed` with a way of their own.
     seed: int = 0
@@ -413,7 +414,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         Raises:
             SystemExit: On exit, where a signal asked for a stop: 143, or 130 after SIGINT.
         """
-        self._stop_asked: str | None = None
+        self._stop_asked = None
         with speaking_for(self._run_log), self._collecting():
             self.open_trackers()
             self.init_signal_handlers()

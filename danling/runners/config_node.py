@@ -83,8 +83,7 @@ class Section(Config):
         try:
             return conform(text, field.hint)
         except TypeError:
-            name = self._join(field.name)
-            raise TypeError(f"Expected {name} to be {describe(field.hint)}. Received: {name}={text!r} (str).") from None
+            return text  # `validate` names it
 
     def _assign_nested(self, head: str, rest: str, value: Any) -> None:
         child = dict.get(self, head)
@@ -229,7 +228,21 @@ class Section(Config):
             self._merge_one(field.name, field.default, True)
 
     def validate(self) -> None:
-        """Accept everything: what an open section holds is its owner's affair."""
+        """Refuse words where a declared key takes none; else what an open section holds is its owner's affair.
+
+        Raises:
+            ValueError: If there is one, naming the key.
+        """
+        for field in fields_of(type(self)).values():
+            value = dict.get(self, field.name)
+            if isinstance(value, str) and not _PLACEHOLDER.search(value):
+                try:
+                    conform(value, field.hint)
+                except TypeError:
+                    name = self._join(field.name)
+                    raise ValueError(
+                        f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} (str)."
+                    ) from None
 
     @staticmethod
     def _validate(obj: Any) -> None:
