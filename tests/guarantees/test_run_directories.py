@@ -14,6 +14,7 @@ import torch
 import yaml
 from support.kill import python, run_python
 from support.locks import child, hold, wait_for
+from support.process_tree import descendants, kill_all
 from support.processes import run_processes
 from support.torchrun import run_torchrun
 from torch import nn
@@ -277,8 +278,10 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
         # left do not keep it.
         with python(script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1") as second:
             second.wait_for_output("waiting up to 60 seconds")
+            workers = descendants(first.pid)
             os.kill(first.pid, 9)
             assert second.wait().exit_code == 0, second.output
+        kill_all(workers)
 
 
 def test_places_are_still_read_in_the_metadata() -> None:
