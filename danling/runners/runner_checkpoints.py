@@ -332,7 +332,11 @@ class RunnerCheckpoints(RunnerData):
             )
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """Restore counters and figures; what `run_state` returned. Called on all ranks."""
+        """Restore counters and figures. Called on all ranks.
+
+        Args:
+            state: What `run_state` returned.
+        """
         self.state.load_state_dict(state)
         self.hold_at_most(self.state.elastic.micro_batch_size)
         self.results = {int(index): result for index, result in state.get("results", {}).items()}

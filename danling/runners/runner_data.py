@@ -104,6 +104,8 @@ class RunnerData(RunnerSupervision):
     def data_place(self, split: str) -> tuple[int, int]:
         """Return which share of a split this rank reads, and how many shares there are.
 
+        No communication: may be called on one rank.
+
         Args:
             split: The split.
         """

@@ -142,7 +142,11 @@ class TorchLoading(TorchState):
         self.scheduler.load_state_dict(dict(state))
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """Restore counters, figures and scores; what `run_state` returned. Called on all ranks."""
+        """Restore counters, figures and scores. Called on all ranks.
+
+        Args:
+            state: What `run_state` returned.
+        """
         super().load_run_state(state)
         self.window.agreed_reference = self.state.train.weight_reference
         self.open_result = dict(state.get("open_result", {}))
