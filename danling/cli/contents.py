@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.runners.checkpoints.errors import CheckpointDamaged
+from danling.utils.nesting import parse_json
 
 from .source import locate
 
@@ -129,7 +129,7 @@ def read_safetensors(path: Path) -> Contents:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _HEADER_LIMIT:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         plain = {"metadata": header.pop("__metadata__", {})}
         entries = [_safetensors_entry(name, about) for name, about in sorted(header.items())]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:

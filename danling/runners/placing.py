@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from danling.utils.nesting import parse_yaml
 from danling.workspace.claim import WAIT_SECONDS, Wish, newest_first
 from danling.workspace.series import number_of
 
@@ -28,7 +29,9 @@ PLACES = frozenset(
 )
 # Names of single directories, which lie where the run itself does: they are kept unless they lead out of it.
 DIRECTORY_NAMES = frozenset({"lineage", "checkpoint.dir_name", "checkpoint.ft_dataloader_checkpoint_prefix"})
-_ENGINE_PLACES = re.compile(r"deepspeed\.(.*\.)?(nvme_path|output_path|[a-z_]*_dir)")
+_ENGINE_PLACES = re.compile(r"deepspeed\.(.*\.)?[a-z_]*_(path|dir|file)")
+# DeepSpeed joins these to a directory, of which nothing is left where they are paths themselves.
+_ENGINE_NAMES = re.compile(r"deepspeed\.(.*\.)?job_name")
 _PLAIN_NAME = re.compile(r"[^/\\\0]+")
 
 _DIGITS = 16
@@ -190,7 +193,7 @@ def _ids_now(stored: Mapping[str, Any]) -> set[str]:
 def _canonical_of(run: Path) -> dict[str, Any] | None:
     try:
         text = (run / "metadata" / "config.canonical.yaml").read_text(encoding="utf-8")
-        stored = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        stored = parse_yaml(text)
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return stored if isinstance(stored, dict) else None
@@ -227,6 +230,6 @@ def without_places(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 def _is_place(key: str, value: Any) -> bool:
     if key in PLACES or _ENGINE_PLACES.fullmatch(key):
         return True
-    if key not in DIRECTORY_NAMES:
+    if key not in DIRECTORY_NAMES and not _ENGINE_NAMES.fullmatch(key):
         return False
     return not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value) or value in (".", "..")

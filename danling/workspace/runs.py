@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import yaml
+
+from danling.utils.nesting import parse_json, parse_yaml
 
 from .series import natural_key
 from .trackers import read_jsonl
@@ -251,7 +252,7 @@ def _mapping(value: Any) -> dict[Any, Any]:
 
 
 def _parse_yaml(text: str) -> dict[str, Any]:
-    return _mapping(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {})
+    return _mapping(parse_yaml(text) or {})
 
 
 def _parse_result(result: Any) -> dict[str, dict[str, float | None]]:
@@ -265,10 +266,10 @@ def _parse_result(result: Any) -> dict[str, dict[str, float | None]]:
 
 
 def _parse_results(text: str) -> dict[int, dict[str, dict[str, float | None]]]:
-    return {int(index): _parse_result(result) for index, result in _mapping(json.loads(text)).items()}
+    return {int(index): _parse_result(result) for index, result in _mapping(parse_json(text)).items()}
 
 
 def _parse_chosen(text: str) -> dict[str, Any]:
-    chosen = _mapping(json.loads(text))
+    chosen = _mapping(parse_json(text))
     # Before its first evaluation a run writes the file with nothing in it.
     return {} if chosen.get("result") is None else {**chosen, "result": _parse_result(chosen["result"])}

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import hostile
 
-from danling.runners.checkpoints import CheckpointError
+from danling.runners.checkpoints import CheckpointDamaged, CheckpointError
 from danling.runners.checkpoints.dcp_files import read_target
 from danling.runners.checkpoints.engine_pickles import read_engine_file
 from danling.runners.checkpoints.exchange import import_weights
 from danling.runners.checkpoints.reading import read_file
+from danling.runners.checkpoints.shard_index import ShardIndex
 from danling.runners.checkpoints.stock_metadata import TABLE, read_stock_metadata
+from danling.runners.placing import without_places
+from danling.utils.nesting import parse_json, parse_yaml
 
 FIXTURES = Path(__file__).parents[1] / "runners" / "checkpoints" / "fixtures" / "v1"
 
@@ -110,3 +117,59 @@ def test_an_engines_enumeration_is_read_in_both_spellings_and_nothing_else_by_ge
     other = b"cbuiltins\ngetattr\n(cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nX\x08\x00\x00\x00__init__tR"
     with pytest.raises(CheckpointError):
         read_engine_file(_in_archive(tmp_path / "states.pt", b"\x80\x02" + other + b"."))
+
+
+DEEP = "[" * 100_000
+
+
+def test_text_that_is_nested_without_end_is_an_error_that_is_caught(tmp_path: Path) -> None:
+    for parse in (parse_yaml, parse_json, ShardIndex.parse):
+        with pytest.raises(ValueError, match="nested"):
+            parse(DEEP)
+    run = tmp_path / "run"
+    (run / "metadata").mkdir(parents=True)
+    for name in ("metrics.jsonl", "results.json", "latest.json", "metadata/config.full.yaml"):
+        (run / name).write_text(DEEP + "\n")
+    # In a process of its own, which it would be the end of.
+    program = f"import sys; from danling.cli.main import main; sys.exit(main(['runs', {str(tmp_path)!r}]))"
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert b"nested" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
+def test_an_index_of_safetensors_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "model.safetensors.index.json"
+    place.write_text(text)
+    with pytest.raises(CheckpointDamaged, match="Expected an index of safetensors"):
+        import_weights(place)
+
+
+@pytest.mark.parametrize("tied", [DEEP, "5", '{"b": "c"}'])
+def test_tied_names_of_safetensors_that_lead_nowhere_are_damage(tmp_path: Path, tied: str) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"tied": tied})
+    with pytest.raises(CheckpointDamaged, match=r"model\.safetensors"):
+        import_weights(tmp_path / "model.safetensors")
+
+
+def test_an_engines_file_that_is_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "states.pt")
+    with pytest.raises(CheckpointDamaged, match="is a named pipe"):
+        read_engine_file(tmp_path / "states.pt")
+
+
+def test_places_of_an_engine_are_not_obeyed() -> None:
+    engine = {
+        "flops_profiler": {"enabled": True, "output_file": "/srv/figures"},
+        "tensorboard": {"output_path": "/srv", "job_name": "/srv/job"},
+        "csv_monitor": {"job_name": "job"},
+        "zero_optimization": {"stage": 3, "offload_param": {"nvme_path": "/srv"}},
+    }
+    assert without_places({"deepspeed": engine}) == {
+        "deepspeed": {
+            "flops_profiler": {"enabled": True},
+            "tensorboard": {},
+            "csv_monitor": {"job_name": "job"},
+            "zero_optimization": {"stage": 3, "offload_param": {}},
+        }
+    }

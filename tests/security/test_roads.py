@@ -17,7 +17,8 @@ from support.toys import TracingRunner
 
 from danling.cli.main import main
 from danling.runners.checkpoints import CheckpointError, read_config
-from danling.runners.checkpoints.reading import read_payload
+from danling.runners.checkpoints.reading import obeyed, read_payload
+from danling.runners.placing import without_places
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +152,32 @@ def test_a_checkpoint_cannot_say_that_it_is_trusted(recorded: dict[str, Path], t
     latest, _ = _place(recorded, "file", tmp_path)
     payload = torch.load(latest, weights_only=True)
     payload["runner"]["checkpoint"]["trust"] = True
+    # The compiler of generated code, as words of a command.
+    payload["runner"]["compile"] = {"options": {"cpp.cxx": (None, "sh -c true"), "max_autotune": False}}
     latest.unlink()
     torch.save(payload, latest)
     hostile.reseal(latest.parent)
     assert read_config(latest)["checkpoint"]["trust"] is True
     with TracingRunner.from_checkpoint(latest, {"workspace_root": str(tmp_path / "new")}) as runner:
         assert runner.config.checkpoint.trust is False
+        assert runner.config.compile.options == {"max_autotune": False}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"checkpoint.trust": True},
+        {"compile.precompile_artifact_dir": "graphs"},
+        {"compile.options": {"cpp.cxx": (None, "sh -c true")}},
+        {"compile.options.cpp.cxx": (None, "sh -c true")},
+        {"compile": {"options": {"cpp": {"cxx": [None, "sh"]}}}},
+        {"compile": {"options.cpp.cxx": "sh"}},
+    ],
+)
+def test_names_with_dots_say_no_more_than_others(planted: dict[str, Any]) -> None:
+    config = TracingRunner.config_class(obeyed(without_places(planted)))
+    assert config.checkpoint.trust is False and config.compile.precompile_artifact_dir is None
+    assert config.compile.options in (None, {}, {"cpp": {}})
 
 
 HARMFUL_YAML = "optim: !!python/object/apply:os.system ['touch {mark}']\n"

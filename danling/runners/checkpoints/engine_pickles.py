@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import storage
 from .archive import archive_complaints, is_archive
 from .errors import CheckpointDamaged, CheckpointError
 
@@ -65,7 +66,10 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
         CheckpointDamaged: If it cannot be read.
         CheckpointError: If it holds what is not in the table, and is not trusted.
     """
-    problems = archive_complaints(path, tensors=False) if path.is_file() and is_archive(path) else []
+    if storage.size_of(path) is None:
+        # A named pipe would be waited for.
+        raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}, which {storage.absence(path)}.")
+    problems = archive_complaints(path, tensors=False) if is_archive(path) else []
     if problems:
         raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {'; '.join(problems)}")
     try:
@@ -73,7 +77,7 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         refused = "weights_only" in str(error)
-        if not refused or not path.is_file():
+        if not refused:
             raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {error}") from error
         if not trust:
             raise untrusted(f"{path}, which holds more than tensors, plain values and records of an engine") from error

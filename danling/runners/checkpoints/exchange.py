@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from danling.utils.names import canonical_name
+from danling.utils.nesting import parse_json
 from danling.utils.tensors import is_sharded
 
 from . import storage
@@ -234,8 +235,10 @@ def _located(path: Path, which: str) -> Path:
 
 def _read_index(path: Path) -> dict[str, Tensor]:
     try:
-        places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, UnicodeDecodeError) as error:
+        places: dict[str, str] = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(file, str) for file in places.values()):
+            raise ValueError("its weight_map leads to what is no name of a file")
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
     weights: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
@@ -257,12 +260,13 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            tied = json.loads((file.metadata() or {}).get("tied", "{}"))
+            tied = parse_json((file.metadata() or {}).get("tied", "{}"))
+        shared = {name: weights[first] for name, first in dict(tied).items()}
     except Exception as error:
         raise CheckpointDamaged(
             f"Expected a readable file. Received: {path}, on which safetensors fails: {error}"
         ) from error
-    return {**weights, **{name: weights[first] for name, first in tied.items()}}
+    return {**weights, **shared}
 
 
 def _state_dict(loaded: Any, path: Path, which: str) -> dict[str, Tensor]:

@@ -149,18 +149,31 @@ def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]
     )
 
 
-def obeyed(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a checkpoint less those that would let a file say that it is to be trusted.
+# The second names compiled code, which runs when it is loaded; options of a compiler name the programs that it runs.
+_NEVER_OBEYED = frozenset({"checkpoint.trust", "compile.precompile_artifact_dir"})
+_COMPILER = "compile.options."
+
+
+def obeyed(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a checkpoint less those that would let a file say that it is to be trusted, or what is to be run.
 
     Args:
         stored: What `read_config` returned.
+        prefix: Dotted key that they lie under.
     """
-    settings = dict(stored)
-    # The second names compiled code, which runs when it is loaded.
-    for section, key in (("checkpoint", "trust"), ("compile", "precompile_artifact_dir")):
-        if isinstance(settings.get(section), Mapping):
-            settings[section] = {name: value for name, value in settings[section].items() if name != key}
-    return settings
+    kept: dict[str, Any] = {}
+    for name, value in stored.items():
+        key = f"{prefix}{name}"  # a name may be dotted itself
+        if isinstance(value, Mapping):
+            kept[name] = obeyed(value, f"{key}.")
+        elif key.startswith(_COMPILER) and not (value is None or isinstance(value, (bool, int, float))):
+            logger.warning(
+                "%s of the checkpoint is left out: it could name a program that runs. Give it again if it is meant.",
+                key,
+            )
+        elif key not in _NEVER_OBEYED:
+            kept[name] = value
+    return kept
 
 
 def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from danling.utils.nesting import parse_json
+
 from . import storage
 from .errors import CheckpointDamaged
 
@@ -145,7 +147,7 @@ class ShardIndex:
         Raises:
             ValueError: If it is not one, or does not fit together.
         """
-        content = json.loads(text)
+        content = parse_json(text)
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             raise ValueError(f"it is no {FORMAT}")
         try:

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from .dcp_files import TargetWriter
 
 _PROGRAM = f"""
-import json, signal, sys
+import sys
+# The working directory may hold a file of the name of a module.
+sys.path[:] = filter(None, sys.path)
+import json, signal
 # A signal to the whole group is the parent's business: it finishes the save, and this process ends with it.
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
