@@ -2,8 +2,9 @@
 # Run the tests of checkpoints with the system's own Python, in a virtual environment of its own.
 #   scripts/test_system_python.sh PYTHON VENV TORCH_VERSION
 # PYTHON is that of the other tests. What a pickle looks like depends on the patch release: Debian 12's 3.11.2 writes enumerations as
-# no newer one does. SYSTEM_PYTHON names another interpreter than /usr/bin/python3.
+# no newer one does. SYSTEM_PYTHON names another interpreter than /usr/bin/python3; TEST_SYSTEM_SECONDS limits the tests (default: 900).
 set -euo pipefail
+trap 'echo "test-system: failed; what went wrong stands above (line $LINENO of $0)" >&2' ERR
 
 python=$1
 venv=$2
@@ -35,5 +36,9 @@ scripts/install_torch.sh "$venv/bin/python" "$torch"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
   -e . numpy pytest pytest-timeout pytest-xdist safetensors
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -n 2 --dist worksteal -m "not slow" \
+limit=()
+if command -v timeout >/dev/null; then
+  limit=(timeout --kill-after=30 "${TEST_SYSTEM_SECONDS:-900}")
+fi
+${limit[@]+"${limit[@]}"} "$venv/bin/python" -m pytest -q -n 2 --dist worksteal -m "not slow" \
   tests/security tests/runners/checkpoints/test_{formats,file,exchange,manifest,snapshot,torch_distributed,neighbours}.py

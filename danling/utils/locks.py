@@ -52,7 +52,7 @@ class Holder:
         try:
             found = json.loads(text)
             return cls(str(found["host"]), int(found["pid"]), str(found["since"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return cls()
 
     def text(self) -> str:
