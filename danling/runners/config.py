@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from chanfig.utils import Null
@@ -291,6 +291,46 @@ class RunnerConfig(ClosedSection):
             if dict.__contains__(self, name):
                 self._store(name, dict.__getitem__(self, name))
 
+    def _note_iteration(self) -> None:
+        """Take all keys for read when a program goes through them, as `**config` does; copies and files made by the library read none."""
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if caller.partition(".")[0] not in ("danling", "chanfig"):
+            for name in list(dict.keys(self)):
+                self._note_reading(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note_iteration()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """Return the keys; all of them count as read."""
+        self._note_iteration()
+        return super().keys()
+
+    def values(self) -> Any:
+        """Return the values; all of them count as read."""
+        self._note_iteration()
+        return super().values()
+
+    def items(self) -> Any:
+        """Return pairs of keys and values; all of them count as read."""
+        self._note_iteration()
+        return super().items()
+
+    def plain(self) -> Any:
+        """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`; all of them count as read.
+
+        Raises:
+            TypeError: If a value has no plain form, naming its key.
+        """
+        self._note_iteration()
+        return super().plain()
+
+    def to_dict(self, flatten: bool = False) -> Any:
+        """Return the same as `dict`."""
+        self._note_iteration()
+        return self.dict(flatten)
+
     def _refuse_undeclared(self, received: Mapping[str, str], settings: Mapping[Any, Any]) -> None:
         """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
 
@@ -566,7 +606,8 @@ class RunnerConfig(ClosedSection):
         return self.merge(settings)
 
     def dict(self, flatten: bool = False) -> Any:
-        """Return the contents as plain values; `flatten` joins the keys of nested sections by dots."""
+        """Return the contents as plain values; `flatten` joins the keys of nested sections by dots. All of them count as read."""
+        self._note_iteration()
         return config_identity.flatten(self.plain()) if flatten else self.plain()
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:

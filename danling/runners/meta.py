@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,6 +22,8 @@ class MetaRunner(type):
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        # A class made by `type(name, bases, methods)` belongs to the module that asked for it, not to this one.
+        namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__", "__main__"))
         make_standalone(namespace)
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 

@@ -45,7 +45,7 @@ def train(config: Any = None, runner_class: Any = Toy, **parts: Any) -> None:
 
 def toy(**methods: Any) -> Any:
     """A toy with other methods."""
-    return type("Toy", (Toy,), {"__module__": __name__, **methods})
+    return type("Toy", (Toy,), methods)
 
 
 Mistake = tuple[Callable[[], Any], str]

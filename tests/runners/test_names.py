@@ -92,7 +92,10 @@ def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None
     class Plain(Named):
         train_step = 0.1
 
-    for runner_class, name in ((Private, "_log"), (Hidden, "window"), (Plain, "train_step")):
+    Made = type("Made", (Named,), {"window": 3})  # without a class statement, which would note the module
+
+    assert Made.__module__ == __name__
+    for runner_class, name in ((Private, "_log"), (Hidden, "window"), (Plain, "train_step"), (Made, "window")):
         with pytest.raises(AttributeError, match=f"{name} of the class {runner_class.__name__}, where '{name}'"):
             runner_class(settings(tmp_path))
 

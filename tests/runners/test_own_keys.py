@@ -158,6 +158,12 @@ READS: dict[str, Callable[[Any], Any]] = {
     "item": lambda config: config["lr"],
     "get": lambda config: config.get("lr", 0.1),
     "getattr": lambda config: getattr(config, "lr", 0.1),
+    "items": lambda config: list(config.items()),
+    "values": lambda config: list(config.values()),
+    "iteration": list,
+    "keyword arguments": lambda config: (lambda **keys: keys)(**config),
+    "a copy as a dictionary": dict,
+    "plain values": lambda config: config.dict(),
 }
 
 
