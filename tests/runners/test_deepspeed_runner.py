@@ -73,6 +73,27 @@ def test_whose_optimizer_it_is(tmp_path: Path) -> None:
 
 @needs_deepspeed
 @pytest.mark.timeout(200)
+def test_unequal_shares_of_an_update_are_those_of_torch(tmp_path: Path) -> None:
+    """Seven samples over two processes, two at once: shares of four and three, with a padded micro-batch."""
+    loader = {"dataloader": {"global_batch_size": 7, "micro_batch_size": 2, "drop_last": False}, "epochs": 1}
+    stacks: list[tuple[str, dict[str, Any]]] = [("ddp", {}), ("deepspeed", zero(0)), ("deepspeed", zero(2))]
+    cases = []
+    for number, (stack, section) in enumerate(stacks):
+        config = settings(tmp_path / str(number), stack, **loader, **({"deepspeed": section} if section else {}))
+        del config["accum_steps"]
+        cases.append((config, {"norm": False}))
+    for reference, *others in run_processes(train_each, cases, world_size=2, timeout=150):
+        assert len(reference["trace"]) == 6 and any(weight != 7 for _, weight, _ in reference["trace"])
+        for found in others:
+            torch.testing.assert_close(
+                torch.tensor(found["trace"]), torch.tensor(reference["trace"]), rtol=1e-4, atol=1e-6
+            )
+            for name, weight in reference["state"]["model"].items():
+                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-4, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
 def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"skip_nonfinite_grad": True}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), {"poisoned": 2})]
