@@ -107,6 +107,39 @@ class DeepSpeedState(DeepSpeedModel):
 
     # Loading
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the full state, of which `checkpoint.exclude_from_loading` may leave out parts of the engine's files too.
+
+        Called on all ranks.
+
+        Args:
+            state: The payload of a checkpoint, in which `model` and `optimizer` may be a tag of an engine.
+
+        Raises:
+            CheckpointError: If part of the shares of several ranks, or of ZeRO 1 to 3, is left out, and they are not trusted.
+        """
+        inner = {entry.partition(".")[0] for entry in self._entries() if "." in entry}
+        opened: dict[str, Any] = {
+            name: self._opened(name, state[name]) for name in ("model", "optimizer") if name in inner & state.keys()
+        }
+        super().load_state_dict({**state, **opened})
+
+    def _opened(self, name: str, state: Any) -> Any:
+        """Return by name what a tag holds of a component, so that parts of it can be left out."""
+        if not isinstance(state, EngineTag):
+            return state
+        if name == "model":
+            return self.checkpoint_manager.on_all(lambda: consolidated_weights(state.path, trust=self._trusted))
+        if "optimizer.state" in self._entries():
+            # Nothing of what the engine has written is needed.
+            return {"state": {}, "param_groups": [dict(group) for group in state.outline["param_groups"]]}
+        return self._whole_optimizer(state)
+
+    def _whole_optimizer(self, tag: EngineTag) -> Any:
+        return self.checkpoint_manager.on_all(
+            lambda: consolidated_optimizer(tag.path, tag.outline, trust=self._trusted)
+        )
+
     def load_model(self, state: Any, *, partial: bool = False) -> None:
         """Load weights by canonical name, or the model of an engine's own checkpoint. Call on all ranks.
 
@@ -135,9 +168,7 @@ class DeepSpeedState(DeepSpeedModel):
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):
-            state = self.checkpoint_manager.on_all(
-                lambda: consolidated_optimizer(state.path, state.outline, trust=self._trusted)
-            )
+            state = self._whole_optimizer(state)
         if not engines.is_divided(self.engine):
             super().load_optimizer(state)
             return
@@ -165,11 +196,8 @@ class DeepSpeedState(DeepSpeedModel):
     _tag_read: EngineTag | None = None
 
     def _load_tag(self, tag: EngineTag) -> None:
-        excluded = self.config.checkpoint.exclude_from_loading or []
-        listed = [excluded] if isinstance(excluded, str) else list(excluded)
+        whole = not any(entry.partition(".")[0] == "optimizer" for entry in self._entries())
         files = HashingFiles(trust=self._trusted)
         with engines.single_writer(self.engine, files):
-            self.engine.load_checkpoint(
-                str(tag.path.parent), tag=tag.path.name, load_optimizer_states="optimizer" not in listed
-            )
+            self.engine.load_checkpoint(str(tag.path.parent), tag=tag.path.name, load_optimizer_states=whole)
         self._tag_read = tag

@@ -387,5 +387,39 @@ def test_without_a_launcher_and_what_is_refused(tmp_path: Path) -> None:
     assert found["left"] == []
 
 
+def leaving_out(root: Path) -> dict[str, Any]:
+    """Resume without parts of what an engine has written, named by dotted paths."""
+    found: dict[str, Any] = {}
+    for stage in (0, 2):
+        first = settings(root / str(stage), deepspeed=zero(stage))
+        trained = train(first, stop_at=3)["state"]
+        for entry in ("optimizer.state", "optimizer.param_groups", "model.0.weight", "state.train"):
+            again = {**first, "auto_resume": True, "checkpoint.exclude_from_loading": [entry]}
+            if stage and entry in ("optimizer.param_groups", "model.0.weight"):
+                with pytest.raises(CheckpointError, match=r"checkpoint\.trust=true"):
+                    AnyStackRunner(again)
+                again["checkpoint.trust"] = True
+            with AnyStackRunner(again) as runner:
+                state = runner.state_dict()
+                found[f"{stage} {entry}"] = (
+                    differences(state["model"], trained["model"]),
+                    differences(state["optimizer"]["state"], trained["optimizer"]["state"]) == [],
+                    state["state"]["train"]["global_step"],
+                )
+    return found
+
+
+@needs_deepspeed
+@pytest.mark.timeout(120)
+def test_parts_of_an_engines_checkpoint_can_be_left_out(tmp_path: Path) -> None:
+    (found,) = run_processes(leaving_out, tmp_path, world_size=1, timeout=100)
+    for stage in (0, 2):
+        assert found[f"{stage} optimizer.state"] == ([], False, 3)
+        assert found[f"{stage} optimizer.param_groups"] == ([], True, 3)
+        (changed,), *rest = found[f"{stage} model.0.weight"]
+        assert "0.weight" in changed and rest == [True, 3]
+        assert found[f"{stage} state.train"] == ([], True, 0)
+
+
 def test_the_stack_is_named_in_two_ways() -> None:
     assert dl.RunnerConfig({"stack": "ds"}).stack_name() == dl.RunnerConfig({"stack": "DeepSpeed"}).stack_name()

@@ -431,6 +431,15 @@ CHECKPOINTS: dict[str, Mistake] = {
         lambda: train(settings(checkpoint={"export_dtype": "float99"})),
         "checkpoint.export_dtype",
     ),
+    "a word for trust": (
+        lambda: train(settings(checkpoint={"trust": "me"})),
+        "Expected checkpoint.trust to be true or false.",
+    ),
+    "a number of secrets": (lambda: train(settings(secret_keys=3)), "Expected secret_keys to be a list of a string"),
+    "a directory twice at once": (
+        lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))),
+        "to be free. Received: a directory that is in use by process",
+    ),
     "from_checkpoint of nothing": (lambda: Toy.from_checkpoint("nowhere.pth"), "nowhere.pth"),
 }
 
