@@ -85,7 +85,7 @@ def check_names(runner: Any) -> None:
         if name in record.values and name not in record.before:
             if value is not record.values[name] and not _fits(name, value, record.values[name]):
                 raise _refused(f"self.{name} = {_short(value)}", name, record.owners[name])
-        elif name in defined and not _overrides(value, defined[name][1]):
+        elif name in defined and not (_is_cached(value, defined[name][1]) or _overrides(value, defined[name][1])):
             raise _refused(f"self.{name} = {_short(value)}", name, defined[name][0])
     for name, kind, value in _of_user(type(runner)):
         owner, original = defined.get(name, (record.owners.get(name), _MISSING))
@@ -111,6 +111,11 @@ _MISSING = object()
 
 def _fits(name: str, value: Any, original: Any) -> bool:
     return name in _REPLACEABLE and isinstance(value, type(original))
+
+
+def _is_cached(value: Any, original: Any) -> bool:
+    """Whether a value is what the library's own cached property has put there."""
+    return isinstance(original, functools.cached_property) and type(value).__module__.startswith("danling.")
 
 
 def _overrides(value: Any, original: Any, *, private: bool = False) -> bool:

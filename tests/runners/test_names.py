@@ -100,6 +100,19 @@ def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None
             runner_class(settings(tmp_path))
 
 
+class Silent:
+    """A tracker that keeps nothing."""
+
+    def log(self, values: Any, step: int) -> None:
+        """Keep nothing."""
+
+    def flush(self) -> None:
+        """Have nothing to write."""
+
+    def close(self) -> None:
+        """Have nothing to close."""
+
+
 def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
     class Free(Named):
         stack = "ddp"
@@ -113,6 +126,7 @@ def test_what_the_contract_lets_users_set_stays(tmp_path: Path) -> None:
             self.lr, self.width, self.tokenizer = 0.1, 3, object()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             self.id = "mine"
+            self.add_tracker(Silent())
 
         @property
         def scores(self) -> dict[int, float]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import danling as dl
 from danling.distributed.model_parts import copied_buffers
-from danling.runners.checkpoints import CheckpointDamaged
+from danling.runners.checkpoints import CheckpointMismatch
 
 
 def points(count: int = 16) -> TensorDataset:
@@ -360,7 +360,9 @@ def test_a_loader_that_is_left_out_begins_anew(name: str, tmp_path: Path) -> Non
 
 def test_weights_of_another_program_cannot_be_resumed_from(tmp_path: Path) -> None:
     torch.save(nn.Linear(3, 1).state_dict(), tmp_path / "plain.pt")
-    with pytest.raises(CheckpointDamaged, match=r"plain.pt.sha256 is missing. If another program .* `pretrained`"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"plain.pt, which has no format_version. Load bare weights with `pretrained`"
+    ):
         Line(settings(tmp_path, resume=str(tmp_path / "plain.pt")))
 
 

@@ -282,10 +282,12 @@ class _Slow:
 
         def write_file(path: Path, write: Callable[[storage.HashingWriter], object]) -> tuple[int, str]:
             if storage.STAGED in path.name:
-                self.writes += 1
                 self.begun.set()
                 assert self.go.wait(20)
-            return original(path, write)
+            size, digest = original(path, write)
+            # An archive of torch's is never that small, and sums always are.
+            self.writes += size > 700
+            return size, digest
 
         monkeypatch.setattr(storage, "write_file", write_file)
 
@@ -348,7 +350,7 @@ def test_an_error_of_the_background_surfaces_at_the_next_save(tmp_path: Path, mo
         patch.setattr(storage, "write_file", _fail)
         _save(manager, 2)
         manager._executor.wait()
-    with pytest.raises(CheckpointError, match="No space left on device.*still there"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*Still good in .*: latest \(step 1\)"):
         _save(manager, 3)
     _save(manager, 4)
     assert _step(manager, "latest") == 4
@@ -407,4 +409,4 @@ _ORIGINAL = storage.write_file
 
 def test_all_ranks_see_the_same(tmp_path: Path) -> None:
     seen = run_processes(_save_and_fail_on_two_ranks, tmp_path, world_size=2, init_process_group=True)
-    assert seen == [["latest 1", "CheckpointError", "not found"] * 2] * 2
+    assert seen == [["latest 1", "CheckpointDiskError", "not found"] * 2] * 2
