@@ -60,8 +60,14 @@ def user_loaders() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize("by_counting", [False, True])
-@pytest.mark.parametrize("name", sorted(user_loaders()))
+def resumed_loaders() -> list[Any]:
+    """Return each loader, told its place by its own state and by counting; with workers, which take long, some as slow ones."""
+    slow = {("torch, 2 workers", False), ("stateful, 2 workers", True), ("stateful, persistent", True)}
+    pairs = [(name, by_counting) for name in sorted(user_loaders()) for by_counting in (False, True)]
+    return [pytest.param(*pair, marks=pytest.mark.slow) if pair in slow else pair for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "by_counting"), resumed_loaders())
 def test_user_loader_resumes_at_every_position(name: str, by_counting: bool) -> None:
     """Batches and training's own streams go on as if nothing had happened, in this pass and the next."""
     make = user_loaders()[name]

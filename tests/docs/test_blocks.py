@@ -19,6 +19,8 @@ from support.pages import ROOT, Block, alike, blocks_of, pages, prints
 from support.processes import free_port
 
 PAGES = [page for page in pages() if blocks_of(page)]
+SLOW = {ROOT / "docs/guides/plots.md", ROOT / "docs/guides/quickstart.md"}
+"""Run long, and show what README and the tests of plots show too."""
 RUN = {"python", "bash"}
 READ = {"console", "text", ""}
 TITLES = {"output", "error", "message"}
@@ -157,7 +159,11 @@ def _forgets_modules() -> Iterator[None]:
 
 @pytest.mark.timeout(300)  # README starts half a dozen programs
 @pytest.mark.usefixtures("_forgets_modules")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Page(page, monkeypatch).run(blocks_of(page))
 

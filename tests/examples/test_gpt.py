@@ -65,8 +65,8 @@ def test_runs_on_two_processes(text: list[str]) -> None:
     ("axes", "options"),
     [
         (("shard", "tensor"), ()),
-        (("pipeline",), ("--model.tied", "false", "--model.depth", "2")),
-        (("expert",), ("--model.experts", "4")),
+        pytest.param(("pipeline",), ("--model.tied", "false", "--model.depth", "2"), marks=pytest.mark.slow),
+        pytest.param(("expert",), ("--model.experts", "4"), marks=pytest.mark.slow),
     ],
     ids=["mesh", "pipeline", "experts"],
 )

@@ -72,6 +72,7 @@ def test_whose_optimizer_it_is(tmp_path: Path) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_unequal_shares_of_an_update_are_those_of_torch(tmp_path: Path) -> None:
     """Seven samples over two processes, two at once: shares of four and three, with a padded micro-batch."""
@@ -150,6 +151,7 @@ def test_an_optimizer_that_looks_at_shapes_is_refused(tmp_path: Path) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_an_update_that_is_not_finite_ends_all_ranks(tmp_path: Path) -> None:
     for stage in (1, 3):
@@ -177,6 +179,7 @@ def finetune_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, tor
 
 
 @needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
     cases = [
@@ -257,7 +260,7 @@ def restored(config: dict[str, Any]) -> dict[str, Any]:
 
 @needs_deepspeed
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 2)), ((1, 1), (2, 3))])
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 2)), pytest.param((1, 1), (2, 3), marks=pytest.mark.slow)])
 def test_weights_and_moments_come_back_at_another_stage_on_another_number_of_processes(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -587,7 +587,7 @@ def test_weights_go_from_a_mesh_to_one_process_and_back(axes: dict[str, int], tm
         assert all(torch.equal(value, weights[name]) for name, value in back.items())
 
 
-@pytest.mark.parametrize("axes", [FSDP, PIPELINE], ids=str)
+@pytest.mark.parametrize("axes", [FSDP, pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_model_trains_as_an_eager_one(axes: dict[str, int], tmp_path: Path) -> None:
     (one,) = run_processes(train, settings(tmp_path / "one", None), {}, world_size=1, timeout=60)
     config = settings(tmp_path / "mesh", axes, compile={"enable": True, "backend": "aot_eager"})
