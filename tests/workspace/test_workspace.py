@@ -103,6 +103,7 @@ def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
         "dirty": True,
         "diff_sha": identity.diff_sha,
         "untracked": ["notes.txt"],
+        "lines_left_out": 0,
     }
     assert (workspace.metadata_dir / "git.diff").read_bytes() == identity.diff
     workspace.write_metadata(full, {}, {}, None)
