@@ -72,7 +72,9 @@ class SamplerState:
             for name in [name for name in held if _is_plain(held[name])]:
                 full = f"{path}.{name}"
                 if full in saved:
-                    held[name] = _from_saved(saved[full], held[name])
+                    # What is so already stays the same object, since an iterator under way may hold it.
+                    if not is_equal(_to_saved(held[name]), saved[full]):
+                        held[name] = _from_saved(saved[full], held[name])
                 elif full in self._first and not is_equal(held[name], self._first[full]):
                     held[name] = _from_saved(_to_saved(self._first[full]), held[name])
             new = [full for full in saved if full.rpartition(".")[0] == path and full.rpartition(".")[2] not in held]

@@ -37,6 +37,9 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         ValueError: If the dataset has a state that a checkpoint cannot hold.
     """
 
+    next_iter_state: dict[str, Any] | None
+    """The loaded state, until an iterator is made from it."""
+
     def __init__(self, dataset: Any, *, seed: int = 0, rank: int = 0, split: str = "train", **settings: Any) -> None:
         self.split, self.seed, self.rank = split, seed, rank
         self.epoch = 0
@@ -51,6 +54,8 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self.origins = generator_origins(dataset, self._collate)
         self._state = None if is_stateful(dataset) else SamplerState(dataset, None)
         self._found: tuple[int, Mapping[str, Any]] | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        """What the dataset was like when the run was saved, until the pass goes on from there."""
         self._warned = False
         settings["worker_init_fn"] = WorkerInit(settings.get("worker_init_fn"))
         with quiet_torchdata():
@@ -66,7 +71,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         if self._found is not None and self._found[0] == epoch:
             self._state.restore(self._found[1])
             return
-        self._found = epoch, self._state.capture()
+        self._found, self._resumed = (epoch, self._state.capture()), None
         changed = self._state.opaque_changes()
         if changed and not self._warned:
             self._warned = True
@@ -92,7 +97,8 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self.origins = dict(state.get("origins", self.origins))
         if self._state is not None and "found" in state:
             self._found = int(state["epoch"]), state["found"]
-            self._state.restore(state["current"])
+            self._resumed = state["current"]
+            self._state.restore(self._resumed)
 
     def _get_iterator(self) -> Any:
         # The iterator sees the keyed view, whoever looks at `loader.dataset` sees the user's own dataset.
@@ -107,9 +113,19 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             origins=self.origins,
             speaks=self.rank == 0,
         )
+        resumes = self.next_iter_state is not None
         iterator = super(StreamLoader, view)._get_iterator()
         self.next_iter_state = None
+        if resumes:
+            self._go_on_as_saved()
         return iterator
+
+    def _go_on_as_saved(self) -> None:
+        # The pass was found again from how it began. Where it was read to its end, or its iterator has a state, nothing
+        # was read again that would have changed the dataset as the pass did.
+        resumed, self._resumed = self._resumed, None
+        if self._state is not None and resumed is not None:
+            self._state.restore(resumed)
 
 
 def is_stream(loader: Any) -> bool:

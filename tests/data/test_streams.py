@@ -200,6 +200,63 @@ def test_resumes_at_every_position(name: str, kind: str) -> None:
     check(name, kind, range(14))
 
 
+@pytest.mark.parametrize("name", ["CountsPasses", "ShufflesFiles"])
+def test_resumes_where_the_last_batch_is_not_a_full_one(name: str) -> None:
+    check(name, "built", range(5, 8), drop_last=False)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("name", sorted(STREAMS))
+def test_resumes_after_a_pass(name: str, finished: bool) -> None:
+    def end_pass(source: BatchSource) -> BatchSource:
+        drain(source)
+        if finished:
+            source.finish_pass()
+        return source
+
+    first, second = end_pass(source_of(name, "torch")), source_of(name, "torch")
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    if not finished:
+        first.finish_pass(), second.finish_pass()
+    expected = read(first, 9)
+    assert all(torch.equal(one, other) for one, other in zip(read(second, 9), expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["built", "torch", "stateful"])
+def test_what_an_iterator_with_a_state_changes_in_its_dataset_comes_back(kind: str) -> None:
+    class Counting(Place):
+        def __init__(self, dataset: Counted) -> None:
+            super().__init__()
+            self.dataset = dataset
+
+        def __next__(self) -> Tensor:
+            item = super().__next__()
+            self.dataset.read["items"] += 1
+            return torch.cat([item, torch.tensor([self.dataset.read["items"]], dtype=torch.float64)])
+
+    class Counted(IterableDataset[Tensor]):
+        def __init__(self) -> None:
+            self.read = {"items": 0}
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return Counting(self)
+
+    def make() -> BatchSource:
+        options = {"batch_size": 4}
+        if kind == "built":
+            loader: Any = build_dataloader(Counted(), options, split="train", train=True, seed=3)
+        else:
+            loader = {"torch": TorchDataLoader, "stateful": StatefulDataLoader}[kind](Counted(), **options)
+        return BatchSource(loader, split="train", seed=3)
+
+    for stop in range(1, 9):
+        first, second = make(), make()
+        read(first, stop)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        expected = read(first, 9)
+        assert all(torch.equal(one, other) for one, other in zip(read(second, 9), expected, strict=True)), stop
+
+
 _SLOW = pytest.mark.slow
 
 
