@@ -16,7 +16,8 @@ from support.saves import load, make_manager, save
 from danling.runners.checkpoints import CheckpointError, TorchDistributedCheckpointManager
 
 SCRIPT = """
-import os, sys
+import os
+import torch
 from torch import nn
 import danling as dl
 
