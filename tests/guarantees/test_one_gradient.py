@@ -131,7 +131,7 @@ def descend(root: str, accum_steps: int, batch_size: int) -> Tensor:
 def test_logistic_regression_reaches_one_optimum(tmp_path: Path) -> None:
     layouts = [(1, 1, 1797), (1, 3, 700), (2, 1, 899), (2, 3, 350)]
     found = [
-        run_processes(descend, str(tmp_path), accum, size, world_size=world, timeout=100)[0]
+        run_processes(descend, str(tmp_path / f"{world}-{accum}"), accum, size, world_size=world, timeout=100)[0]
         for world, accum, size in layouts
     ]
     for other in found[1:]:

@@ -60,7 +60,7 @@ def run(root: Path, layout: str, model: dict[str, Any], *, stop_at: int | None =
     world, axes = LAYOUTS[layout]
     replicas = world if axes is None else axes.get("shard", 1) * axes.get("replicate", 1)
     config: dict[str, Any] = {
-        "workspace_root": str(root),
+        "dir": str(root),
         "seed": 5,
         "steps": 6,
         "accum_steps": 2 if replicas != 3 else 4,
@@ -78,8 +78,7 @@ def run(root: Path, layout: str, model: dict[str, Any], *, stop_at: int | None =
         schedule = "ZBVZeroBubble" if layout == "PP V" else "1F1B"
         config |= {"stack": "parallel", "parallel": {"axes": axes, "pipeline_schedule": schedule}}
     ranks = run_processes(train, config, model, stop_at, world_size=world, timeout=100)
-    (latest,) = root.glob("*/*/checkpoints/latest")
-    return {name: value for rank in ranks for name, value in rank.items()}, str(latest)
+    return {name: value for rank in ranks for name, value in rank.items()}, str(root / "checkpoints/latest")
 
 
 def model_for(*layouts: str, dropout: float = 0.0) -> dict[str, Any]:
