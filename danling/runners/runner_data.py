@@ -155,8 +155,9 @@ class RunnerData(RunnerSupervision):
         ]
 
     def _first_division(self) -> Division | None:
-        given = bool(self.datasets or self.dataloaders)
-        return self.update_division(self.train_splits[0]) if given and self.train_splits else None
+        # Asked for at every update: which splits are trained on is looked up once.
+        splits = self.train_splits if self.datasets or self.dataloaders else []
+        return self.update_division(splits[0]) if splits else None
 
     @property
     def accum_steps(self) -> int:
