@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from danling.distributed import LocalDomain
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointManager,
     CheckpointSettings,
     FileCheckpointManager,
     TorchDistributedCheckpointManager,
 )
+from danling.distributed import LocalDomain
 
 TENSORS, ROUNDS = 50, 5
 MEGABYTES = TENSORS * 4 * 2**20 / 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_runner_left_open() -> Iterator[None]:
+    """A runner that a test leaves open keeps its log open, in which the tests after it would speak."""
+    yield
+    module = sys.modules.get("danling.workspace.logging")
+    left = list(module._open_logs) if module is not None else []
+    for log in left:
+        module.close_run_log(log)
+    assert not left, "Expected every runner to be closed. Received: a run's log that is still open. Use `with`, or close()."
 
 
 @pytest.fixture(autouse=True)

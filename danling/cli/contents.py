@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from danling.runners.checkpoints.errors import CheckpointDamaged
+from danling.checkpoints.errors import CheckpointDamaged
 from danling.utils.nesting import parse_json
 
 from .source import locate
@@ -143,7 +143,7 @@ def _safetensors_entry(name: str, about: Mapping[str, Any]) -> Entry:
 
 
 def _read_file(path: Path) -> Contents:
-    from danling.runners.checkpoints.reading import check_foreign, is_own, read_file
+    from danling.checkpoints.reading import check_foreign, is_own, read_file
 
     check_foreign(path, "size")
     payload = read_file(path, mmap=True)
@@ -178,7 +178,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _read_directory(path: Path) -> Contents:
-    from danling.runners.checkpoints.deepspeed_files import is_engine_target, read_runner_file
+    from danling.checkpoints.deepspeed_files import is_engine_target, read_runner_file
 
     if not is_engine_target(path):
         return _read_sharded(path)
@@ -187,8 +187,8 @@ def _read_directory(path: Path) -> Contents:
 
 
 def _read_sharded(path: Path) -> Contents:
-    from danling.runners.checkpoints.dcp_files import read_target
-    from danling.runners.checkpoints.shard_index import read_index
+    from danling.checkpoints.dcp_files import read_target
+    from danling.checkpoints.shard_index import read_index
     from danling.utils.tensors import dtype_of
 
     plain = read_target(path, sections=["format_version", "runner", "state"])

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from danling.runners.checkpoints.errors import CheckpointMismatch
-from danling.runners.checkpoints.file_store import SUMS
-from danling.runners.checkpoints.target_store import TARGETS
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.file_store import SUMS
+from danling.checkpoints.target_store import TARGETS
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     model, ema, step = read_weights(options.checkpoint, options.ema, trust=options.trust)
     import torch
 
-    from danling.runners.checkpoints.exchange import export_weights
+    from danling.checkpoints.exchange import export_weights
 
     dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
     written = export_weights(
@@ -118,8 +118,8 @@ def read_weights(
         CheckpointDamaged: If it does not verify.
         CheckpointMismatch: If it has no weights of the kind asked for.
     """
-    from danling.runners.checkpoints.deepspeed_files import is_engine_target
-    from danling.runners.checkpoints.reading import moment, read_payload
+    from danling.checkpoints.deepspeed_files import is_engine_target
+    from danling.checkpoints.reading import moment, read_payload
 
     store, found = locate(source)
     store.verify(found, "full")

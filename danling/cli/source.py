@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from danling.runners.checkpoints.errors import CheckpointNotFound
-from danling.runners.checkpoints.file_store import FileStore
-from danling.runners.checkpoints.store import CheckpointStore
-from danling.runners.checkpoints.target_store import TargetStore
+from danling.checkpoints.errors import CheckpointNotFound
+from danling.checkpoints.file_store import FileStore
+from danling.checkpoints.store import CheckpointStore
+from danling.checkpoints.target_store import TargetStore
 
 Located = tuple[CheckpointStore, Path]
 """The kind of store, and the file, pointer or target in it."""

@@ -15,20 +15,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.runners.checkpoints import storage
-from danling.runners.checkpoints.errors import (
+from danling.checkpoints import storage
+from danling.checkpoints.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
 )
-from danling.runners.checkpoints.file_store import NEXT, SUFFIX, has_sums, is_of_run, read_manifest, verify_alone
-from danling.runners.checkpoints.file_store import SUMS as FILE_SUMS
-from danling.runners.checkpoints.litter import litter_in
-from danling.runners.checkpoints.manifest import Manifest, complaints
-from danling.runners.checkpoints.manifest import read_manifest as read_sums
-from danling.runners.checkpoints.policy import is_name
-from danling.runners.checkpoints.target_store import SUMS, TARGETS, TargetStore, misled
+from danling.checkpoints.file_store import NEXT, SUFFIX, has_sums, is_of_run, read_manifest, verify_alone
+from danling.checkpoints.file_store import SUMS as FILE_SUMS
+from danling.checkpoints.litter import litter_in
+from danling.checkpoints.manifest import Manifest, complaints
+from danling.checkpoints.manifest import read_manifest as read_sums
+from danling.checkpoints.policy import is_name
+from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore, misled
 from danling.workspace.claim import is_in_use
 from danling.workspace.litter import litter_in_run
 from danling.workspace.runs import Run
@@ -174,7 +174,7 @@ def _verdict_alone(path: Path, level: str) -> dict[str, Any]:
     try:
         verify_alone(path, level)
         # torch is needed to say more: what a file is stands in a manifest, and else only in what torch reads.
-        from danling.runners.checkpoints.reading import read_payload
+        from danling.checkpoints.reading import read_payload
 
         facts = read_payload(path, sections=["state"], mmap=True).get("state", {}).get("train", {})
     except CheckpointMismatch:

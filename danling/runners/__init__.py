@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from danling.config import RunnerConfig
+
     from .base_runner import BaseRunner
-    from .config import RunnerConfig
     from .deepspeed_runner import DeepSpeedRunner
     from .meta import MetaRunner
     from .parallel_runner import ParallelRunner
@@ -20,7 +21,7 @@ else:
         __name__,
         {
             "base_runner": ("BaseRunner",),
-            "config": ("RunnerConfig",),
+            "danling.config": ("RunnerConfig",),
             "deepspeed_runner": ("DeepSpeedRunner",),
             "meta": ("MetaRunner",),
             "parallel_runner": ("ParallelRunner",),

@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from danling.checkpoints import CheckpointError, read_config
+from danling.checkpoints.reading import obeyed
+from danling.config import RunnerConfig
 from danling.data import derive_seed, seed_streams
 from danling.distributed import (
     Domain,
@@ -42,9 +45,6 @@ from danling.workspace import (
 from danling.workspace.claim import Claim, Wish, claim
 from danling.workspace.litter import remove_litter
 
-from .checkpoints import CheckpointError, read_config
-from .checkpoints.reading import obeyed
-from .config import RunnerConfig
 from .facts import Results
 from .meta import MetaRunner, strings_in_methods
 from .placing import wish_of, without_places

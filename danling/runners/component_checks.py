@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .config_slips import slip_of
+from danling.config.hints import slip_of
 
 _ELSEWHERE = {
     "training_step": "train_step",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from danling.config import RunnerConfig
 from danling.distributed import deepspeed_engine as engines
 from danling.distributed.deepspeed_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
 from danling.distributed.deepspeed_keys import check_keys
@@ -18,7 +19,6 @@ from danling.training import GradientWatch, Precision
 from danling.training.coverage import listed
 from danling.utils.names import canonical_name
 
-from .config import RunnerConfig
 from .torch_runner import TorchRunner
 
 _LOOKS_AT_SHAPES = ("Adafactor", "Muon")

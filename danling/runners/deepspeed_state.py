@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from danling.checkpoints import CheckpointMismatch, DeepSpeedCheckpointManager
+from danling.checkpoints.deepspeed_files import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
 from danling.distributed import deepspeed_engine as engines
 from danling.distributed.deepspeed_config import uses_bf16_weights
 from danling.utils.names import canonical_name
 
-from .checkpoints import CheckpointMismatch, DeepSpeedCheckpointManager
-from .checkpoints.deepspeed_files import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
 from .deepspeed_model import DeepSpeedModel
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from danling.config import RunnerConfig
 from danling.distributed import Domain, LaunchEnvironment
 from danling.metrics import ScoreBoard
 from danling.workspace.series import number_of
 
-from .config import RunnerConfig
 from .state import ElasticState, RngState, RunnerState, TrainState
 from .verbs import RunnerVerbs
 

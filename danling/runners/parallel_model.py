@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from danling.config.effects import idle_mesh_settings
 from danling.data import derive_seed, preserved_random_state
 from danling.distributed.axes import AXES, check_micro_batches
 from danling.distributed.fsdp import find_blocks, reshard, resolve_dtype, shard, sharded_modules
@@ -37,7 +38,6 @@ from danling.distributed.whole import wholly
 from danling.utils.names import canonical_name
 from danling.utils.tensors import is_sharded, shard_like
 
-from .config_effects import idle_mesh_settings
 from .parallel_topology import DIVIDING_AXES, ParallelTopology
 
 logger = logging.getLogger("danling")

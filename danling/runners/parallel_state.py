@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from danling.checkpoints import CheckpointMismatch, FileCheckpointManager, TorchDistributedCheckpointManager, exclude
 from danling.distributed.replicas import equalize
 from danling.utils.names import canonical_name
 from danling.utils.tensors import shard_like
 
-from .checkpoints import CheckpointMismatch, FileCheckpointManager, TorchDistributedCheckpointManager, exclude
 from .parallel_model import ParallelModel
 
 logger = logging.getLogger("danling")

@@ -10,15 +10,13 @@ from typing import Any
 
 import yaml
 
+from danling.checkpoints import CheckpointMismatch
+from danling.checkpoints.ownership import newest_record, stored_settings
+from danling.config import RunnerConfig, identity
+from danling.config.updates import update_sizes
 from danling.utils.nesting import parse_yaml
 from danling.workspace.claim import WAIT_SECONDS, Wish, newest_first
 from danling.workspace.series import number_of
-
-from . import config_identity
-from .checkpoints import CheckpointMismatch
-from .checkpoints.ownership import newest_record, stored_settings
-from .config import RunnerConfig
-from .config_updates import update_sizes
 
 # What a checkpoint records of places: where its run wrote, on the machine that it ran on.
 PLACES = frozenset(
@@ -171,8 +169,8 @@ def refuse_other_updates(
         )
         if own is None or made is None or made.samples % own.samples:
             continue
-        then = config_identity.canonical(settings, replicas=made.samples // own.samples)
-        if stem[-_DIGITS:] != config_identity.digest(then):
+        then = identity.canonical(settings, replicas=made.samples // own.samples)
+        if stem[-_DIGITS:] != identity.digest(then):
             continue
         differences = _differences(config, run / checkpoint_dir_name, replicas)
         if differences:
@@ -187,7 +185,7 @@ def _ids_now(stored: Mapping[str, Any]) -> set[str]:
     """Return what this version calls a configuration, with the seed that it holds and with one that was drawn."""
     whole = RunnerConfig.completed(stored)
     forms = (whole, {**whole, "seed": None})
-    return {config_identity.digest(config_identity.canonical(settings)) for settings in forms}
+    return {identity.digest(identity.canonical(settings)) for settings in forms}
 
 
 def _canonical_of(run: Path) -> dict[str, Any] | None:

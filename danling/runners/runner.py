@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from danling.config import RunnerConfig
+from danling.config.files import FORMATS
+
 from .base_runner import BaseRunner
-from .config import RunnerConfig
-from .config_files import FORMATS
 
 if TYPE_CHECKING:
     # Every stack is a TorchRunner, so a type checker may know its methods; which one it is shows when it is constructed.

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from danling.checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude
+from danling.checkpoints.absent import NoCheckpoints
+from danling.checkpoints.reading import FORMAT_VERSION
+from danling.config.updates import is_update_key
 from danling.data import (
     DataLoader,
     capture_random_state,
@@ -19,10 +23,6 @@ from danling.data import (
 )
 from danling.workspace import format_number
 
-from .checkpoints import CheckpointMismatch, CheckpointSettings, FileCheckpointManager, exclude
-from .checkpoints.absent import NoCheckpoints
-from .checkpoints.reading import FORMAT_VERSION
-from .config_updates import is_update_key
 from .runner_data import RunnerData
 
 logger = logging.getLogger("danling")
@@ -69,7 +69,7 @@ class RunnerCheckpoints(RunnerData):
     def manager_class(self) -> Any:
         """Return the class of the checkpoint manager. Called on all ranks."""
         if self.config.checkpoint.backend == "dcp":
-            from .checkpoints import TorchDistributedCheckpointManager
+            from danling.checkpoints import TorchDistributedCheckpointManager
 
             return TorchDistributedCheckpointManager
         return FileCheckpointManager

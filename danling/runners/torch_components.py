@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from danling.checkpoints import FileCheckpointManager
+from danling.config.effects import idle_settings
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
@@ -21,7 +23,6 @@ from danling.training import EMA, Compilation, Coverage, MemoryRetry, Precision,
 from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner
-from .checkpoints import FileCheckpointManager
 from .component_checks import (
     check_criterion,
     check_mapping,
@@ -32,7 +33,6 @@ from .component_checks import (
     check_scheduler,
     misnamed,
 )
-from .config_effects import idle_settings
 
 logger = logging.getLogger("danling")
 

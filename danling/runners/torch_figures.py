@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from danling.config import RunnerConfig
 from danling.data import Batch
 from danling.supervision import Profiler, Telemetry, counted, device_peak_flops
 from danling.training import UpdateOutcome, count_tokens
 from danling.utils.numbers import Paced, format_count
 from danling.workspace import Progress
 
-from .config import RunnerConfig
 from .torch_update import TorchUpdate
 
 logger = logging.getLogger("danling")

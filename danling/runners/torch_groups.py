@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from danling.checkpoints import CheckpointSettings, ReplicaLoaderCheckpoints
+from danling.config import RunnerConfig
 from danling.data import derive_seed
 from danling.distributed import ReplicaGroups, ReplicaSettings
 from danling.utils.locks import FileLock
 
-from .checkpoints import CheckpointSettings, ReplicaLoaderCheckpoints
-from .config import RunnerConfig
 from .torch_evaluation import TorchEvaluation
 
 _SHARED_AXES = ("replicate", "shard")

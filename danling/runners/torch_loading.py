@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from danling.checkpoints import CheckpointMismatch, exclude, read_model
 from danling.optim.named_state import load_named_state_dict
 from danling.optim.options import adopt_options, options_of
 from danling.utils.names import canonical_name
 
-from .checkpoints import CheckpointMismatch, exclude, read_model
 from .runner_checkpoints import listed_entries
 from .torch_state import TorchState
 

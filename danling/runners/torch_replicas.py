@@ -13,6 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from danling.checkpoints import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+)
+from danling.checkpoints.exclusion import leaves_out
+from danling.checkpoints.snapshot import convert
+from danling.config import RunnerConfig
 from danling.data import (
     capture_random_state,
     derive_seed,
@@ -24,13 +31,6 @@ from danling.distributed import ReplicaGroups, Verdict
 from danling.training import UpdateOutcome
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
-from .checkpoints import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-)
-from .checkpoints.exclusion import leaves_out
-from .checkpoints.snapshot import convert
-from .config import RunnerConfig
 from .torch_groups import TorchGroups
 
 logger = logging.getLogger("danling")

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from danling.config import RunnerConfig
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import WaitAbandonedError, agree
 from danling.optim import needs_metric
 from danling.training import UpdateOutcome, keeping_trained
 from danling.workspace import format_scores
 
-from .config import RunnerConfig
 from .facts import Results
 from .torch_evaluation import checked_figures
 from .torch_replicas import UNCOMMITTED

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from danling.checkpoints.reading import FORMAT_VERSION
+from danling.config import RunnerConfig
 from danling.metrics import Meters
 from danling.optim.named_state import named_state_dict
 from danling.utils.names import canonical_name
 from danling.utils.tensors import floating_dtype
 
-from .checkpoints.reading import FORMAT_VERSION
-from .config import RunnerConfig
 from .torch_components import TorchComponents
 
 logger = logging.getLogger("danling")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from danling.config import RunnerConfig
 from danling.distributed import Verdict
 from danling.training import (
     NonFiniteError,
@@ -27,7 +28,6 @@ from danling.training import (
     unpack_batch,
 )
 
-from .config import RunnerConfig
 from .torch_replicas import TorchReplicas
 
 logger = logging.getLogger("danling")

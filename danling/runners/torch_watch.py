@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from danling.config import RunnerConfig
 from danling.data import Batch
 from danling.distributed import QuorumError, WaitAbandonedError, agree, all_arrive, set_collective_timeout
 from danling.supervision import (
@@ -21,7 +22,6 @@ from danling.supervision import (
 from danling.training import UpdateOutcome
 from danling.workspace import speaking_for
 
-from .config import RunnerConfig
 from .torch_figures import TorchFigures
 
 logger = logging.getLogger("danling")

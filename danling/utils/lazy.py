@@ -23,13 +23,13 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
 
     Args:
         package: `__name__` of the package.
-        homes: Public names by the submodule that defines them.
+        homes: Public names by the submodule that defines them, or by the whole name of a module elsewhere.
     """
     home = {name: module for module, names in homes.items() for name in names}
 
     def __getattr__(name: str) -> Any:
         if name in home:
-            value = getattr(_import(f"{package}.{home[name]}"), name)
+            value = getattr(_import(home[name] if "." in home[name] else f"{package}.{home[name]}"), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             value = _import(f"{package}.{name}")
         else:

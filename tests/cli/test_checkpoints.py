@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from support.recorded import danling, record_run
 from torch import nn
 
+from danling.checkpoints.reading import read_payload
 from danling.cli.contents import read_contents
 from danling.cli.main import main
 from danling.cli.source import locate
-from danling.runners.checkpoints.reading import read_payload
 
 
 @pytest.fixture(scope="module", params=["file", "dcp"])

@@ -17,7 +17,7 @@ ROOMS = [
     "danling.metrics",
     "danling.optim",
     "danling.runners",
-    "danling.runners.checkpoints",
+    "danling.checkpoints",
     "danling.supervision",
     "danling.training",
     "danling.workspace",

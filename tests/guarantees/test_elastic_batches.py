@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import danling as dl
-from danling.runners.checkpoints import CheckpointMismatch
+from danling.checkpoints import CheckpointMismatch
 from danling.utils.tensors import whole
 
 TOLERANCE = 1e-12

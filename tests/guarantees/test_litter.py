@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.checkpoints import storage
+from danling.checkpoints.file_store import FileStore
 from danling.cli.main import main
-from danling.runners.checkpoints import storage
-from danling.runners.checkpoints.file_store import FileStore
 
 
 class Small(dl.TorchRunner):

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.checkpoints import CheckpointError
 from danling.cli.main import main
-from danling.runners.checkpoints import CheckpointError
 from danling.utils.locks import FileLock
 from danling.workspace import claim
 from danling.workspace.series import WRITING

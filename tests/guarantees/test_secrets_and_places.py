@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.runners.checkpoints.file_store import FileStore
-from danling.runners.checkpoints.ownership import newest_record
+from danling.checkpoints.file_store import FileStore
+from danling.checkpoints.ownership import newest_record
 
 SECRETS = {
     "hub": {"token": "hf-TOPSECRET-0001", "user": "ann"},

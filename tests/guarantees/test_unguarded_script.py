@@ -13,7 +13,7 @@ import pytest
 from support.processes import ProcessFailure, run_outcomes, run_processes
 from support.saves import load, make_manager, save
 
-from danling.runners.checkpoints import CheckpointError, TorchDistributedCheckpointManager
+from danling.checkpoints import CheckpointError, TorchDistributedCheckpointManager
 
 SCRIPT = """
 import os

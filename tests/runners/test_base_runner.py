@@ -13,7 +13,7 @@ from support.processes import run_processes
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.runners.checkpoints import CheckpointMismatch
+from danling.checkpoints import CheckpointMismatch
 from danling.workspace import read_jsonl
 
 

@@ -16,13 +16,13 @@ from support.processes import run_outcomes, run_processes
 from support.toys import differences
 
 import danling as dl
-from danling.cli.main import main
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointError,
     export_deepspeed_checkpoint,
     read_config,
 )
+from danling.cli.main import main
 from danling.training import NonFiniteError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,23 @@ INPUTS, TARGETS = torch.randn(16, 4), torch.randint(2, (16,))
 DATA = TensorDataset(INPUTS, TARGETS)
 
 
+OPENED: list[dl.Runner] = []
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    """Close the runners that a mistake has left open, as the end of a program would."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 class Toy(dl.Runner):
     """A linear classifier; `parts` replace what it is made of."""
 
     def __init__(self, config: Any, **parts: Any) -> None:
         super().__init__(config)
+        OPENED.append(self)
         self.model = nn.Linear(4, 2)
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": DATA, "val": DATA}

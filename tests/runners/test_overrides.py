@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import danling as dl
+from danling.checkpoints import CheckpointMismatch
 from danling.distributed.model_parts import copied_buffers
-from danling.runners.checkpoints import CheckpointMismatch
 
 
 def points(count: int = 16) -> TensorDataset:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import danling as dl
-from danling.runners.checkpoints import CheckpointMismatch
+from danling.checkpoints import CheckpointMismatch
 from danling.utils.tensors import is_sharded, local_part, whole
 
 

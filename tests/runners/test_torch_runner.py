@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.runners.checkpoints import CheckpointMismatch, CheckpointNotFound
+from danling.checkpoints import CheckpointMismatch, CheckpointNotFound
 
 
 def points(length: int = 96) -> tuple[Tensor, Tensor]:

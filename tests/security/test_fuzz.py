@@ -24,10 +24,7 @@ from support.fuzz import spoil
 from support.recorded import record_run
 from support.toys import TracingRunner
 
-from danling.cli.contents import read_contents
-from danling.cli.main import main
-from danling.distributed import LocalDomain
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointError,
     CheckpointNotFound,
     CheckpointSettings,
@@ -36,8 +33,11 @@ from danling.runners.checkpoints import (
     read_config,
     read_model,
 )
-from danling.runners.checkpoints.manifest import Manifest
-from danling.runners.checkpoints.reading import read_payload
+from danling.checkpoints.manifest import Manifest
+from danling.checkpoints.reading import read_payload
+from danling.cli.contents import read_contents
+from danling.cli.main import main
+from danling.distributed import LocalDomain
 
 CASES, SEED, SECONDS = int(os.environ.get("FUZZ_CASES", "150")), int(os.environ.get("FUZZ_SEED", "0")), 60
 

@@ -13,8 +13,8 @@ import torch
 from support.recorded import record_run
 from support.toys import TracingRunner
 
+from danling.checkpoints import CheckpointDamaged, CheckpointError, import_weights, read_config
 from danling.cli.main import main
-from danling.runners.checkpoints import CheckpointDamaged, CheckpointError, import_weights, read_config
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 from support import hostile
 
-from danling.runners.checkpoints import CheckpointDamaged, CheckpointError
-from danling.runners.checkpoints.dcp_files import read_target
-from danling.runners.checkpoints.engine_pickles import read_engine_file
-from danling.runners.checkpoints.exchange import import_weights
-from danling.runners.checkpoints.reading import read_file
-from danling.runners.checkpoints.shard_index import ShardIndex
-from danling.runners.checkpoints.stock_metadata import TABLE, read_stock_metadata
+from danling.checkpoints import CheckpointDamaged, CheckpointError
+from danling.checkpoints.dcp_files import read_target
+from danling.checkpoints.engine_pickles import read_engine_file
+from danling.checkpoints.exchange import import_weights
+from danling.checkpoints.reading import read_file
+from danling.checkpoints.shard_index import ShardIndex
+from danling.checkpoints.stock_metadata import TABLE, read_stock_metadata
 from danling.runners.placing import without_places
 from danling.utils.nesting import parse_json, parse_yaml
 

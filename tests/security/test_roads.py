@@ -15,9 +15,9 @@ from support import hostile
 from support.recorded import record_run
 from support.toys import TracingRunner
 
+from danling.checkpoints import CheckpointError, read_config
+from danling.checkpoints.reading import obeyed, read_payload
 from danling.cli.main import main
-from danling.runners.checkpoints import CheckpointError, read_config
-from danling.runners.checkpoints.reading import obeyed, read_payload
 from danling.runners.placing import without_places
 
 

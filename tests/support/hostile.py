@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from danling.runners.checkpoints import storage
-from danling.runners.checkpoints.manifest import Manifest
-from danling.runners.checkpoints.shard_index import INDEX, ShardIndex
+from danling.checkpoints import storage
+from danling.checkpoints.manifest import Manifest
+from danling.checkpoints.shard_index import INDEX, ShardIndex
 
 
 def _text(value: str) -> bytes:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.distributed import LocalDomain
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointManager,
     CheckpointSettings,
     FileCheckpointManager,
     TorchDistributedCheckpointManager,
     storage,
 )
+from danling.distributed import LocalDomain
 
 KINDS = ("file", "dcp")
 

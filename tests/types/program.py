@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import assert_type
 
 import danling as dl
-from danling.runners.config_schema import AxesConfig, DataLoaderConfig, OptimConfig
+from danling.config.schema import AxesConfig, DataLoaderConfig, OptimConfig
 
 
 class Settings(dl.RunnerConfig):

@@ -14,7 +14,7 @@ from typing import Any
 
 from danling.utils.secrets import without_secrets
 
-from .config_updates import is_update_key, size_differences, update_sizes, with_update_sizes
+from .updates import is_update_key, size_differences, update_sizes, with_update_sizes
 
 # Does not change what is learned: where it runs, how fast, what is written where, and how long it goes on. The budgets are here
 # because a run that is continued with a larger one must find its own directory.

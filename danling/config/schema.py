@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from .config_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from .config_node import ClosedSection, Section
-from .config_typing import Nested
+from .fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .node import ClosedSection, Section
+from .user_types import Nested
 
 
 class WandbConfig(ClosedSection):

@@ -10,7 +10,7 @@ from chanfig import Config
 from danling.utils.secrets import hide_secrets
 from danling.utils.suggest import did_you_mean
 
-from .config_fields import fields_of
+from .fields import fields_of
 
 _NAMES = {
     "accum_steps": (
@@ -74,7 +74,7 @@ def place_of(name: str, root: type[Config]) -> str | None:
         root: The class of the library's configuration.
 
     Examples:
-        >>> from danling.runners.config import RunnerConfig
+        >>> from danling.config import RunnerConfig
         >>> place_of("lr", RunnerConfig), place_of("max_epochs", RunnerConfig), place_of("width", RunnerConfig)
         ('optim.lr', 'epochs', None)
     """

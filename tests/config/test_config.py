@@ -16,9 +16,9 @@ import chanfig
 import pytest
 import yaml
 
-from danling.runners.config import RunnerConfig
-from danling.runners.config_fields import fields_of, help_texts
-from danling.runners.config_node import ClosedSection, Section
+from danling.config import RunnerConfig
+from danling.config.fields import fields_of, help_texts
+from danling.config.node import ClosedSection, Section
 
 CONTRACT_DEFAULTS: dict[str, Any] = {
     "stack": "auto",
@@ -1014,7 +1014,7 @@ class TestIdentity:
 
     def test_the_same_in_every_process(self) -> None:
         script = (
-            "from danling.runners.config import RunnerConfig as C\n"
+            "from danling.config import RunnerConfig as C\n"
             "c = C({'optim': {'lr': 1e-3, 'betas': (0.9, 0.99)}, 'tags': {'b', 'a', 'c'}, 'model.width': 3}, epochs=3)\n"
             "print(c.config_id(), hash(c), hash(c.model))"
         )
@@ -1177,6 +1177,6 @@ class TestWithoutEffect:
 
 
 def test_import_brings_no_torch_of_its_own() -> None:
-    directory = Path(sys.modules["danling.runners.config"].__file__ or "").parent
+    directory = Path(sys.modules["danling.config"].__file__ or "").parent
     for path in directory.glob("config*.py"):
         assert "import torch" not in path.read_text()

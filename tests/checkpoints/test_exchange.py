@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from danling.distributed import LocalDomain
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointNotFound,
@@ -21,6 +20,7 @@ from danling.runners.checkpoints import (
     import_weights,
     read_model,
 )
+from danling.distributed import LocalDomain
 
 
 class _Tied(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.runners.config_foreign import place_of
+from danling.config.foreign import place_of
 
 # What was tried on a runner and passed without a word, and the key that each of them meant.
 TRIED = {

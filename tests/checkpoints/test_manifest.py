@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from danling.runners.checkpoints import CheckpointDamaged
-from danling.runners.checkpoints.manifest import Manifest, complaints
-from danling.runners.checkpoints.policy import Record
-from danling.runners.checkpoints.storage import hash_file
+from danling.checkpoints import CheckpointDamaged
+from danling.checkpoints.manifest import Manifest, complaints
+from danling.checkpoints.policy import Record
+from danling.checkpoints.storage import hash_file
 
 
 def _manifest(directory: Path) -> Manifest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .config_identity import flatten
+from .identity import flatten
 
 _SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")
 _GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")

@@ -12,8 +12,8 @@ from typing import Any
 
 from chanfig import Config
 
-from .config_fields import MISSING, Field, describe, fields_of, help_texts
-from .config_node import Section
+from .fields import MISSING, Field, describe, fields_of, help_texts
+from .node import Section
 
 _INDENT = " " * 6
 _WIDTH = 100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from danling.runners.checkpoints.policy import Line, Record, history_name, is_history, next_line, on_line, to_delete
+from danling.checkpoints.policy import Line, Record, history_name, is_history, next_line, on_line, to_delete
 
 
 def _record(

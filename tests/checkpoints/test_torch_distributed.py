@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from danling.distributed import Domain, LocalDomain
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
@@ -27,6 +26,7 @@ from danling.runners.checkpoints import (
     dcp_files,
     read_config,
 )
+from danling.distributed import Domain, LocalDomain
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 

@@ -19,8 +19,8 @@ from typing_extensions import Never
 
 from danling.utils.suggest import did_you_mean
 
-from .config_fields import MISSING, Field, conform, describe, fields_of, members_of
-from .config_identity import digest, plain
+from .fields import MISSING, Field, conform, describe, fields_of, members_of
+from .identity import digest, plain
 
 _INTERNAL = frozenset(
     {"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory", "_own_keys"}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from danling.checkpoints import CheckpointSettings, FileCheckpointManager, read_config
+from danling.checkpoints.reading import FORMAT_VERSION
 from danling.distributed import LocalDomain
-from danling.runners.checkpoints import CheckpointSettings, FileCheckpointManager, read_config
-from danling.runners.checkpoints.reading import FORMAT_VERSION
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
+from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, storage
 from danling.cli.main import main
 from danling.cli.verify import verify
-from danling.runners.checkpoints import CheckpointDamaged, CheckpointDiskError, storage
 
 OLDEST = "ckpt-s000000000001"
 

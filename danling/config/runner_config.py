@@ -16,16 +16,17 @@ from danling.utils.secrets import without_secrets
 from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
-from . import config_identity
-from .config_effects import settings_without_effect
-from .config_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
-from .config_files import read_settings, strict_json
-from .config_foreign import describe_received, place_of, refusal
-from .config_help import help_text, usage_errors
-from .config_node import ClosedSection, Section, fresh
-from .config_own import OwnKeys
-from .config_parse import parse_into
-from .config_schema import (
+from . import identity
+from .effects import settings_without_effect
+from .fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
+from .files import read_settings, strict_json
+from .foreign import describe_received, place_of, refusal
+from .help import help_text, usage_errors
+from .hints import ENGINE_KEYS, slip_of
+from .node import ClosedSection, Section, fresh
+from .own import OwnKeys
+from .parse import parse_into
+from .schema import (
     CheckpointConfig,
     CommConfig,
     CompileConfig,
@@ -42,8 +43,7 @@ from .config_schema import (
     SchedulerConfig,
     WandbConfig,
 )
-from .config_slips import ENGINE_KEYS, slip_of
-from .config_typing import Nested
+from .user_types import Nested
 
 STACKS = {
     "auto": "ddp",
@@ -608,7 +608,7 @@ class RunnerConfig(ClosedSection):
     def dict(self, flatten: bool = False) -> Any:
         """Return the contents as plain values; `flatten` joins the keys of nested sections by dots. All of them count as read."""
         self._note_iteration()
-        return config_identity.flatten(self.plain()) if flatten else self.plain()
+        return identity.flatten(self.plain()) if flatten else self.plain()
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:
         """Return the configuration as JSON; infinities become strings, which number keys read back."""
@@ -623,7 +623,7 @@ class RunnerConfig(ClosedSection):
 
     def changed(self) -> Any:
         """Return what differs from the library's defaults, as nested plain values; what a subclass sets is among it."""
-        return config_identity.changed(self.plain(), RunnerConfig().plain())
+        return identity.changed(self.plain(), RunnerConfig().plain())
 
     def canonical(self, *, replicas: int = 1) -> Any:
         """Return what changes the result of the run, as plain values sorted by key.
@@ -636,7 +636,7 @@ class RunnerConfig(ClosedSection):
         Args:
             replicas: Ranks that read different samples.
         """
-        return config_identity.canonical(self.plain(), replicas=replicas)
+        return identity.canonical(self.plain(), replicas=replicas)
 
     def config_id(self, *, replicas: int = 1) -> str:
         """Return 16 hexadecimal digits that are the same for equal canonical settings, in every process and on every machine.
@@ -644,7 +644,7 @@ class RunnerConfig(ClosedSection):
         Args:
             replicas: Ranks that read different samples.
         """
-        return config_identity.digest(self.canonical(replicas=replicas))
+        return identity.digest(self.canonical(replicas=replicas))
 
     def differences(self, stored: Mapping[str, Any], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
         """Return how a stored configuration differs in what changes the result; one line `key: stored …, now …` each.
@@ -658,7 +658,7 @@ class RunnerConfig(ClosedSection):
             replicas: The same of this run.
         """
         before = self.completed(stored)
-        return config_identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
+        return identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
 
     @staticmethod
     def completed(stored: Mapping[str, Any]) -> Any:
@@ -668,7 +668,7 @@ class RunnerConfig(ClosedSection):
             stored: The stored configuration.
         """
         whole = RunnerConfig().plain()
-        _overlay(whole, config_identity.plain(stored))
+        _overlay(whole, identity.plain(stored))
         return whole
 
     def __hash__(self) -> int:  # type: ignore[override]

@@ -12,10 +12,10 @@ from chanfig import Config
 
 from danling.utils.suggest import did_you_mean
 
-from .config_fields import MISSING, conform, describe, fields_of, members_of
-from .config_files import SettingsLoader, read_settings
-from .config_foreign import describe_received
-from .config_node import ClosedSection, Section
+from .fields import MISSING, conform, describe, fields_of, members_of
+from .files import SettingsLoader, read_settings
+from .foreign import describe_received
+from .node import ClosedSection, Section
 
 _OPTION = re.compile(r"--?[A-Za-z_]")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")

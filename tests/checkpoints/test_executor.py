@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from danling.runners.checkpoints.executor import SaveExecutor
+from danling.checkpoints.executor import SaveExecutor
 
 
 class _Gate:

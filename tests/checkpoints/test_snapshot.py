@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from danling.runners.checkpoints import CheckpointError
-from danling.runners.checkpoints.snapshot import SnapshotBuffers, count_bytes, to_host
+from danling.checkpoints import CheckpointError
+from danling.checkpoints.snapshot import SnapshotBuffers, count_bytes, to_host
 
 
 def test_later_changes_do_not_reach_it() -> None:

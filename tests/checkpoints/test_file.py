@@ -16,8 +16,7 @@ import torch
 from support.processes import run_processes
 from torch import nn
 
-from danling.distributed import Domain, LocalDomain
-from danling.runners.checkpoints import (
+from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
@@ -28,6 +27,7 @@ from danling.runners.checkpoints import (
     read_model,
     storage,
 )
+from danling.distributed import Domain, LocalDomain
 
 
 def _manager(directory: Path, *, run_id: str = "run", domain: Any = None, **settings: Any) -> FileCheckpointManager:

@@ -15,8 +15,8 @@ from support.faults import FAULTS, Crash, FaultyOs
 from support.saves import KINDS, litter, load, make_manager, record_saves, save, train_on
 from support.syscalls import has_strace, strikes, struck
 
+from danling.checkpoints import CheckpointDiskError, CheckpointError, storage
 from danling.cli.verify import verify
-from danling.runners.checkpoints import CheckpointDiskError, CheckpointError, storage
 
 FIRST, STRUCK, LAST = 3, 4, 6
 SOME = 10

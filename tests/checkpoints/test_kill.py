@@ -15,8 +15,8 @@ from support.job import Job
 from support.kill import python
 from support.processes import free_port
 
+from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.distributed import LocalDomain
-from danling.runners.checkpoints import CheckpointSettings, FileCheckpointManager
 
 KILLS = int(os.environ.get("DANLING_KILLS", "3"))
 STEPS = 50 * KILLS  # of 20 ms and more: longer than all attempts that are killed together
@@ -24,7 +24,7 @@ SCRIPT = f"""
 import sys, torch
 from torch import distributed as dist
 from danling.distributed import Domain
-from danling.runners.checkpoints import CheckpointSettings, FileCheckpointManager, TorchDistributedCheckpointManager
+from danling.checkpoints import CheckpointSettings, FileCheckpointManager, TorchDistributedCheckpointManager
 
 def main(kind, mode, world_size):
     if world_size > 1:
@@ -76,7 +76,7 @@ def _started(kind: str, mode: str, world_size: int) -> Iterator[list[Job]]:
                 "MASTER_PORT": port,
             }
             variables["PYTHONPATH"] = os.pathsep.join(
-                [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+                [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
             )
             jobs.append(stack.enter_context(python("run.py", kind, mode, str(world_size), environment=variables)))
         yield jobs

@@ -1,0 +1,17 @@
+"""The checkpoint managers' public home beside the runners; `danling.checkpoints` holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import danling.checkpoints as _home
+
+if TYPE_CHECKING:
+    from danling.checkpoints import *  # noqa: F403
+else:
+    # Name by name: some of them import torch.distributed.checkpoint, which most runs never use.
+    def __getattr__(name: str) -> Any:
+        return getattr(_home, name)
+
+
+__all__ = _home.__all__
