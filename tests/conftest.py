@@ -43,7 +43,9 @@ def _no_runner_left_open() -> Iterator[None]:
     left = list(module._open_logs) if module is not None else []
     for log in left:
         module.close_run_log(log)
-    assert not left, "Expected every runner to be closed. Received: a run's log that is still open. Use `with`, or close()."
+    assert not left, (
+        "Expected every runner to be closed. Received: a run's log that is still open. Use `with`, or close()."
+    )
 
 
 @pytest.fixture(autouse=True)
