@@ -39,7 +39,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_runner_left_open() -> Iterator[None]:
     """A runner that a test leaves open keeps its log open, in which the tests after it would speak."""
     yield
-    module = sys.modules.get("danling.workspace.logging")
+    module = sys.modules.get("danling.reporting.logging")
     left = list(module._open_logs) if module is not None else []
     for log in left:
         module.close_run_log(log)

@@ -28,20 +28,10 @@ from danling.distributed import (
     select_device,
 )
 from danling.metrics import Meters, ScoreBoard
+from danling.reporting import Printer, Progress, RunLog, close_run_log, open_run_log, speaking_for
 from danling.supervision import EXIT_CODES
 from danling.utils.secrets import secret_values, without_secrets
-from danling.workspace import (
-    CodeIdentity,
-    Printer,
-    Progress,
-    RunLog,
-    Workspace,
-    close_run_log,
-    make_timestamp,
-    open_run_log,
-    run_id,
-    speaking_for,
-)
+from danling.workspace import CodeIdentity, Workspace, make_timestamp, run_id
 from danling.workspace.claim import Claim, Wish, claim
 from danling.workspace.litter import remove_litter
 

@@ -21,7 +21,7 @@ from danling.data import (
     restore_random_state,
     seed_streams,
 )
-from danling.workspace import format_number
+from danling.reporting import format_number
 
 from .runner_data import RunnerData
 

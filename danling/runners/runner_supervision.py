@@ -8,16 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
+from danling.reporting import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
 from danling.utils.secrets import secret_values
-from danling.workspace import (
-    JsonlTracker,
-    TensorBoardTracker,
-    Tracker,
-    TrackerSet,
-    WandbTracker,
-    Workspace,
-)
+from danling.workspace import Workspace
 
 from .facts import RunnerFacts
 

@@ -10,10 +10,10 @@ import torch
 
 from danling.config import RunnerConfig
 from danling.data import Batch
-from danling.supervision import Profiler, Telemetry, counted, device_peak_flops
+from danling.reporting import Progress, Telemetry, counted, device_peak_flops
+from danling.supervision import Profiler
 from danling.training import UpdateOutcome, count_tokens
 from danling.utils.numbers import Paced, format_count
-from danling.workspace import Progress
 
 from .torch_update import TorchUpdate
 

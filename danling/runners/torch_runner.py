@@ -14,8 +14,8 @@ from danling.config import RunnerConfig
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import WaitAbandonedError, agree
 from danling.optim import needs_metric
+from danling.reporting import format_scores
 from danling.training import UpdateOutcome, keeping_trained
-from danling.workspace import format_scores
 
 from .facts import Results
 from .torch_evaluation import checked_figures

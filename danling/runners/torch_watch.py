@@ -13,6 +13,7 @@ from typing import Any
 from danling.config import RunnerConfig
 from danling.data import Batch
 from danling.distributed import QuorumError, WaitAbandonedError, agree, all_arrive, set_collective_timeout
+from danling.reporting import speaking_for
 from danling.supervision import (
     EXIT_CODES,
     is_out_of_memory,
@@ -20,7 +21,6 @@ from danling.supervision import (
     write_memory_snapshot,
 )
 from danling.training import UpdateOutcome
-from danling.workspace import speaking_for
 
 from .torch_figures import TorchFigures
 

@@ -1,14 +1,15 @@
-"""What watches over a run from beside it: signals, heartbeat, garbage collection, profiler, telemetry, failures."""
+"""What watches over a run from beside it: signals, heartbeat, garbage collection, profiler, failures."""
 
 from __future__ import annotations
 
+from danling.reporting.flops import counted, device_peak_flops, peak_flops
+from danling.reporting.telemetry import Shared, Telemetry, memory_figures
+
 from .failures import is_out_of_memory, record_failures, write_memory_snapshot
-from .flops import counted, device_peak_flops, peak_flops
 from .garbage import GcPacer
 from .heartbeat import Heartbeat
 from .profiler import Profiler
 from .signals import EXIT_CODES, SIGNAL_REQUESTS, SignalWatcher
-from .telemetry import Shared, Telemetry, memory_figures
 
 __all__ = [
     "EXIT_CODES",

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
+from danling.reporting.telemetry import memory_figures
 from danling.utils.files import json_text, write_atomically
-
-from .telemetry import memory_figures
 
 logger = logging.getLogger("danling")
 

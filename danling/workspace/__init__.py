@@ -1,4 +1,7 @@
-"""The directory of a run and all that is written for people to read: metadata, logs, curves, progress."""
+"""The directory of a run, the right to write into it, and the metadata and figures in it.
+
+Trackers, progress and the log of a run are in `danling.reporting`; their names are found here as well.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,36 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from danling.reporting.logging import RunLog, close_run_log, open_run_log, speaking_for
+    from danling.reporting.printing import Printer
+    from danling.reporting.progress import Progress, format_duration, format_number, format_scores
+    from danling.reporting.trackers import (
+        JsonlTracker,
+        TensorBoardTracker,
+        Tracker,
+        TrackerSet,
+        WandbTracker,
+        read_jsonl,
+    )
+
     from .identity import CodeIdentity, make_timestamp, run_id
-    from .logging import RunLog, close_run_log, open_run_log, speaking_for
-    from .printing import Printer
-    from .progress import Progress, format_duration, format_number, format_scores
-    from .trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker, read_jsonl
     from .workspace import Workspace
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "identity": ("CodeIdentity", "make_timestamp", "run_id"),
-            "logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
-            "printing": ("Printer",),
-            "progress": ("Progress", "format_duration", "format_number", "format_scores"),
-            "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "TrackerSet", "WandbTracker", "read_jsonl"),
+            "danling.reporting.logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
+            "danling.reporting.printing": ("Printer",),
+            "danling.reporting.progress": ("Progress", "format_duration", "format_number", "format_scores"),
+            "danling.reporting.trackers": (
+                "JsonlTracker",
+                "TensorBoardTracker",
+                "Tracker",
+                "TrackerSet",
+                "WandbTracker",
+                "read_jsonl",
+            ),
             "workspace": ("Workspace",),
         },
     )

@@ -12,10 +12,10 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from danling.reporting.trackers import read_jsonl
 from danling.utils.nesting import parse_json, parse_yaml
 
 from .series import natural_key
-from .trackers import read_jsonl
 
 PathLike = str | os.PathLike[str]
 

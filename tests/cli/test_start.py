@@ -92,6 +92,6 @@ def test_names_of_the_package_are_found_when_they_are_used() -> None:
 
 
 def test_rooms_are_attributes_before_anything_imports_them() -> None:
-    program = "import danling; print(danling.workspace.trackers.__name__, danling.checkpoints.manifest.__name__)"
+    program = "import danling; print(danling.reporting.trackers.__name__, danling.checkpoints.manifest.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "danling.workspace.trackers danling.checkpoints.manifest\n", done.stderr
+    assert done.stdout == "danling.reporting.trackers danling.checkpoints.manifest\n", done.stderr

@@ -17,7 +17,7 @@ from support.torchrun import run_torchrun, torchrun
 from support.toys import differences
 from tensorboard.backend.event_processing import event_accumulator
 
-from danling.workspace import read_jsonl
+from danling.reporting import read_jsonl
 
 SCRIPT = Path(__file__).with_name("signals_job.py")
 EPOCHS = ("--epochs", "2")

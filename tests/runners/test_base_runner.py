@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
-from danling.workspace import read_jsonl
+from danling.reporting import read_jsonl
 
 
 class LeastSquares(dl.BaseRunner):

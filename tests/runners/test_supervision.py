@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.workspace import read_jsonl
+from danling.reporting import read_jsonl
 
 
 class Small(dl.Runner):

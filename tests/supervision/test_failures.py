@@ -13,9 +13,9 @@ from support.kill import run_python
 from torch import Tensor, nn
 
 import danling as dl
+from danling.reporting import read_jsonl
 from danling.supervision import counted, is_out_of_memory, peak_flops
 from danling.supervision.failures import lost_a_peer
-from danling.workspace import read_jsonl
 
 FAILING = """
 import sys

@@ -10,7 +10,7 @@ from support.processes import run_processes
 from torch import Tensor
 
 from danling.distributed import Domain
-from danling.supervision import Telemetry, memory_figures
+from danling.reporting import Telemetry, memory_figures
 
 
 class Clock:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from danling.workspace import RunLog, close_run_log, open_run_log
+from danling.reporting import RunLog, close_run_log, open_run_log
 
 logger = logging.getLogger("danling")
 
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> Non
 def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path: Path) -> None:
     script = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
-        "from danling.workspace.logging import open_run_log, close_run_log\n"
+        "from danling.reporting.logging import open_run_log, close_run_log\n"
         "log = open_run_log(sys.argv[1]); logging.getLogger('danling').info('hello'); close_run_log(log)\n"
     )
     file = tmp_path / "run.log"

@@ -18,7 +18,7 @@ from typing import TextIO
 
 import pytest
 
-from danling.workspace import Progress, close_run_log, format_duration, format_scores, open_run_log
+from danling.reporting import Progress, close_run_log, format_duration, format_scores, open_run_log
 
 
 @contextmanager

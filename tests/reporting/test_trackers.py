@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from danling.workspace import JsonlTracker, TensorBoardTracker, WandbTracker, read_jsonl
-from danling.workspace import trackers as module
+from danling.reporting import JsonlTracker, TensorBoardTracker, WandbTracker, read_jsonl
+from danling.reporting import trackers as module
 
 
 def test_jsonl_is_one_object_a_line(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_jsonl_of_another_attempt_from_scratch_starts_anew_but_only_when_it_logs
 def test_jsonl_survives_sigkill_and_has_every_step_once(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     script = (
-        "import os, signal, sys; from danling.workspace import JsonlTracker\n"
+        "import os, signal, sys; from danling.reporting import JsonlTracker\n"
         "tracker = JsonlTracker(sys.argv[1])\n"
         "for step in range(1, 21): tracker.log({'loss': 1.0}, step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

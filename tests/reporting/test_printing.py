@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from danling.workspace import Printer
+from danling.reporting import Printer
 
 
 def test_speaks_where_enabled_and_takes_the_arguments_of_print(capsys: pytest.CaptureFixture[str]) -> None:
