@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from .axes import (
-    AXES,
-    Axes,
-    check_divisible,
-    check_expert_width,
-    check_experts,
-    check_heads,
-    check_micro_batches,
-    check_sequence,
-)
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .ballot import REQUESTS, Ballot, Verdict, agree
 from .domain import Domain, LocalDomain
 from .environment import (
@@ -24,33 +18,48 @@ from .environment import (
 from .fault_tolerance import QuorumError, ReplicaGroups, ReplicaSettings
 from .lighthouse import WaitAbandonedError
 from .meeting import all_arrive
-from .topology import ParallelContext, Topology
 
 __all__ = [
-    "AXES",
     "REQUESTS",
-    "Axes",
     "Ballot",
     "Domain",
     "LaunchEnvironment",
     "LocalDomain",
-    "ParallelContext",
     "QuorumError",
     "ReplicaGroups",
     "ReplicaSettings",
-    "Topology",
     "Verdict",
     "WaitAbandonedError",
     "agree",
     "all_arrive",
-    "check_divisible",
-    "check_expert_width",
-    "check_experts",
-    "check_heads",
-    "check_micro_batches",
-    "check_sequence",
     "destroy_process_group",
     "init_process_group",
     "select_device",
     "set_collective_timeout",
 ]
+
+_MOVED_TO_MESH = frozenset(
+    {
+        "AXES",
+        "Axes",
+        "ParallelContext",
+        "Topology",
+        "check_divisible",
+        "check_expert_width",
+        "check_experts",
+        "check_heads",
+        "check_micro_batches",
+        "check_sequence",
+    }
+)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MOVED_TO_MESH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = (
+            f"danling.distributed.{name} has moved to danling.mesh.{name}; the old name goes with the next version."
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(import_module("danling.mesh"), name)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from danling.config import RunnerConfig
-from danling.distributed import deepspeed_engine as engines
-from danling.distributed.deepspeed_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
-from danling.distributed.deepspeed_keys import check_keys
+from danling.deepspeed import engine as engines
+from danling.deepspeed.engine_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
+from danling.deepspeed.keys import check_keys
 from danling.optim.named_state import parameter_names
 from danling.training import GradientWatch, Precision
 from danling.training.coverage import listed

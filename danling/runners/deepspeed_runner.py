@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from danling.data import Batch
+from danling.deepspeed import engine as engines
 from danling.distributed import Verdict
-from danling.distributed import deepspeed_engine as engines
 from danling.training import GradientWatch, NonFiniteError, UpdateOutcome, scale_gradients
 
 from .deepspeed_state import DeepSpeedState

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from danling.checkpoints import CheckpointMismatch, DeepSpeedCheckpointManager
 from danling.checkpoints.deepspeed_files import EngineTag, HashingFiles, consolidated_optimizer, consolidated_weights
-from danling.distributed import deepspeed_engine as engines
-from danling.distributed.deepspeed_config import uses_bf16_weights
+from danling.deepspeed import engine as engines
+from danling.deepspeed.engine_config import uses_bf16_weights
 from danling.utils.names import canonical_name
 
 from .deepspeed_model import DeepSpeedModel

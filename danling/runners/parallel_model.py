@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from danling.config.effects import idle_mesh_settings
 from danling.data import derive_seed, preserved_random_state
-from danling.distributed.axes import AXES, check_micro_batches
-from danling.distributed.fsdp import find_blocks, reshard, resolve_dtype, shard, sharded_modules
-from danling.distributed.model_parts import (
+from danling.mesh.axes import AXES, check_micro_batches
+from danling.mesh.fsdp import find_blocks, reshard, resolve_dtype, shard, sharded_modules
+from danling.mesh.model_parts import (
     ModelParts,
     check_meta,
     check_parts,
@@ -32,9 +32,9 @@ from danling.distributed.model_parts import (
     tie,
     tied_names,
 )
-from danling.distributed.pipeline import V_SCHEDULES, Pipeline
-from danling.distributed.replicas import Replicas, equalize, mesh_axes
-from danling.distributed.whole import wholly
+from danling.mesh.parameter_copies import Replicas, equalize, mesh_axes
+from danling.mesh.pipeline import V_SCHEDULES, Pipeline
+from danling.mesh.whole import wholly
 from danling.utils.names import canonical_name
 from danling.utils.tensors import is_sharded, shard_like
 

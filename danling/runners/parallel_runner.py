@@ -12,8 +12,9 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor.parallel import loss_parallel
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, ProxySource
-from danling.distributed import Verdict, check_sequence
-from danling.distributed.fsdp import reshard, set_gradient_sync
+from danling.distributed import Verdict
+from danling.mesh import check_sequence
+from danling.mesh.fsdp import reshard, set_gradient_sync
 from danling.training import clip_coefficient, peek_target, scale_gradients, unpack_batch
 from danling.utils.tensors import whole
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from danling.checkpoints import CheckpointMismatch, FileCheckpointManager, TorchDistributedCheckpointManager, exclude
-from danling.distributed.replicas import equalize
+from danling.mesh.parameter_copies import equalize
 from danling.utils.names import canonical_name
 from danling.utils.tensors import shard_like
 

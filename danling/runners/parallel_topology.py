@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from danling.distributed import AXES, Axes, Domain, LaunchEnvironment, ParallelContext, Topology
-from danling.distributed.pipeline import check_schedule, resolve_schedule, stages_of_rank
+from danling.distributed import Domain, LaunchEnvironment
+from danling.mesh import AXES, Axes, ParallelContext, Topology
+from danling.mesh.pipeline import check_schedule, resolve_schedule, stages_of_rank
 
 from .torch_runner import TorchRunner
 

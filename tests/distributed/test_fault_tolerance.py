@@ -13,7 +13,6 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from danling.distributed import Domain, ReplicaGroups, ReplicaSettings
-from danling.distributed.fsdp import shard
 from danling.distributed.lighthouse import (
     OtherSizeMet,
     ReplicaSizeError,
@@ -21,6 +20,7 @@ from danling.distributed.lighthouse import (
     check_sizes,
     sized_replica_id,
 )
+from danling.mesh.fsdp import shard
 from danling.utils.tensors import local_part, whole
 
 

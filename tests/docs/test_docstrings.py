@@ -14,6 +14,7 @@ ROOMS = [
     "danling",
     "danling.data",
     "danling.distributed",
+    "danling.mesh",
     "danling.metrics",
     "danling.optim",
     "danling.runners",

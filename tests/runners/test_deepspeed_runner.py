@@ -27,7 +27,7 @@ from danling.training import NonFiniteError
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danling.distributed.deepspeed_engine.find_spec", lambda name: None)
+    monkeypatch.setattr("danling.deepspeed.engine.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'danling\[deepspeed\]'"):
         AnyStackRunner(settings(tmp_path))
 

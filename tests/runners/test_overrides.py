@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
-from danling.distributed.model_parts import copied_buffers
+from danling.mesh.model_parts import copied_buffers
 
 
 def points(count: int = 16) -> TensorDataset:

@@ -11,8 +11,9 @@ from support.processes import run_processes
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from danling.distributed import LaunchEnvironment, LocalDomain, ParallelContext, Topology, init_process_group
-from danling.distributed.axes import AXES
+from danling.distributed import LaunchEnvironment, LocalDomain, init_process_group
+from danling.mesh import ParallelContext, Topology
+from danling.mesh.axes import AXES
 
 
 @contextmanager

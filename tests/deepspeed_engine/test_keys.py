@@ -8,7 +8,7 @@ import pytest
 from support.engines import needs_deepspeed
 from support.processes import run_processes
 
-from danling.distributed.deepspeed_keys import check_keys
+from danling.deepspeed.keys import check_keys
 
 BASE = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -46,7 +46,7 @@ RIGHT: list[dict[str, Any]] = [
 def messages() -> list[str]:
     import torch
 
-    from danling.distributed.deepspeed_engine import import_deepspeed
+    from danling.deepspeed.engine import import_deepspeed
 
     import_deepspeed(torch.device("cpu"))
     found = []

@@ -85,7 +85,7 @@ def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, settings: Map
         deepspeed: The package.
         model: The bare model, on its device.
         optimizer: An optimizer over its parameters, which is divided in place; `None` where `settings` describe one.
-        settings: As `danling.distributed.deepspeed_config.engine_config` returns.
+        settings: As `danling.deepspeed.engine_config.engine_config` returns.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from danling.distributed.deepspeed_config import EngineFacts, clip_norm, engine_config, zero_stage
+from danling.deepspeed.engine_config import EngineFacts, clip_norm, engine_config, zero_stage
 
 FACTS = EngineFacts(
     micro_batch=4,

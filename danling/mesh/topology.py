@@ -8,8 +8,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from danling.distributed import Domain, LocalDomain
+
 from .axes import AXES, DATA_AXES, Axes
-from .domain import Domain, LocalDomain
 
 
 class Topology:

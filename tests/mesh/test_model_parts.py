@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.distributed.model_parts import check_parts, take_part
+from danling.mesh.model_parts import check_parts, take_part
 
 
 class Chain(nn.Module):

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from danling.distributed.axes import (
+from danling.mesh.axes import (
     AXES,
     MESH_ORDER,
     Axes,

@@ -22,7 +22,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from .domain import Domain
+from danling.distributed import Domain
+
 from .model_parts import copied_buffers
 
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
