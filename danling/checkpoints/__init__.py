@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .exclusion import exclude
     from .file import FileCheckpointManager
     from .reading import read_config, read_model
-    from .replicas import ReplicaLoaderCheckpoints
     from .settings import CheckpointSettings
     from .torch_distributed import TorchDistributedCheckpointManager
 else:
@@ -35,7 +34,6 @@ else:
             "exclusion": ("exclude",),
             "file": ("FileCheckpointManager",),
             "reading": ("read_config", "read_model"),
-            "replicas": ("ReplicaLoaderCheckpoints",),
             "settings": ("CheckpointSettings",),
             "torch_distributed": ("TorchDistributedCheckpointManager",),
         },
@@ -51,7 +49,6 @@ __all__ = [
     "CheckpointSettings",
     "DeepSpeedCheckpointManager",
     "FileCheckpointManager",
-    "ReplicaLoaderCheckpoints",
     "TorchDistributedCheckpointManager",
     "exclude",
     "export_deepspeed_checkpoint",

@@ -15,8 +15,6 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .fault_tolerance import QuorumError, ReplicaGroups, ReplicaSettings
-from .lighthouse import WaitAbandonedError
 from .meeting import all_arrive
 
 __all__ = [
@@ -25,11 +23,7 @@ __all__ = [
     "Domain",
     "LaunchEnvironment",
     "LocalDomain",
-    "QuorumError",
-    "ReplicaGroups",
-    "ReplicaSettings",
     "Verdict",
-    "WaitAbandonedError",
     "agree",
     "all_arrive",
     "destroy_process_group",

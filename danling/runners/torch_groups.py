@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from danling.checkpoints import CheckpointSettings, ReplicaLoaderCheckpoints
+from danling.checkpoints import CheckpointSettings
 from danling.config import RunnerConfig
 from danling.data import derive_seed
-from danling.distributed import ReplicaGroups, ReplicaSettings
+from danling.torchft import ReplicaGroups, ReplicaLoaderCheckpoints, ReplicaSettings
 from danling.utils.locks import FileLock
 
 from .torch_evaluation import TorchEvaluation

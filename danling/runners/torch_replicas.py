@@ -27,7 +27,8 @@ from danling.data import (
     restore_random_state,
     seed_streams,
 )
-from danling.distributed import ReplicaGroups, Verdict
+from danling.distributed import Verdict
+from danling.torchft import ReplicaGroups
 from danling.training import UpdateOutcome
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 

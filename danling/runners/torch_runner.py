@@ -12,9 +12,10 @@ from typing import Any
 
 from danling.config import RunnerConfig
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
-from danling.distributed import WaitAbandonedError, agree
+from danling.distributed import agree
 from danling.optim import needs_metric
 from danling.reporting import format_scores
+from danling.torchft import WaitAbandonedError
 from danling.training import UpdateOutcome, keeping_trained
 
 from .facts import Results

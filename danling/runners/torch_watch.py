@@ -12,7 +12,7 @@ from typing import Any
 
 from danling.config import RunnerConfig
 from danling.data import Batch
-from danling.distributed import QuorumError, WaitAbandonedError, agree, all_arrive, set_collective_timeout
+from danling.distributed import agree, all_arrive, set_collective_timeout
 from danling.reporting import speaking_for
 from danling.supervision import (
     EXIT_CODES,
@@ -20,6 +20,7 @@ from danling.supervision import (
     record_failures,
     write_memory_snapshot,
 )
+from danling.torchft import QuorumError, WaitAbandonedError
 from danling.training import UpdateOutcome
 
 from .torch_figures import TorchFigures

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.distributed import QuorumError
+from danling.torchft import QuorumError
 from danling.utils.locks import FileLock
 
 needs_torchft = pytest.mark.usefixtures("_torchft")

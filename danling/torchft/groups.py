@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from danling.distributed.domain import Domain
 from danling.utils.tensors import local_part
 
-from .domain import Domain
 from .lighthouse import (
     LIGHTHOUSE,
     Membership,

@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import danling as dl
-from danling.checkpoints import CheckpointSettings, ReplicaLoaderCheckpoints
+from danling.checkpoints import CheckpointSettings
 from danling.distributed import LocalDomain
+from danling.torchft import ReplicaLoaderCheckpoints
 
 
 def checkpoints(directory: Path, replica: str = "1", **changes: Any) -> ReplicaLoaderCheckpoints:

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from danling.distributed import Domain, ReplicaGroups, ReplicaSettings
-from danling.distributed.lighthouse import (
+from danling.distributed import Domain
+from danling.mesh.fsdp import shard
+from danling.torchft import ReplicaGroups, ReplicaSettings
+from danling.torchft.lighthouse import (
     OtherSizeMet,
     ReplicaSizeError,
     address_towards,
     check_sizes,
     sized_replica_id,
 )
-from danling.mesh.fsdp import shard
 from danling.utils.tensors import local_part, whole
 
 

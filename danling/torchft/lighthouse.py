@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from .domain import Domain
+from danling.distributed.domain import Domain
 
 _SLICE = 0.5
 """Seconds of waiting for a quorum between two looks at what this rank is asked."""

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from danling.checkpoints import CheckpointSettings, FileCheckpointManager
+from danling.checkpoints.reading import FORMAT_VERSION
 from danling.utils.protocols import ReductionDomain
-
-from .file import FileCheckpointManager
-from .reading import FORMAT_VERSION
-from .settings import CheckpointSettings
 
 logger = logging.getLogger("danling")
 
