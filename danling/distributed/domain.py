@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+T = TypeVar("T")
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -72,6 +75,21 @@ class Domain:
         box = [value]
         dist.broadcast_object_list(box, group_src=source, group=self.group)
         return box[0]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run `action` on the first member; return its value, or raise its error, on all of them. Call on all members."""
+        value: Any = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = action()
+            except Exception as raised:
+                error = raised
+        value, told = self.broadcast_object((value, error))
+        if told is not None:
+            raise error or told
+        result: T = value
+        return result
 
     def barrier(self) -> None:
         """Wait until all members have come here. Call on all members."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -31,15 +31,28 @@ from danling.metrics import Meters, ScoreBoard
 from danling.reporting import Printer, Progress, RunLog, close_run_log, open_run_log, speaking_for
 from danling.supervision import EXIT_CODES
 from danling.utils.secrets import secret_values, without_secrets
+<<<<<<< HEAD
 from danling.workspace import CodeIdentity, Workspace, make_timestamp, run_id
 from danling.workspace.claim import Claim, Wish, claim
+=======
+from danling.workspace import (
+    Printer,
+    Progress,
+    RunLog,
+    Workspace,
+    close_run_log,
+    open_run_log,
+    speaking_for,
+)
+>>>>>>> 40de11c (The place of a run is a component; verbs have signatures that mypy checks overrides against)
 from danling.workspace.litter import remove_litter
+from danling.workspace.placing import without_places
+from danling.workspace.run_place import RunPlace
 
-from .facts import Results
 from .meta import MetaRunner, strings_in_methods
-from .placing import wish_of, without_places
 from .runner_checkpoints import RunnerCheckpoints
 from .state import ElasticState, RunnerState
+from .verbs import Results
 
 logger = logging.getLogger("danling")
 
@@ -205,7 +218,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         config, manager = self.config, self.checkpoint_manager
         if config.checkpoint.load_only and manager is not None and manager.is_foreign():
             return
-        if config.checkpoint.load_only and self._on_main(self.workspace.has_metadata):
+        if config.checkpoint.load_only and self.world.on_first(self.workspace.has_metadata):
             return  # it only looks
         if self.is_main_process:
             listed = config.secret_keys or ()
@@ -213,7 +226,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
                 config.public(),
                 config.canonical(replicas=self.data_replicas),
                 without_secrets(config.changed(), listed),
-                self._identity,
+                self._run_place.code,
                 keep_diff=config.git_diff,
                 secrets=secret_values(config.plain(), listed),
             )
@@ -295,92 +308,24 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self._closers.callback(setattr, torch.backends.cudnn, "benchmark", benchmark)
 
     def _name_run(self) -> None:
-        # Named before a seed is drawn, which is no part of the run's identity.
-        identity = CodeIdentity.of_directory() if self.is_main_process else None
-        config_id = self.config.config_id(replicas=self.data_replicas)
-        named = (identity.code_id if identity else None, make_timestamp(), config_id)
-        self.code_id, self.timestamp, self.config_id = self.world.broadcast_object(named)
-        self._identity = identity
-        self._claim: Claim | None = None
-        self._closers.callback(self._release_claim)
-        self._place_run()
-
-    def _place_run(self) -> None:
-        """Choose the run directory, on the main process for all. Called on all ranks."""
-        self.id = run_id(self.code_id, self.config_id)
-        self._placed_for = self._places()
-        wish = wish_of(
-            self.config, id=self.id, code_id=self.code_id, part=self.workspace_part, replicas=self.data_replicas
+        # Before a seed is drawn, which is no part of the run's identity.
+        self._run_place = RunPlace(
+            lambda: self.config, world=self.world, replicas=self.data_replicas, part=lambda: self.workspace_part
         )
-        self._run_dir, self.id, self._place_notice = self._on_main(lambda: self._claimed(wish))
+        self._closers.callback(self._run_place.release)
+        self.code_id, self.timestamp = self._run_place.code_id, self._run_place.timestamp
+        self.id, self.config_id = self._run_place.id, self._run_place.config_id
         self.workspace = self.locate_workspace()
-
-    def _claimed(self, wish: Wish) -> tuple[Path, str, str | None]:
-        self._claim = claim(wish)
-        return self._claim.dir, self._claim.id, self._claim.notice
-
-    def _entered(self) -> str:
-        assert self._claim is not None
-        self._claim.enter()
-        return self._claim.id
-
-    def _begin_figures(self) -> None:
-        resumed = self.state.train.global_step > 0
-        self._on_main(lambda: self._claim.write_figures(resumed=resumed) if self._claim is not None else None)
-
-    def _confirm_writer(self) -> None:
-        if self._claim is not None:
-            self._claim.confirm()
-
-    def _release_claim(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-
-    def _places(self) -> tuple[Any, ...]:
-        config = self.config
-        named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
-        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self.workspace_part)
-
-    def _on_main(self, action: Callable[[], T]) -> T:
-        """Run `action` on the main process; return its value, or raise its error, on all ranks."""
-        value: Any = None
-        error: Exception | None = None
-        if self.is_main_process:
-            try:
-                value = action()
-            except Exception as raised:
-                error = raised
-        value, told = self.world.broadcast_object((value, error))
-        if told is not None:
-            raise error or told
-        result: T = value
-        return result
 
     def locate_workspace(self) -> Workspace:
         """Return the paths of the run; no file is touched. May be called on any rank."""
-        config = self.config
-        return Workspace(
-            workspace_root=config.workspace_root,
-            lineage=config.lineage,
-            code_id=self.code_id,
-            id=self.id,
-            timestamp=self.timestamp,
-            is_main=self.is_main_process,
-            dir=self._run_dir,
-            checkpoint_dir=config.get("checkpoint_dir", None),
-            checkpoint_dir_name=config.checkpoint.dir_name,
-            log_file=config.get("log_file", None),
-            part=self.workspace_part,
-        )
+        return self._run_place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
 
     def open_workspace(self) -> None:
-        """Create the run directory and open its log, on the main process. Called on all ranks."""
+        """Create the run directory and open its log, on the main process."""
         config = self.config
-        if self._places() != self._placed_for:
-            # A place that `__init__` has set.
-            self._release_claim()
-            self._place_run()
-        self.id = self._on_main(self._entered)
+        self._run_place.enter()
+        self.id = self._run_place.id
         self.workspace = self.locate_workspace()
         self.workspace.create()
         if self.is_main_process and not config.checkpoint.load_only:
@@ -389,8 +334,8 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
         )
         self._closers.callback(close_run_log, self._run_log)
-        if self._place_notice is not None:
-            logger.info("%s", self._place_notice)
+        if self._run_place.notice is not None:
+            logger.info("%s", self._run_place.notice)
 
     # A loop by hand
 

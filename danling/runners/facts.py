@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +10,10 @@ import torch
 from danling.config import RunnerConfig
 from danling.distributed import Domain, LaunchEnvironment
 from danling.metrics import ScoreBoard
-from danling.workspace.series import number_of
+from danling.workspace.run_place import RunPlace
 
 from .state import ElasticState, RngState, RunnerState, TrainState
-from .verbs import RunnerVerbs
-
-Results = dict[int, dict[str, dict[str, float]]]
-"""Evaluated and trained figures by completed epoch or global step, then by split."""
+from .verbs import Results, RunnerVerbs
 
 
 class RunnerFacts(RunnerVerbs):
@@ -35,7 +31,7 @@ class RunnerFacts(RunnerVerbs):
     results: Results
     scoreboard: ScoreBoard | None
     id: str
-    _run_dir: Path
+    _run_place: RunPlace
 
     # Scores
 
@@ -175,8 +171,7 @@ class RunnerFacts(RunnerVerbs):
     @property
     def instance(self) -> str:
         """Name of this run among those of one id that lie side by side: the id, or the id with `-2`, `-3`, ..."""
-        name = self._run_dir.name
-        return name if number_of(name, self.id) is not None else self.id
+        return self._run_place.instance
 
     @property
     def name(self) -> str:

@@ -46,7 +46,7 @@ class RunnerCheckpoints(RunnerData):
             step_mode=self.is_step_mode,
             compare=self.config_differences,
         )
-        self.checkpoint_manager.before_save = self._confirm_writer
+        self.checkpoint_manager.before_save = self._run_place.confirm
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
     def _open_checkpoints(self) -> None:

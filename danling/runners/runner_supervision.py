@@ -81,17 +81,11 @@ class RunnerSupervision(RunnerFacts):
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
-            self._begin_figures()
+            self._run_place.write_figures(resumed=self.state.train.global_step > 0)
         self._trackers.open()
         self._track(lambda: JsonlTracker(self.workspace.jsonl_file, resume_step=self.state.train.global_step))
         self.init_tensorboard()
         self.init_wandb()
-
-    def _begin_figures(self) -> None:
-        """Become the writer of a run directory that was entered to look only. Called on all ranks."""
-
-    def _confirm_writer(self) -> None:
-        """See to it that this process is the writer of the run directory still; on the main process."""
 
     def _flush_trackers(self) -> None:
         """Flush what a training has logged, however it ended; what fails here must not hide how."""

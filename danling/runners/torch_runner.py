@@ -18,10 +18,10 @@ from danling.reporting import format_scores
 from danling.torchft import WaitAbandonedError
 from danling.training import UpdateOutcome, keeping_trained
 
-from .facts import Results
 from .torch_evaluation import checked_figures
 from .torch_replicas import UNCOMMITTED
 from .torch_watch import EvaluationStopped, TorchWatch
+from .verbs import Results
 
 logger = logging.getLogger("danling")
 

@@ -240,7 +240,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import danling as dl
-from danling.runners import placing
+from danling.workspace import placing
 
 placing.WAIT_SECONDS = float(sys.argv.pop(1))
 

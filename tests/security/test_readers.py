@@ -23,10 +23,10 @@ from danling.checkpoints.exchange import import_weights
 from danling.checkpoints.reading import read_file
 from danling.checkpoints.shard_index import ShardIndex
 from danling.checkpoints.stock_metadata import TABLE, read_stock_metadata
-from danling.runners.placing import without_places
 from danling.utils.nesting import parse_json, parse_yaml
+from danling.workspace.placing import without_places
 
-FIXTURES = Path(__file__).parents[1] / "runners" / "checkpoints" / "fixtures" / "v1"
+FIXTURES = Path(__file__).parents[1] / "checkpoints" / "fixtures" / "v1"
 
 
 def _in_metadata(place: Path, content: bytes) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -52,6 +53,19 @@ class Program(dl.Runner):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "x": 1}
+
+
+class WrongOverrides(Program):
+    """What an override cannot be: it would not be called with what it asks for, or give what is asked of it."""
+
+    def train_epoch(self, split: int) -> dict[str, float]:  # type: ignore[override]
+        return {}
+
+    def evaluate_step(self, data: Any) -> Tensor:  # type: ignore[override]
+        return torch.zeros(())
+
+    def load_model(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        pass
 
 
 class OwnLoss(Program):

@@ -15,8 +15,9 @@ from danling.checkpoints.ownership import newest_record, stored_settings
 from danling.config import RunnerConfig, identity
 from danling.config.updates import update_sizes
 from danling.utils.nesting import parse_yaml
-from danling.workspace.claim import WAIT_SECONDS, Wish, newest_first
-from danling.workspace.series import number_of
+
+from .claim import WAIT_SECONDS, Wish, newest_first
+from .series import number_of
 
 # What a checkpoint records of places: where its run wrote, on the machine that it ran on.
 PLACES = frozenset(

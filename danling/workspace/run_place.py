@@ -1,0 +1,136 @@
+"""The place of a run: its identity, its directory, and the right to write there, chosen by the main process for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from danling.config import RunnerConfig
+from danling.distributed import Domain
+
+from .claim import Claim, claim
+from .identity import CodeIdentity, make_timestamp, run_id
+from .placing import wish_of
+from .series import number_of
+from .workspace import Workspace
+
+
+class RunPlace:
+    """Names a run, chooses its directory, and holds the right to write into it.
+
+    Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told.
+
+    Attributes:
+        code: Identity of the code that the main process runs from; `None` without git, and on the other ranks.
+        code_id: Its name, on all ranks; `None` without git.
+        config_id: Identity of the configuration. The seed that may be drawn later is no part of it.
+        timestamp: When this attempt began.
+        id: Identity of the run.
+        dir: The run directory.
+        notice: What to tell the user about the choice of the directory; `None` where there is nothing to tell.
+
+    Args:
+        settings: Returns the configuration; a place that changes in it until `enter` is followed.
+        world: All ranks of the job, or of this replica group.
+        replicas: Ranks that read different samples.
+        part: Returns the directory below the run directory that this replica group writes into, `None` where there is one group.
+
+    Raises:
+        ValueError: If the directory that the configuration names holds another run.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], RunnerConfig],
+        *,
+        world: Domain,
+        replicas: int,
+        part: Callable[[], str | None],
+    ) -> None:
+        self._settings, self._world, self._replicas, self._part = settings, world, replicas, part
+        self._claim: Claim | None = None
+        self.code = CodeIdentity.of_directory() if world.rank == 0 else None
+        named = (self.code.code_id if self.code else None, make_timestamp(), settings().config_id(replicas=replicas))
+        self.code_id, self.timestamp, self.config_id = world.broadcast_object(named)
+        self.choose()
+
+    def choose(self) -> None:
+        """Choose the run directory, and give an earlier choice up."""
+        self.release()
+        self.id = run_id(self.code_id, self.config_id)
+        self._chosen_for = self._places()
+        self.dir, self.id, self.notice = self._world.on_first(self._claimed)
+
+    def enter(self) -> None:
+        """Become the writer of the run directory; choose anew where a place in the configuration has changed since.
+
+        Raises:
+            ValueError: If the directory holds a run, and this one starts from scratch.
+            RunInUseError: If another process writes into it and does not end in time.
+        """
+        if self._places() != self._chosen_for:
+            self.choose()
+        self.id = self._world.on_first(self._entered)
+
+    def workspace(self, *, id: str, code_id: str | None, timestamp: str) -> Workspace:
+        """Return the paths of the run; no file is touched.
+
+        Args:
+            id: Identity of the run.
+            code_id: Name of its code; `None` without git.
+            timestamp: Of this attempt.
+        """
+        config = self._settings()
+        return Workspace(
+            workspace_root=config.workspace_root,
+            lineage=config.lineage,
+            code_id=code_id,
+            id=id,
+            timestamp=timestamp,
+            is_main=self._world.rank == 0,
+            dir=self.dir,
+            checkpoint_dir=config.get("checkpoint_dir", None),
+            checkpoint_dir_name=config.checkpoint.dir_name,
+            log_file=config.get("log_file", None),
+            part=self._part(),
+        )
+
+    @property
+    def instance(self) -> str:
+        """Name of this run among those of one id that lie side by side: the id, or the id with `-2`, `-3`, ..."""
+        name = self.dir.name
+        return name if number_of(name, self.id) is not None else self.id
+
+    def write_figures(self, *, resumed: bool) -> None:
+        """Become the writer of a directory that was entered to look only, since training begins.
+
+        Args:
+            resumed: Whether the run goes on from a checkpoint.
+        """
+        self._world.on_first(lambda: self._claim.write_figures(resumed=resumed) if self._claim is not None else None)
+
+    def confirm(self) -> None:
+        """See to it that this process is the writer of the directory still; on the main process."""
+        if self._claim is not None:
+            self._claim.confirm()
+
+    def release(self) -> None:
+        """Give the right to write up; a second call does nothing."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def _claimed(self) -> tuple[Path, str, str | None]:
+        wish = wish_of(self._settings(), id=self.id, code_id=self.code_id, part=self._part(), replicas=self._replicas)
+        self._claim = claim(wish)
+        return self._claim.dir, self._claim.id, self._claim.notice
+
+    def _entered(self) -> str:
+        assert self._claim is not None
+        self._claim.enter()
+        return self._claim.id
+
+    def _places(self) -> tuple[Any, ...]:
+        config = self._settings()
+        named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
+        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._part())
