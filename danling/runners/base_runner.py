@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -31,20 +31,7 @@ from danling.metrics import Meters, ScoreBoard
 from danling.reporting import Printer, Progress, RunLog, close_run_log, open_run_log, speaking_for
 from danling.supervision import EXIT_CODES
 from danling.utils.secrets import secret_values, without_secrets
-<<<<<<< HEAD
-from danling.workspace import CodeIdentity, Workspace, make_timestamp, run_id
-from danling.workspace.claim import Claim, Wish, claim
-=======
-from danling.workspace import (
-    Printer,
-    Progress,
-    RunLog,
-    Workspace,
-    close_run_log,
-    open_run_log,
-    speaking_for,
-)
->>>>>>> 40de11c (The place of a run is a component; verbs have signatures that mypy checks overrides against)
+from danling.workspace import Workspace
 from danling.workspace.litter import remove_litter
 from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
@@ -55,8 +42,6 @@ from .state import ElasticState, RunnerState
 from .verbs import Results
 
 logger = logging.getLogger("danling")
-
-T = TypeVar("T")
 
 RESERVED_FIGURES = ("loss",)
 """Figures that the runner makes itself, and that a meter of the same name would change without a word."""
