@@ -74,10 +74,10 @@ class NoTelemetry:
 class Bare(Benchmarked):
     """The same without telemetry and bar."""
 
-    def _open_progress(self) -> None:
-        super()._open_progress()
-        self._close_progress()
-        self.telemetry = NoTelemetry()  # type: ignore[assignment]
+    def _begin_report(self) -> None:
+        super()._begin_report()
+        self._reporter.end()
+        self._reporter.telemetry = NoTelemetry()  # type: ignore[assignment]
 
     def count_tokens(self, data: Any) -> float:
         """Count none."""

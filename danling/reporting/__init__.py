@@ -7,38 +7,51 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from .flops import counted, device_peak_flops, peak_flops
+    from .builtin import BUILT_IN_TRACKERS, TrackerPlace
+    from .description import describe_batches, describe_parameters, describe_training
+    from .flops import ModelFlops, counted, device_peak_flops, peak_flops
     from .logging import RunLog, close_run_log, open_run_log, speaking_for
     from .printing import Printer
     from .progress import Progress, format_duration, format_number, format_scores
+    from .reporter import Reporter
     from .telemetry import Shared, Telemetry, memory_figures
     from .trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker, read_jsonl
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "flops": ("counted", "device_peak_flops", "peak_flops"),
+            "builtin": ("BUILT_IN_TRACKERS", "TrackerPlace"),
+            "description": ("describe_batches", "describe_parameters", "describe_training"),
+            "flops": ("ModelFlops", "counted", "device_peak_flops", "peak_flops"),
             "logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
             "printing": ("Printer",),
             "progress": ("Progress", "format_duration", "format_number", "format_scores"),
+            "reporter": ("Reporter",),
             "telemetry": ("Shared", "Telemetry", "memory_figures"),
             "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "TrackerSet", "WandbTracker", "read_jsonl"),
         },
     )
 
 __all__ = [
+    "BUILT_IN_TRACKERS",
     "JsonlTracker",
+    "ModelFlops",
     "Printer",
     "Progress",
+    "Reporter",
     "RunLog",
     "Shared",
     "Telemetry",
     "TensorBoardTracker",
     "Tracker",
+    "TrackerPlace",
     "TrackerSet",
     "WandbTracker",
     "close_run_log",
     "counted",
+    "describe_batches",
+    "describe_parameters",
+    "describe_training",
     "device_peak_flops",
     "format_duration",
     "format_number",

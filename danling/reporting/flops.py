@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,3 +76,62 @@ def counted(function: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         function()
     return int(counter.get_total_flops())
+
+
+class ModelFlops:
+    """What the model computes for a sample, counted in the first micro-batch of training, and its share of what the devices can do.
+
+    Attributes:
+        peak: What one device could do at most, in FLOP/s; `None` when it is not known.
+        counted: FLOPs of a sample, forward and backward, as they were counted; `None` before.
+        counts_next: Whether the next micro-batch is to be run by `count`.
+    """
+
+    def __init__(self) -> None:
+        self.peak: float | None = None
+        self.counted: float | None = None
+        self.counts_next = False
+
+    def begin(self, peak: float | None, *, known: bool, countable: bool) -> None:
+        """Say at the beginning of a training what is known.
+
+        Args:
+            peak: What one device could do at most, in FLOP/s; `None` when it is not known.
+            known: Whether the FLOPs of a token or a sample are known already.
+            countable: Whether the operations of the model can be counted.
+        """
+        self.peak = peak
+        # Without a peak to compare with nothing is worth the slow first micro-batch.
+        self.counts_next = not known and countable and peak is not None
+
+    def count(self, run: Callable[[], Any], samples: float) -> None:
+        """Run a micro-batch and count its operations.
+
+        Args:
+            run: Its forward and backward.
+            samples: Number of its samples, above 0.
+        """
+        self.counts_next = False
+        self.counted = counted(run) / samples
+
+    def usage(
+        self, pace: Mapping[str, float], *, per_token: float | None, per_sample: float | None, devices: int
+    ) -> dict[str, float]:
+        """Return `model_flops_per_second` over all devices, and as `mfu` its share of their peak, where they are known.
+
+        Args:
+            pace: Speeds as `Telemetry.report` gives them.
+            per_token: FLOPs of a token, `None` when not known.
+            per_sample: FLOPs of a sample; read where a token's are not known.
+            devices: Number of devices that work on the model.
+        """
+        for per_unit, speed in (
+            (per_token, pace.get("tokens_per_second")),
+            (per_sample, pace.get("samples_per_second")),
+        ):
+            if per_unit and speed:
+                usage = {"model_flops_per_second": per_unit * speed}
+                if self.peak:
+                    usage["mfu"] = per_unit * speed / (self.peak * devices)
+                return usage
+        return {}

@@ -28,7 +28,7 @@ from danling.distributed import (
     select_device,
 )
 from danling.metrics import Meters, ScoreBoard
-from danling.reporting import Printer, Progress, RunLog, close_run_log, open_run_log, speaking_for
+from danling.reporting import Printer, RunLog, close_run_log, open_run_log, speaking_for
 from danling.supervision import EXIT_CODES
 from danling.utils.secrets import secret_values, without_secrets
 from danling.workspace import Workspace
@@ -108,7 +108,6 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.metrics: Any = None
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
-        self.progress_bar: Progress | None = None
         self.checkpoint_manager: Any = None
         self.scoreboard: ScoreBoard | None = None
         self.launch = LaunchEnvironment.read()
@@ -347,7 +346,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             finally:
                 if self.signals is not None:
                     self.signals.uninstall()
-                self._flush_trackers()
+                self._reporter.flush()
         if self._stop_asked is not None:
             logger.info("Stopped by a signal at step %d; the full state is saved.", self.state.train.global_step)
             raise SystemExit(EXIT_CODES[self._stop_asked])

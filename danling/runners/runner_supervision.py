@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from danling.reporting import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker
+from danling.reporting import BUILT_IN_TRACKERS, Reporter, Tracker, TrackerPlace
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
-from danling.utils.secrets import secret_values
 from danling.workspace import Workspace
 
 from .facts import RunnerFacts
-
-logger = logging.getLogger("danling")
 
 _T = TypeVar("_T")
 
@@ -32,7 +28,17 @@ class RunnerSupervision(RunnerFacts):
     gc_pacer: GcPacer | None = None
     signals: SignalWatcher | None = None
 
-    # Trackers
+    # What is seen of the run
+
+    @cached_property
+    def _reporter(self) -> Reporter:
+        reporter = Reporter(
+            is_main=self.is_main_process,
+            world_size=self.world_size,
+            seconds_between_lines=self.config.log_seconds,
+        )
+        self._closers.callback(reporter.trackers.close)
+        return reporter
 
     def add_tracker(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         """Send every figure of the run to a tracker of your own as well; call it in `__init__` or before `train`, on all ranks.
@@ -48,18 +54,12 @@ class RunnerSupervision(RunnerFacts):
             TypeError: If it is neither.
             ValueError: If it was added before.
         """
-        self._trackers.add(tracker)
-
-    @cached_property
-    def _trackers(self) -> TrackerSet:
-        trackers = TrackerSet(is_main=self.is_main_process)
-        self._closers.callback(trackers.close)
-        return trackers
+        self._reporter.trackers.add(tracker)
 
     @property
     def trackers(self) -> list[Tracker]:
         """What figures are sent to: empty before training begins, and on all processes but the main one."""
-        return self._trackers.opened
+        return self._reporter.trackers.opened
 
     def log_figures(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Send figures to every tracker, `metrics.jsonl` included. May be called on all ranks; the main process sends them.
@@ -69,62 +69,34 @@ class RunnerSupervision(RunnerFacts):
             step: Global step; `None` is that of `train_state`.
         """
         self.open_trackers()
-        self._trackers.log(values, self.state.train.global_step if step is None else step)
+        self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
 
     def open_trackers(self) -> None:
         """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone.
 
         Called on all ranks.
         """
-        if self._trackers.is_open:
+        if self._reporter.trackers.is_open:
             return
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
             self._run_place.write_figures(resumed=self.state.train.global_step > 0)
-        self._trackers.open()
-        self._track(lambda: JsonlTracker(self.workspace.jsonl_file, resume_step=self.state.train.global_step))
-        self.init_tensorboard()
-        self.init_wandb()
+        self._reporter.trackers.open()
+        for name in BUILT_IN_TRACKERS:
+            getattr(self, f"init_{name}", partial(self._open_built_in_tracker, name))()
 
-    def _flush_trackers(self) -> None:
-        """Flush what a training has logged, however it ended; what fails here must not hide how."""
-        try:
-            self._trackers.flush()
-        except Exception:
-            logger.exception("A tracker could not be flushed.")
-
-    def _track(self, tracker: Callable[[], Tracker]) -> None:
-        self._trackers.add(tracker)
+    def _open_built_in_tracker(self, name: str) -> None:
+        place = TrackerPlace(self.config, self.workspace, self.instance, self.state.train.global_step)
+        self._reporter.add_built_in(name, place)
 
     def init_tensorboard(self) -> None:
         """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
-        if self.config.tensorboard and self.is_main_process:
-            step = self.state.train.global_step
-            earlier = self.workspace.latest_tensorboard_dir() if step else None
-            directory = earlier or self.workspace.tensorboard_dir
-            self._track(lambda: TensorBoardTracker(directory, purge_step=step + 1 if step else None))
+        self._open_built_in_tracker("tensorboard")
 
     def init_wandb(self) -> None:
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
-        settings = self.config.wandb
-        if not settings.enabled or not self.is_main_process:
-            return
-        self._track(
-            lambda: WandbTracker(
-                project=settings.project or self.config.lineage,
-                entity=settings.entity,
-                group=settings.group or self.config.experiment,
-                name=settings.name or self.instance,
-                job_type=settings.job_type,
-                tags=settings.tags,
-                dir=settings.dir or self.workspace.dir,
-                mode=settings.mode,
-                run_id=self.instance,
-                config=self.config.public(),
-                secrets=secret_values(self.config.plain(), self.config.secret_keys or ()),
-            )
-        )
+        self._open_built_in_tracker("wandb")
 
     def init_signal_handlers(self) -> None:
         """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends. Called on all ranks."""

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from danling.config import RunnerConfig
 from danling.data import Batch
-from danling.reporting import Progress, Telemetry, counted, device_peak_flops
+from danling.reporting import describe_batches, describe_parameters, describe_training, device_peak_flops
 from danling.supervision import Profiler
 from danling.training import UpdateOutcome, count_tokens
-from danling.utils.numbers import Paced, format_count
 
 from .torch_update import TorchUpdate
 
 logger = logging.getLogger("danling")
 
-_SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
-"""Figures of an update that are printed, and what they are called there."""
-
-_RESULT_LINES = 100
-"""Results of epochs or evaluations that are printed at any pace."""
-
 
 class TorchFigures(TorchUpdate):
     """Telemetry and figures of a torch runner."""
-
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self.telemetry: Telemetry | None = None
-        self._logged_samples = self._session_samples = 0
-        self._profiler: Profiler | None = None
-        self._peak_flops: float | None = None
-        self._measured_flops: float | None = None
-        self._result_lines = Paced(self.config.log_seconds, burst=_RESULT_LINES)
 
     def count_tokens(self, data: Any) -> float:
         """Return the tokens of a batch for the figures of speed, 0 for data that has none; override it for batches of your own.
@@ -69,7 +52,7 @@ class TorchFigures(TorchUpdate):
         Returns:
             `None` when it is not known; then neither FLOPs nor their share of the peak is reported.
         """
-        return self._measured_flops
+        return self._reporter.flops.counted
 
     def peak_flops(self) -> float | None:
         """Return what one device could do at most, in FLOP/s; `None` when it is not known, as on a CPU. Never a guess.
@@ -89,117 +72,77 @@ class TorchFigures(TorchUpdate):
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
         self.window.open(weight, samples)
-        if batch.samples != 0 and self.telemetry is not None:
-            self.telemetry.tokens += self.count_tokens(batch.data)
+        reporter = self._reporter
+        if batch.samples != 0 and reporter.telemetry is not None:
+            reporter.telemetry.tokens += self.count_tokens(batch.data)
         self._in_train_step = True
         try:
-            if self._measures_flops and samples:
-                self._measures_flops = False
-                self._measured_flops = counted(lambda: run(data)) / samples
+            if reporter.flops.counts_next and samples:
+                reporter.flops.count(lambda: run(data), samples)
             else:
                 run(data)
         finally:
             self._in_train_step = False
         self.state.train.micro_step += 1
 
-    _measures_flops: bool = False
-    """Whether the next micro-batch is run with its operations counted."""
-
-    def _can_count_flops(self) -> bool:
-        plain = self.stack == "ddp" and not self.config.compile.enable
-        return plain and self._peak_flops is not None
-
-    def _log(self, outcome: UpdateOutcome) -> None:
-        """Write the figures of the update and the pace since the last line. One collective; called on all ranks."""
-        telemetry = self.telemetry
-        assert telemetry is not None
+    def _log_update(self, outcome: UpdateOutcome) -> None:
+        """Log the metrics of the update and the speed since the last line. One collective."""
         self.read_samples()
-        samples, self._logged_samples = self.state.train.samples - self._logged_samples, self.state.train.samples
-        shared = telemetry.share(self.optimizer_domain, counts=self.reports[1])
-        if not self.is_main_process:
-            telemetry.open_window()
-            return
-        step = self.state.train.global_step
-        # On an accelerator a window without any weight is noticed only here.
-        loss = float(outcome.loss_sum if self.sums_loss else outcome.loss)
-        pace = telemetry.report(
-            step, samples=samples, shared=shared, learning_rates=self._rates, grad_norm=outcome.grad_norm
+        train = self.state.train
+        self._reporter.log_update(
+            train.global_step,
+            # On an accelerator a window without any weight is noticed only here.
+            loss=outcome.loss_sum if self.sums_loss else outcome.loss,
+            samples=train.samples,
+            grad_norm=outcome.grad_norm,
+            learning_rates=self._rates,
+            epoch=self._epoch_shown(),
+            domain=self.optimizer_domain,
+            counts_samples=self.reports[1],
+            per_token=self.flops_per_token,
+            per_sample=self.flops_per_sample,
         )
-        values = {"train/loss": loss, **{f"train/{name}": value for name, value in (pace | self._usage(pace)).items()}}
-        self._track_values(values)
-        if self.progress_bar is not None:
-            self.progress_bar.epoch = self._epoch_shown()
-            shown = {short: values[f"train/{name}"] for name, short in _SHOWN.items() if f"train/{name}" in values}
-            speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
-            self.progress_bar.show(step, shown, speed=speed)
-
-    def _usage(self, pace: Mapping[str, float]) -> dict[str, float]:
-        """Model FLOPs a second over all ranks, and their share of the peak, where they are known."""
-        for per_unit, speed in (
-            (self.flops_per_token(), pace.get("tokens_per_second")),
-            (self.flops_per_sample(), pace.get("samples_per_second")),
-        ):
-            if per_unit and speed:
-                figures = {"model_flops_per_second": per_unit * speed}
-                if self._peak_flops:
-                    figures["mfu"] = per_unit * speed / (self._peak_flops * self.world_size)
-                return figures
-        return {}
-
-    def _track_values(self, values: dict[str, float]) -> None:
-        self._trackers.log(values, self.state.train.global_step)
 
     # Opening and closing
 
-    def _open_progress(self) -> None:
-        self._logged_samples = self._session_samples = self.state.train.samples
-        step = self.state.train.global_step
-        self.telemetry = Telemetry(total_steps=self.steps, global_step=step, device=self.device)
-        self._peak_flops = self.peak_flops()
-        own = self.flops_per_token() or self.flops_per_sample()
-        self._measures_flops = own is None and self._can_count_flops()
-        self._profiler = self.build_profiler()
+    def _begin_report(self) -> None:
+        train, reporter = self.state.train, self._reporter
+        known = (self.flops_per_token() or self.flops_per_sample()) is not None
+        countable = self.stack == "ddp" and not self.config.compile.enable
+        reporter.flops.begin(self.peak_flops(), known=known, countable=countable)
+        reporter.begin(
+            step=train.global_step,
+            samples=train.samples,
+            total_steps=self.steps,
+            device=self.device,
+            name=self.config.experiment,
+            epoch=self._epoch_shown(),
+            profiler=self.build_profiler(),
+        )
         if self.is_main_process:
-            self.progress_bar = Progress(
-                self.steps,
-                initial=step,
-                desc=self.config.experiment,
-                seconds_between_lines=self.config.log_seconds,
-            )
-            self.progress_bar.epoch = self._epoch_shown()
-            logger.info("%s", self._opening())
+            logger.info("%s", self._description())
 
     def _epoch_shown(self) -> str:
         return "" if self.is_step_mode else f"epoch {min(self.state.train.epoch + 1, self.epochs or 1)}/{self.epochs}"
 
-    def _opening(self) -> str:
+    def _description(self) -> str:
         """Return what is going to be trained, in one line."""
-        sizes = [(p.numel(), p.requires_grad) for _, p in self.named_parameters()]
-        whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-        parameters = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
-        budget = f"epoch {self.epochs}" if not self.is_step_mode else f"step {self.steps}"
-        accumulated = f" x {self.accum_steps} micro-batches" if self.accum_steps > 1 else ""
-        division = self._first_division()
-        each = " on each" if self.distributed else ""
-        batch = f", batch {self.batch_size}{accumulated}{each}" if self.batch_size else ""
-        if division is not None:
-            most = "at most " if not division.is_even else ""
-            batch = f", {division.samples} samples an update, {most}{self.batch_size}{accumulated}{each}"
         train = self.state.train
-        return (
-            f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {self.world_size} "
-            f"{self.device.type} process{'es' if self.world_size > 1 else ''} ({self.stack}, {self.config.precision or 'fp32'}): "
-            f"{parameters}{batch}, in {self.workspace.dir}"
+        return describe_training(
+            step=train.global_step,
+            epoch=train.epoch,
+            budget=f"step {self.steps}" if self.is_step_mode else f"epoch {self.epochs}",
+            processes=f"{self.world_size} {self.device.type} process{'es' if self.world_size > 1 else ''}",
+            stack=f"{self.stack}, {self.config.precision or 'fp32'}",
+            parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in self.named_parameters()),
+            batches=describe_batches(
+                self.batch_size, self.accum_steps, self._first_division(), distributed=self.distributed
+            ),
+            directory=self.workspace.dir,
         )
 
-    def _summarize(self, ending: str) -> None:
-        if self.is_main_process and self.telemetry is not None:
-            train = self.state.train
-            if self.progress_bar is not None:
-                self.progress_bar.write_last()
-            logger.info(
-                "%s: %s", ending, self.telemetry.summary(train.global_step, train.samples - self._session_samples)
-            )
+    def _say_ending(self, ending: str) -> None:
+        self._reporter.log_ending(ending, step=self.state.train.global_step, samples=self.state.train.samples)
 
     def build_profiler(self) -> Profiler | None:
         """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
@@ -211,14 +154,6 @@ class TorchFigures(TorchUpdate):
             # Where blocks were allocated, for the snapshot of a run that is out of memory.
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         return Profiler(directory, rank=self.rank, **settings)
-
-    def _close_progress(self) -> None:
-        if self._profiler is not None:
-            self._profiler.close()
-            self._profiler = None
-        if self.progress_bar is not None:
-            self.progress_bar.close()
-            self.progress_bar = None
 
     def write_results(self) -> None:
         """Write the figures of the run, its last ones and its best ones, on the main process."""

@@ -14,7 +14,6 @@ from danling.config import RunnerConfig
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import agree
 from danling.optim import needs_metric
-from danling.reporting import format_scores
 from danling.torchft import WaitAbandonedError
 from danling.training import UpdateOutcome, keeping_trained
 
@@ -316,10 +315,8 @@ class TorchRunner(TorchWatch):
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
         source = self.source(split)
-        telemetry = self.telemetry
-        assert telemetry is not None
         self.follow_freezing()
-        batches = telemetry.timed(source.batches())
+        batches = self._reporter.timed(source.batches())
         found = source.consumed > 0
         while True:
             batch = next(batches, None)
@@ -330,7 +327,7 @@ class TorchRunner(TorchWatch):
             if split not in self._compared:
                 self._compare(source, batch)
             if self.open_update():
-                self._logged_samples = self.state.train.samples
+                self._reporter.forget_samples(self.state.train.samples)
                 if self._is_trained(split):
                     self._moved = True
                     return
@@ -338,7 +335,7 @@ class TorchRunner(TorchWatch):
                 continue
             consumed: list[Batch] = []
             if not self._make_batches(source, chain([batch], batches), consumed):
-                batches = telemetry.timed(source.batches())
+                batches = self._reporter.timed(source.batches())
                 continue
             outcome = self.step()
             if not isinstance(outcome, UpdateOutcome):
@@ -349,7 +346,8 @@ class TorchRunner(TorchWatch):
                 batches = chain(consumed, batches)
                 continue
             source.commit(consumed)
-            telemetry.stepped(committed=outcome.committed)
+            if self._reporter.telemetry is not None:
+                self._reporter.telemetry.stepped(committed=outcome.committed)
             yield outcome
         if not found:
             raise ValueError(
@@ -393,15 +391,15 @@ class TorchRunner(TorchWatch):
 
     def _remembered(self) -> Callable[[], None]:
         """Return what takes the micro-batches of the next update back."""
-        telemetry = self.telemetry
+        telemetry, flops = self._reporter.telemetry, self._reporter.flops
         assert telemetry is not None
-        before, tokens, measures = self._capture(), telemetry.tokens, self._measures_flops
+        before, tokens, counts_next = self._capture(), telemetry.tokens, flops.counts_next
 
         def take_back() -> None:
             self.window.reset()
             self.zero_gradients()
             self._restore(before)
-            telemetry.tokens, self._measures_flops = tokens, measures
+            telemetry.tokens, flops.counts_next = tokens, counts_next
 
         return take_back
 
@@ -540,20 +538,12 @@ class TorchRunner(TorchWatch):
         return result[split][name]
 
     def _report(self, result: dict[str, dict[str, float]]) -> None:
-        if not self.is_main_process:
-            return
-        figures = "  ".join(f"{split} {format_scores(values)}" for split, values in result.items())
-        unit = "step" if self.is_step_mode else "epoch"
-        if self._result_lines.due() or self.progress >= 1 or self._stop_for:
-            logger.info("%s %d: %s", unit, self.index, figures)
-            if self.progress_bar is not None:
-                self.progress_bar.forget_last()
-        # A key of its own: `train/loss` is the loss of single updates.
-        named = {
-            split if split not in self.train_splits else f"{split}_mean": values for split, values in result.items()
-        }
-        self._track_values(
-            {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
+        self._reporter.log_result(
+            result,
+            step=self.state.train.global_step,
+            title=f"{'step' if self.is_step_mode else 'epoch'} {self.index}",
+            trained=self.train_splits,
+            last=self.progress >= 1 or self._stop_for is not None,
         )
 
     def _checkpoint_when_due(self, index: int, *, final: bool) -> None:

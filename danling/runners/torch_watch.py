@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from danling.config import RunnerConfig
@@ -116,18 +116,15 @@ class TorchWatch(TorchFigures):
             return
         heard = self.ballot.settle()
         self._asked |= heard & {"save"}
-        done, bar = 0, self.progress_bar
-        with self.telemetry.aside() if self.telemetry is not None else nullcontext():
+        done = 0
+        with self._reporter.aside(f"{split} 0"):
             while self._evaluates_on(batch := next(batches, None), heard):
-                if bar is not None:
-                    bar.doing(f"{split} {done}")
+                self._reporter.doing(f"{split} {done}")
                 if self.heartbeat is not None:
                     self.heartbeat.beat(self.state.train.global_step, self.state.train.epoch)
                 done += 1
                 if batch is not None:
                     yield batch
-        if bar is not None:
-            bar.doing("")
 
     def _evaluates_on(self, batch: Batch | None, heard: frozenset[str]) -> bool:
         self._note_requests()
@@ -192,7 +189,7 @@ class TorchWatch(TorchFigures):
         self._evaluate_every = self.config.evaluate_interval or self._checkpoint_every
         self.open_trackers()
         self.init_signal_handlers()
-        self._open_progress()
+        self._begin_report()
         self._in_session = True
         try:
             try:
@@ -214,8 +211,8 @@ class TorchWatch(TorchFigures):
             # Where torchrun ends the ranks that are left when the first one has gone, they end by the code of the signal too.
             if self.signals is not None and not (self._stop_for in BY_SIGNAL and self.distributed):
                 self.signals.uninstall()
-            self._close_progress()
-            self._flush_trackers()
+            self._reporter.end()
+            self._reporter.flush()
             if self.fault_tolerance is not None:
                 # A group that stays and does not train would hold the others up.
                 self.fault_tolerance.leave()
@@ -253,7 +250,7 @@ class TorchWatch(TorchFigures):
         # On all ranks, so that an error of the background writer is raised on all of them.
         self.checkpoint_manager.wait()
         self._hear_late_signals()
-        self._summarize(_ENDINGS.get(str(self._stop_for), "Finished"))
+        self._say_ending(_ENDINGS.get(str(self._stop_for), "Finished"))
         if self._stop_for in BY_SIGNAL:
             logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
             raise SystemExit(EXIT_CODES[self._stop_for])
@@ -274,7 +271,7 @@ class TorchWatch(TorchFigures):
             directory = self.workspace.dir / self.config.profiling.trace_dir
             step = self.state.train.global_step
             write_memory_snapshot(directory, error, rank=self.rank, global_step=step, device=self.device)
-        self._summarize(f"Failed with {type(error).__name__}")
+        self._say_ending(f"Failed with {type(error).__name__}")
 
     # Boundaries
 
@@ -291,16 +288,12 @@ class TorchWatch(TorchFigures):
             CheckpointError: If an earlier save in the background failed, or this one cannot be written.
             NonFiniteError: If the update before it was not finite, which shows on an accelerator only now.
         """
-        if self.telemetry is None or not self._in_session:
+        if not self._in_session:
             super().save_checkpoint(history=history, save_best=save_best)
             return
-        if self.progress_bar is not None:
-            self.progress_bar.doing("checkpoint")
-        with self.telemetry.aside():
+        with self._reporter.aside("checkpoint"):
             super().save_checkpoint(history=history, save_best=save_best)
-        self._trackers.flush()
-        if self.progress_bar is not None:
-            self.progress_bar.doing("")
+        self._reporter.trackers.flush()
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """What happens at every update boundary, besides evaluation and periodic checkpoints."""
@@ -309,16 +302,13 @@ class TorchWatch(TorchFigures):
             if not self._first_update_done:
                 self._tighten_timeout()
             if step % self._log_every == 0:
-                self._log(outcome)
-            if self.progress_bar is not None:
-                self.progress_bar.update(step)
+                self._log_update(outcome)
         # A skipped update is work that was done as well, on all ranks.
         if self.heartbeat is not None:
             self.heartbeat.beat(step, self.state.train.epoch)
         if self.gc_pacer is not None:
             self.gc_pacer.step()
-        if self._profiler is not None:
-            self._profiler.step(step)
+        self._reporter.stepped(step)
         # Where an evaluation is due first, the checkpoint follows it, so that a resumed run does not leave the evaluation out.
         if self._save_asked and not (self.is_step_mode and outcome.committed and self.evaluation_due()):
             self.save_checkpoint()
