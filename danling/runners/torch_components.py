@@ -19,7 +19,7 @@ from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
 from danling.supervision import is_out_of_memory
-from danling.training import EMA, Compilation, Coverage, MemoryRetry, Precision, Window
+from danling.training import EMA, Compilation, Coverage, LabelShift, MemoryRetry, Precision, Window
 from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES, BaseRunner
@@ -47,6 +47,7 @@ class TorchComponents(BaseRunner):
     # Made after the user's `__init__`; annotated here, as every name that a user may not take.
     precision: Precision
     window: Window
+    label_shift: LabelShift
     ballot: Ballot
     metric_set: MetricSet
 
@@ -62,6 +63,7 @@ class TorchComponents(BaseRunner):
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.optimizer_domain, self.device)
+        self.label_shift = LabelShift()
         self.ballot = Ballot(self.optimizer_domain, self.device, reports=self.reports)
         self.memory_retry = self._build_memory_retry()
         self.materialize_model()

@@ -79,7 +79,8 @@ class TorchEvaluation(TorchLoading):
             A float, or a 0-dim tensor on the device that need not be waited for.
         """
         if self.criterion is None and not self._overrides("compute_loss"):
-            return model_weight(self.unwrapped_model, target, data)
+            model = self.unwrapped_model
+            return model_weight(model, target, data, shifts=self.label_shift.shifts(model))
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
@@ -104,7 +105,32 @@ class TorchEvaluation(TorchLoading):
                 f"Expected a criterion, or a model that returns a loss. Received: criterion=None and a prediction of type "
                 f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
             )
+        if self._observes_labels and self._observe_labels(pred, found, target) and self.mode == "train":
+            self._reweigh(target)
         return found
+
+    def _reweigh(self, target: Any) -> None:
+        """Weigh the open micro-batch by what its loss has just told; padding stays without weight."""
+        if self.window.count and self.window.current:
+            self.window.reweigh(self.batch_weight(None, target))
+
+    @property
+    def _observes_labels(self) -> bool:
+        """Whether it is still to be found out which labels the loss of the model counts."""
+        return self.label_shift.is_open and self.criterion is None
+
+    def _observe_labels(self, pred: Any, loss: Tensor, target: Any) -> bool:
+        """Return whether another weight of the batch follows from the loss that the model gave it."""
+        if self._overrides("batch_weight") or self._overrides("compute_loss"):
+            self.label_shift.is_open = False
+            return False
+        changes = self.label_shift.observe(loss, prediction_of(pred), target)
+        self._say_of_labels()
+        return changes
+
+    def _say_of_labels(self) -> None:
+        if self.label_shift.complaint is not None and self.is_main_process:
+            logger.warning("%s", self.label_shift.complaint)
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
         """Return the loss of an evaluated batch: that of training, `None` where there is none. Called on all ranks.
@@ -124,7 +150,10 @@ class TorchEvaluation(TorchLoading):
             scored = overridden if bare is None else bare and (self.criterion is not None or overridden)
         if scored:
             return self.compute_loss(pred, target)
-        return model_loss(pred) if self.criterion is None else None
+        found = model_loss(pred) if self.criterion is None else None
+        if found is not None and self._observes_labels:
+            self._observe_labels(pred, found, target)
+        return found
 
     def _trains_bare(self) -> bool | None:
         """Whether the batches to train on come without a target, `None` where nobody can tell before the first one."""
@@ -249,7 +278,10 @@ class TorchEvaluation(TorchLoading):
     def _evaluate_batch(self, batch: Batch, totals: Meters) -> bool:
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
+        undecided = self._observes_labels
         pred, loss = _as_pair(self.evaluate_step(data))
+        if undecided and not self.label_shift.is_open:
+            weight, samples = self._weigh(batch, data)
         if loss is not None and (isinstance(weight, Tensor) or weight):
             if self.sums_loss:
                 totals.add_totals("loss", loss, weight)

@@ -11,7 +11,7 @@ import torch
 from danling.data import Batch
 from danling.reporting import describe_batches, describe_parameters, describe_training, device_peak_flops
 from danling.supervision import Profiler
-from danling.training import UpdateOutcome, count_tokens
+from danling.training import UpdateOutcome, count_tokens, model_loss, peek_target, prediction_of
 
 from .torch_update import TorchUpdate
 
@@ -80,10 +80,20 @@ class TorchFigures(TorchUpdate):
             if reporter.flops.counts_next and samples:
                 reporter.flops.count(lambda: run(data), samples)
             else:
-                run(data)
+                returned = run(data)
+                if self._observes_labels and self._overrides("train_step"):
+                    self._observe_late(returned, peek_target(data))
         finally:
             self._in_train_step = False
         self.state.train.micro_step += 1
+
+    def _observe_late(self, returned: Any, target: Any) -> None:
+        """Look at what a `train_step` of the user's returned, which has not asked for the loss."""
+        found = model_loss(returned[0]) if isinstance(returned, tuple) and returned else None
+        if found is None or self._overrides("batch_weight") or self._overrides("compute_loss"):
+            return
+        self.label_shift.observe_afterwards(found, prediction_of(returned[0]), target)
+        self._say_of_labels()
 
     def _log_update(self, outcome: UpdateOutcome) -> None:
         """Log the metrics of the update and the speed since the last line. One collective."""

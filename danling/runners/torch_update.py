@@ -196,6 +196,7 @@ class TorchUpdate(TorchReplicas):
         if reason is None:
             if not self._looked:
                 self._name_gradientless()
+                self._agree_on_labels()
             self.clip_gradients(grad_norm)
             self.optimizer_step()
         outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
@@ -218,6 +219,11 @@ class TorchUpdate(TorchReplicas):
         names = [name for name in missing if name not in found]
         if names and self.is_main_process:
             logger.warning("%s", ungraded(names))
+
+    def _agree_on_labels(self) -> None:
+        """Weigh alike on all ranks where a model returns its loss, whatever the first batch of each of them told."""
+        if self.criterion is None and self.label_shift.agree(self.world.gather_objects(self.label_shift.answer)):
+            self._say_of_labels()
 
     def _check_gradients(self, verdict: Verdict) -> None:
         """Refuse an update of a window that weighs something, and of which an overridden `backward` has left no gradient."""

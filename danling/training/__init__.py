@@ -25,6 +25,7 @@ from .gradients import (
     scale_gradients,
     total_norm,
 )
+from .label_shift import LabelShift
 from .outcome import NonFiniteError, UpdateOutcome
 from .outputs import model_loss, prediction_of
 from .precision import Precision
@@ -39,6 +40,7 @@ __all__ = [
     "Compilation",
     "Coverage",
     "GradientWatch",
+    "LabelShift",
     "MemoryRetry",
     "NonFiniteError",
     "Precision",

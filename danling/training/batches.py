@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target
+from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target, shifts_labels
 
 
 def unpack_batch(data: Any, model: Any = None) -> tuple[Any, Any]:
@@ -168,7 +168,7 @@ def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
     return _count(target, ignore_index)
 
 
-def model_weight(model: Any, target: Any, data: Any) -> float | Tensor:
+def model_weight(model: Any, target: Any, data: Any, *, shifts: bool | None = None) -> float | Tensor:
     """Return what the mean-reduced loss that a model computes itself is averaged over.
 
     Integer labels other than -100 count, as in `torch.nn.functional.cross_entropy`; of a model that shifts its labels, those of
@@ -179,6 +179,7 @@ def model_weight(model: Any, target: Any, data: Any) -> float | Tensor:
         model: The model, out of the wrapper of its stack.
         target: The labels of the batch, any type.
         data: The batch, whose samples count where there is no tensor of labels.
+        shifts: Whether the model shifts its labels; `None` is what its class tells.
 
     Returns:
         A float, or a 0-dim tensor on the device of the labels that has not been waited for.
@@ -187,7 +188,8 @@ def model_weight(model: Any, target: Any, data: Any) -> float | Tensor:
         return float(count_samples(data))
     if target.is_floating_point():
         return float(target.numel())
-    return _count(counted_labels(model, target), IGNORED_LABEL)
+    shifted = counted_labels(target, shifts=shifts_labels(model) if shifts is None else shifts)
+    return _count(shifted, IGNORED_LABEL)
 
 
 def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:

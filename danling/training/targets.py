@@ -42,7 +42,16 @@ def find_target(data: Mapping[str, Any]) -> Any:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether the loss that a model returns compares its prediction at a position with the label of the next one.
+    """Whether the loss that a model returns is known to compare its prediction at a position with the label of the next one.
+
+    Args:
+        model: The model, out of the wrapper of its stack; see `told_to_shift`.
+    """
+    return bool(told_to_shift(model))
+
+
+def told_to_shift(model: Any) -> bool | None:
+    """Return whether a model shifts the labels of the loss that it returns, `None` where neither attribute nor class tells.
 
     An attribute `shifts_labels` of the model decides. Else it is told by the name of the class, as transformers gives it: those
     that end with `ForCausalLM` or `LMHeadModel` shift, and those that end with `ForConditionalGeneration` unless their
@@ -61,7 +70,7 @@ def shifts_labels(model: Any) -> bool:
             return not getattr(getattr(module, "config", None), "is_encoder_decoder", False)
         if kind is not None:
             return kind == "shifting"
-    return False
+    return None
 
 
 def _inwards(model: Any) -> Iterator[Any]:
@@ -87,14 +96,14 @@ def _kind(model_class: type) -> str | None:
     return None
 
 
-def counted_labels(model: Any, target: Tensor) -> Tensor:
+def counted_labels(target: Tensor, *, shifts: bool) -> Tensor:
     """Return the labels that the loss of a model can count: all of them, or all but the first of each sequence.
 
     Args:
-        model: The model.
         target: Labels, `(batch,)` or `(batch, sequence, ...)`.
+        shifts: Whether the model shifts them.
     """
-    return target[:, 1:] if target.ndim > 1 and shifts_labels(model) else target
+    return target[:, 1:] if target.ndim > 1 and shifts else target
 
 
 def unweighed(data: Any) -> str:

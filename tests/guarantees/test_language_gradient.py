@@ -8,13 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from support.language import TinyForCausalLM, TinyForMaskedLM, encode, sentences
+from support.language import (
+    NextTokens,
+    OwnTokens,
+    SmoothNextTokens,
+    TinyForCausalLM,
+    TinyForMaskedLM,
+    ZeroNextTokens,
+    encode,
+    sentences,
+)
 from support.processes import run_processes
 from torch import Tensor, nn
 
 import danling as dl
 
-MODELS: dict[str, Any] = {"causal": TinyForCausalLM, "masked": TinyForMaskedLM}
+MODELS: dict[str, Any] = {
+    "causal": TinyForCausalLM,
+    "masked": TinyForMaskedLM,
+    "next": NextTokens,
+    "zero": ZeroNextTokens,
+    "own": OwnTokens,
+}
 
 
 class LanguageRunner(dl.Runner):
@@ -29,12 +44,20 @@ class LanguageRunner(dl.Runner):
 
     def optimizer_step(self) -> None:
         """Look at the gradients, then step."""
-        self.gradients = {name: p.grad.clone() for name, p in self.unwrapped_model.named_parameters()}
+        self.gradients = {name: _whole(p.grad).clone() for name, p in self.unwrapped_model.named_parameters()}
         super().optimizer_step()
 
 
-def one_update(root: str, kind: str, micro_batch: int, accum_steps: int) -> dict[str, Any]:
+def _whole(gradient: Any) -> Tensor:
+    whole: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole
+
+
+def one_update(
+    root: str, kind: str, micro_batch: int, accum_steps: int, more: dict[str, Any] | None = None
+) -> dict[str, Any]:
     config: dict[str, Any] = {"steps": 1, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
+    config |= more or {}
     config["dataloader"] = {"batch_size": micro_batch, "shuffle": False, "collate_fn": encode}
     with LanguageRunner(config, kind) as runner:
         runner.train()
@@ -45,9 +68,12 @@ def one_update(root: str, kind: str, micro_batch: int, accum_steps: int) -> dict
         }
 
 
+@pytest.mark.parametrize("tried", [True, False])
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(kind: str, world_size: int, tmp_path: Path) -> None:
+def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(
+    kind: str, world_size: int, tried: bool, tmp_path: Path
+) -> None:
     model = MODELS[kind]()
     output = model(**encode(sentences(32)))
     output["loss"].backward()
@@ -58,12 +84,94 @@ def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(kind: str, wor
             parameter -= 0.1 * counted.grad
         evaluated = float(stepped(**encode(sentences(9)))["loss"])
     for micro_batch, accum_steps in ((32 // world_size, 1), (16 // world_size, 2), (4 // world_size, 8)):
-        arguments = (str(tmp_path), kind, micro_batch, accum_steps)
+        arguments = (str(tmp_path), kind, micro_batch, accum_steps, {"try_evaluation": tried})
         for rank in run_processes(one_update, *arguments, world_size=world_size):
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(rank["gradients"][name], parameter.grad, rtol=1e-12, atol=1e-15)
             assert rank["loss"] == pytest.approx(float(output["loss"].detach()), rel=1e-12)
             assert rank["val"] == pytest.approx(evaluated, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["next", "zero"])
+def test_a_divided_model_is_found_to_shift_as_well(kind: str, tmp_path: Path) -> None:
+    whole = one_update(str(tmp_path), kind, 32, 1)
+    more: dict[str, Any] = {"stack": "parallel", "try_evaluation": False}
+    for axis in ("replicate", "shard"):
+        more["parallel"] = {"axes": {axis: 2}}
+        for rank in run_processes(one_update, str(tmp_path), kind, 4, 4, more, world_size=2):
+            for name, gradient in whole["gradients"].items():
+                torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-12, atol=1e-15)
+
+
+class Smooth(dl.TorchRunner):
+    """A model with a loss that is no mean cross-entropy."""
+
+    model_class: Any = SmoothNextTokens
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = self.model_class()
+        self.datasets = {"train": sentences(16), "val": sentences(5)}
+
+
+class SmoothAndWeighed(Smooth):
+    """Says what its loss is averaged over."""
+
+    def batch_weight(self, data: Any, target: Any) -> float:
+        """Count what counts."""
+        return float((target[:, 1:] != -100).sum())
+
+
+class StepsItself(Smooth):
+    """Takes the loss of its model without asking for it."""
+
+    model_class = NextTokens
+
+    def train_step(self, data: Any) -> Any:
+        """Hand the loss on."""
+        pred = self.model(**data)
+        self.backward(pred["loss"])
+        return pred, pred["loss"]
+
+
+@pytest.mark.parametrize(
+    ("runner_class", "tried", "said"),
+    [
+        (Smooth, True, "Received: loss="),
+        (Smooth, False, "Received: loss="),
+        (SmoothAndWeighed, True, None),
+        (StepsItself, True, None),
+        (StepsItself, False, "only after its backward"),
+    ],
+)
+def test_a_loss_that_cannot_be_weighed_by_itself_is_warned_of_once(
+    runner_class: Any, tried: bool, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"epochs": 2, "workspace_root": str(tmp_path), "optim": {"type": "sgd"}, "try_evaluation": tried}
+    config["dataloader"] = {"batch_size": 4, "collate_fn": encode}
+    with caplog.at_level(logging.WARNING, logger="danling"), runner_class(config) as runner:
+        runner.train()
+    found = [
+        record.message for record in caplog.records if "Expected the loss that the model returns" in record.message
+    ]
+    assert len(found) == (said is not None)
+    assert all(str(said) in message and "`shifts_labels`" in message for message in found)
+
+
+@pytest.mark.parametrize("kind", ["next", "zero"])
+@pytest.mark.parametrize("stopped", [1, 3])
+def test_a_run_that_goes_on_finds_it_out_anew_and_is_the_same(kind: str, stopped: int, tmp_path: Path) -> None:
+    def run(name: str, **more: Any) -> dict[str, Tensor]:
+        config: dict[str, Any] = {"seed": 0, "accum_steps": 3, "dir": str(tmp_path / name), "try_evaluation": False}
+        config["dataloader"] = {"batch_size": 2, "collate_fn": encode}
+        with LanguageRunner({**config, **more, "log": False}, kind) as runner:
+            runner.train()
+            return {name: p.detach().clone() for name, p in runner.unwrapped_model.named_parameters()}
+
+    whole = run("whole", steps=6)
+    run("parts", steps=stopped)
+    rest = run("parts", steps=6, auto_resume=True)
+    assert all(torch.equal(rest[name], value) for name, value in whole.items())
 
 
 class OwnNames(dl.TorchRunner):

@@ -66,6 +66,45 @@ class TinyForCausalLM(Tokens):
         return Output(loss=loss, logits=logits)
 
 
+class NextTokens(Tokens):
+    """Predicts the next token, and has a name that does not tell."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+        """Return `loss` and `logits`."""
+        logits = self.logits(input_ids, attention_mask)
+        return Output(loss=None if labels is None else self.loss(logits[:, :-1], labels[:, 1:]), logits=logits)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean over the labels that count."""
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class ZeroNextTokens(NextTokens):
+    """Begins with a head of zeros, by which every token is equally likely."""
+
+    def __init__(self, *, double: bool = True) -> None:
+        super().__init__(double=double)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+
+class OwnTokens(NextTokens):
+    """Predicts the tokens themselves, and has a name that does not tell."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+        """Return `loss` and `logits`."""
+        logits = self.logits(input_ids, attention_mask)
+        return Output(loss=None if labels is None else self.loss(logits, labels), logits=logits)
+
+
+class SmoothNextTokens(NextTokens):
+    """Has a loss that is no mean cross-entropy."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the smoothed mean over the labels that count."""
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
 class TinyForMaskedLM(Tokens):
     """Predicts the tokens themselves: its labels are not shifted."""
 
