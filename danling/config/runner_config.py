@@ -17,13 +17,15 @@ from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
 from . import identity
+from .checks import check_sections
 from .effects import settings_without_effect
 from .fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
 from .files import read_settings, strict_json
 from .foreign import describe_received, place_of, refusal
 from .help import help_text, usage_errors
-from .hints import ENGINE_KEYS, slip_of
+from .hints import slip_of
 from .node import ClosedSection, Section, fresh
+from .older import OLDER_KEYS, STACKS, read_older, read_precision, warn_older
 from .own import OwnKeys
 from .parse import parse_into
 from .schema import (
@@ -45,28 +47,6 @@ from .schema import (
 )
 from .user_types import Nested
 
-STACKS = {
-    "auto": "ddp",
-    "ddp": "ddp",
-    "torch": "ddp",
-    "parallel": "parallel",
-    "deepspeed": "deepspeed",
-    "ds": "deepspeed",
-}
-_OLDER_KEYS = {
-    "platform": "stack",
-    "checkpoint_async": "checkpoint.async_enabled",
-    "checkpoint_interval": "checkpoint.interval",
-}
-_PLATFORMS = ("auto", "torch", "deepspeed", "accelerate")
-_PRECISIONS: dict[str, str | None] = {
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "fp32": None,
-    "float32": None,
-    "no": None,
-}
 _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
 
 
@@ -229,9 +209,9 @@ class RunnerConfig(ClosedSection):
             # How users of DeepSpeed keep its configuration.
             value = read_settings(value)
         if name in fields_of(RunnerConfig):
-            return super()._assign(name, _read_precision(value) if name == "precision" else value)
-        if name in _OLDER_KEYS:
-            return self.set(_OLDER_KEYS[name], _read_older(name, value))
+            return super()._assign(name, read_precision(value) if name == "precision" else value)
+        if name in OLDER_KEYS:
+            return self.set(OLDER_KEYS[name], read_older(name, value))
         self._refuse_slip(name, f"={value!r}")
         field = fields_of(type(self)).get(name)
         if field is not None:
@@ -248,9 +228,9 @@ class RunnerConfig(ClosedSection):
     def __missing__(self, name: Any, default: Any = Null) -> Any:
         if name in fields_of(RunnerConfig):
             return super().__missing__(name)
-        if name in _OLDER_KEYS:
-            _warn_older(name)
-            return self[_OLDER_KEYS[name]]
+        if name in OLDER_KEYS:
+            warn_older(name)
+            return self[OLDER_KEYS[name]]
         slip = slip_of(name, fields_of(RunnerConfig))
         if slip:
             raise KeyError(f"no key {name!r}. Did you mean {slip!r}?")
@@ -339,7 +319,7 @@ class RunnerConfig(ClosedSection):
             settings: Values of a file: one that is a mapping makes an open section.
         """
         own: OwnKeys = self.__dict__["_own_keys"]
-        known = {*fields_of(type(self)), *_OLDER_KEYS, *own.declared, *(name for name in self if name not in own.file)}
+        known = {*fields_of(type(self)), *OLDER_KEYS, *own.declared, *(name for name in self if name not in own.file)}
         for name, text in received.items():
             head, dot, _ = str(name).partition(".")
             if head in known:
@@ -414,58 +394,7 @@ class RunnerConfig(ClosedSection):
             raise ValueError(
                 f"Expected steps or epochs, not both. Received: steps={self.steps}, epochs={self.epochs}. Set one of them to none."
             )
-        self._validate_sections()
-
-    def _validate_sections(self) -> None:
-        if "fp8" in self and isinstance(self["fp8"], Mapping):
-            raise ValueError(
-                f"Expected no section fp8: the library trains in float32, bfloat16 and float16. Received: fp8={dict(self['fp8'])!r}. Set "
-                "precision='bf16', or convert the model yourself at the end of __init__, as torchao's convert_to_float8_training does."
-            )
-        axes = {name: value for name, value in self.parallel.axes.items() if value != 1}
-        wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
-        if wrong or list(axes.values()).count(-1) > 1:
-            received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
-            raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
-        if not self.ema.decay < 1:
-            raise ValueError(f"Expected ema.decay to be a number < 1. Received: ema.decay={self.ema.decay!r}.")
-        if self.gc.generation > 2:
-            raise ValueError(f"Expected gc.generation to be 0, 1 or 2. Received: gc.generation={self.gc.generation!r}.")
-        if self.ft.min_replica_size > self.ft.group_size:
-            raise ValueError(
-                f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
-                f"{self.ft.min_replica_size}, ft.group_size={self.ft.group_size}."
-            )
-        self._validate_export()
-        self._validate_batches()
-        for name in self.deepspeed:
-            slip = slip_of(name, ENGINE_KEYS)
-            if slip:
-                raise ValueError(
-                    f"Expected keys that DeepSpeed reads. Received: deepspeed.{name}. Did you mean 'deepspeed.{slip}'?"
-                )
-        interval = self.scheduler.get("interval")
-        if interval not in (None, "step", "epoch", "validation"):
-            raise ValueError(
-                f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
-            )
-
-    def _validate_export(self) -> None:
-        if self.checkpoint.export_dtype is not None:
-            from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
-
-            floating_dtype(self.checkpoint.export_dtype, key="checkpoint.export_dtype")
-
-    def _validate_batches(self) -> None:
-        sections = {"dataloader": self.get("dataloader", None) or {}}
-        sections |= {
-            f"dataloader.{name}": own for name, own in sections["dataloader"].items() if isinstance(own, Mapping)
-        }
-        for place, section in sections.items():
-            if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
-                from danling.data.batching import check_sizes  # only here, since torch takes its time
-
-                check_sizes(section, place)
+        check_sections(self)
 
     def stack_name(self) -> str:
         """Return the stack without aliases: `ddp`, `parallel` or `deepspeed`; case, `-` and `_` do not matter.
@@ -691,29 +620,6 @@ def _as_mapping(settings: Any) -> Mapping[Any, Any]:
             f"Expected a mapping or the path of a file. Received: {settings!r} ({type(settings).__name__})."
         )
     return settings
-
-
-def _read_precision(value: Any) -> Any:
-    name = str(value).removeprefix("torch.").lower()
-    return _PRECISIONS.get(name, value)
-
-
-def _read_older(name: str, value: Any) -> Any:
-    _warn_older(name)
-    if name != "platform":
-        return value
-    platform = str(value).lower()
-    if platform not in (*_PLATFORMS, *STACKS):
-        raise ValueError(
-            f"Expected platform to be one of {', '.join(map(repr, _PLATFORMS))}. Received: platform={value!r}."
-            f"{did_you_mean(platform, _PLATFORMS)}"
-        )
-    # The accelerate platform ran data parallel, which is what `ddp` is.
-    return "ddp" if platform == "accelerate" else value
-
-
-def _warn_older(name: str) -> None:
-    warn_user(f"{name!r} is an older key: use {_OLDER_KEYS[name]!r}.", DeprecationWarning)
 
 
 def _overlay(base: Any, other: Mapping[str, Any]) -> None:

@@ -121,16 +121,6 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         # Building a model may be what hangs.
         self._begin_heartbeat()
 
-    @classmethod
-    def select_class(cls, *args: Any, **kwargs: Any) -> type[BaseRunner]:
-        """Return the class that is to be constructed; the dispatching runner picks it from the configuration. Called on all ranks.
-
-        Args:
-            *args: What the runner is constructed with.
-            **kwargs: As `args`.
-        """
-        return cls
-
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner. Called on all ranks.
 

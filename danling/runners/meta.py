@@ -1,4 +1,4 @@
-"""Construction of a runner: choose the class, run the user's `__init__`, then finish what it set up."""
+"""Construction of a runner: run the user's `__init__`, then finish what it set up."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class MetaRunner(type):
         return own.replace(parameters=list(own.parameters.values())[1:], return_annotation=inspect.Signature.empty)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        target = cls.select_class(*args, **kwargs)  # type: ignore[attr-defined]
-        runner = target.__new__(target, *args, **kwargs)
+        runner: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         try:
             _initialize(runner, *args, **kwargs)
             check_names(runner)

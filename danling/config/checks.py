@@ -1,0 +1,79 @@
+"""Combinations and choices that a configuration is checked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .hints import ENGINE_KEYS, slip_of
+
+if TYPE_CHECKING:
+    from .runner_config import RunnerConfig
+
+
+def check_sections(config: RunnerConfig) -> None:
+    """Refuse values and combinations that no section of a configuration may have.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ValueError: If there is one, with its key and the mend.
+    """
+    _check_axes(config)
+    _check_names(config)
+    _check_export(config)
+    _check_batches(config)
+    if "fp8" in config and isinstance(config["fp8"], Mapping):
+        raise ValueError(
+            f"Expected no section fp8: the library trains in float32, bfloat16 and float16. Received: fp8={dict(config['fp8'])!r}. Set "
+            "precision='bf16', or convert the model yourself at the end of __init__, as torchao's convert_to_float8_training does."
+        )
+    if not config.ema.decay < 1:
+        raise ValueError(f"Expected ema.decay to be a number < 1. Received: ema.decay={config.ema.decay!r}.")
+    if config.gc.generation > 2:
+        raise ValueError(f"Expected gc.generation to be 0, 1 or 2. Received: gc.generation={config.gc.generation!r}.")
+    if config.ft.min_replica_size > config.ft.group_size:
+        raise ValueError(
+            f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
+            f"{config.ft.min_replica_size}, ft.group_size={config.ft.group_size}."
+        )
+
+
+def _check_axes(config: RunnerConfig) -> None:
+    axes = {name: value for name, value in config.parallel.axes.items() if value != 1}
+    wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
+    if wrong or list(axes.values()).count(-1) > 1:
+        received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
+        raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
+
+
+def _check_names(config: RunnerConfig) -> None:
+    for name in config.deepspeed:
+        slip = slip_of(name, ENGINE_KEYS)
+        if slip:
+            raise ValueError(
+                f"Expected keys that DeepSpeed reads. Received: deepspeed.{name}. Did you mean 'deepspeed.{slip}'?"
+            )
+    interval = config.scheduler.get("interval")
+    if interval not in (None, "step", "epoch", "validation"):
+        raise ValueError(
+            f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
+        )
+
+
+def _check_export(config: RunnerConfig) -> None:
+    if config.checkpoint.export_dtype is not None:
+        from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
+
+        floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
+
+
+def _check_batches(config: RunnerConfig) -> None:
+    sections = {"dataloader": config.get("dataloader", None) or {}}
+    sections |= {f"dataloader.{name}": own for name, own in sections["dataloader"].items() if isinstance(own, Mapping)}
+    for place, section in sections.items():
+        if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
+            from danling.data.batching import check_sizes  # only here, since torch takes its time
+
+            check_sizes(section, place)
