@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from danling.config import RunnerConfig
 from danling.deepspeed import engine as engines
 from danling.deepspeed.engine_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
 from danling.deepspeed.keys import check_keys
 from danling.optim.named_state import parameter_names
-from danling.training import GradientWatch, Precision
+from danling.training import Precision
 from danling.training.coverage import listed
 from danling.utils.names import canonical_name
 
@@ -36,7 +36,6 @@ class DeepSpeedModel(TorchRunner):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._shares: list[Tensor] = []
         self._group_names: list[list[str]] = []
         self._engine_trains: set[str] = set()
         if self.deepspeed is None:
@@ -116,16 +115,6 @@ class DeepSpeedModel(TorchRunner):
         held = {name for names in self._group_names for name in names} or self._engine_trains
         named = {canonical_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
         return [parameter for name, parameter in named.items() if name in held]
-
-    _watch: GradientWatch | None = None
-    """Watches the first window, since the engine takes gradients away as they come."""
-
-    def gradientless(self) -> list[str]:
-        """Return the names of trained parameters that got no gradient on this rank. Called on all ranks, once."""
-        watch, self._watch = self._watch, None
-        held = {id(parameter) for parameter in self.optimized_parameters()}
-        own = {name for name, parameter in self.named_parameters() if id(parameter) in held}
-        return [name for name in watch.close() if name in own] if watch is not None else []
 
     def _check_criterion(self) -> None:
         """Refuse a criterion that is trained, of which an engine knows nothing, and give all ranks the same one."""

@@ -32,7 +32,7 @@ from danling.mesh.model_parts import (
     tie,
     tied_names,
 )
-from danling.mesh.parameter_copies import Replicas, equalize, mesh_axes
+from danling.mesh.parameter_copies import equalize, mesh_axes
 from danling.mesh.pipeline import V_SCHEDULES, Pipeline
 from danling.mesh.whole import wholly
 from danling.utils.names import canonical_name
@@ -49,7 +49,6 @@ class ParallelModel(ParallelTopology):
     """Turns a model into this rank's share of it."""
 
     _recomputes = False
-    _replicas: tuple[list[nn.Parameter], int, Replicas] | None = None
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run, on this mesh.
@@ -381,18 +380,6 @@ class ParallelModel(ParallelTopology):
                     held.copy_(shard_like(full, held))
 
     # Optimizer
-
-    @property
-    def replicas(self) -> Replicas:
-        """The parameters that the optimizer updates, and the ranks that hold copies of them."""
-        parameters = self.parameters
-        trained = sum(
-            parameter.requires_grad for parameter in parameters
-        )  # some may be unfrozen while training goes on
-        if self._replicas is None or self._replicas[0] is not parameters or self._replicas[1] != trained:
-            own = {id(parameter): parameter for parameter in parameters}
-            self._replicas = parameters, trained, Replicas(self.topology, own.values())
-        return self._replicas[2]
 
     def whole_parameters(self) -> dict[str, bool] | None:
         """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline. Called on all ranks."""

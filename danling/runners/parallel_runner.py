@@ -8,14 +8,12 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor.parallel import loss_parallel
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, ProxySource
-from danling.distributed import Verdict
 from danling.mesh import check_sequence
-from danling.mesh.fsdp import reshard, set_gradient_sync
-from danling.training import clip_coefficient, peek_target, scale_gradients, unpack_batch
+from danling.mesh.fsdp import reshard
+from danling.mesh.reduction import MeshReduction, loss_context
+from danling.training import GradientReduction, peek_target, unpack_batch
 from danling.utils.tensors import whole
 
 from .parallel_state import ParallelState
@@ -91,15 +89,19 @@ class ParallelRunner(ParallelState):
 
     # One update
 
-    def train_context(self) -> Any:
-        """Prepare the gradient reduction of the micro-batch, and return the context of its forward and backward. Called on all ranks."""
-        if self.degree("shard") > 1 and self.pipeline is None:
-            set_gradient_sync(self.model, self.config.fsdp.gradient_sync, last=self.reduces_gradients)
-        return self._loss_context()
+    def build_reduction(self) -> GradientReduction:
+        """Return what sums the gradient over the mesh, and measures it as one vector."""
+        return MeshReduction(
+            self.optimizer,
+            self.named_parameters,
+            self.precision.scaler,
+            topology=self.topology,
+            model=self.model,
+            gradient_sync=self.config.fsdp.gradient_sync if self.pipeline is None else None,
+        )
 
     def _loss_context(self) -> AbstractContextManager[Any]:
-        # For models that return logits divided over the classes; others do not notice.
-        return loss_parallel() if self.degree("tensor") > 1 else nullcontext()
+        return loss_context(self.topology)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward, through the schedule in a pipeline. See `TorchRunner.train_step`.
@@ -144,51 +146,6 @@ class ParallelRunner(ParallelState):
             weights = [weight * total / added if added else 0.0 for weight in weights]
         weights += [0.0] * (len(chunks) - real)
         return [(peek_target(chunk), weight) for chunk, weight in zip(chunks, weights)]
-
-    def complete_gradients(self) -> None:
-        """Sum the gradient over the ranks with other samples or positions, where the backward has not. Called on all ranks."""
-        self.replicas.sum_gradients()
-
-    def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
-        """Divide the gradient by the global weight of the window, and by the scale of float16.
-
-        Called on all ranks.
-
-        Returns:
-            What this rank holds of the gradients.
-        """
-        gradients = self.replicas.gradients()
-        if self.precision.scaler is not None:
-            scale_gradients(gradients, 1.0 / self.precision.scaler.get_scale())
-        scale_gradients(gradients, self.gradient_factor(verdict))
-        return gradients
-
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradient of the whole model, 0-dim; the same on all ranks. Called on all ranks."""
-        norm = self.replicas.gradient_norm()
-        if self.precision.scaler is not None:
-            self._record_overflow(norm)
-        return norm
-
-    def _record_overflow(self, norm: Tensor) -> None:
-        # The scaler would look at the gradients of this rank only, and scales that differ would never meet again.
-        scaler = self.precision.scaler
-        assert scaler is not None
-        scaler.scale(norm)  # the scale begins with the first loss, which other stages have
-        scaler._per_optimizer_states[id(self.optimizer)] = {
-            "stage": OptState.UNSCALED,
-            "found_inf_per_device": {norm.device: (~torch.isfinite(norm)).float()},
-        }
-
-    def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks."""
-        config = self.config
-        gradients = self.replicas.gradients()
-        if config.max_grad_norm is not None:
-            scale_gradients(gradients, clip_coefficient(config.max_grad_norm, grad_norm))
-        if config.max_grad_value is not None and gradients:
-            torch._foreach_clamp_min_(gradients, -config.max_grad_value)
-            torch._foreach_clamp_max_(gradients, config.max_grad_value)
 
     def training_groups(self) -> Sequence[Any]:
         """Return the default group and those of the mesh. No communication: may be called on one rank."""
@@ -295,8 +252,8 @@ class ParallelRunner(ParallelState):
     def _forget(self) -> None:
         # Modules that outlive their process groups can abort the process on exit.
         self.model = self.ema = self.optimizer = self.scheduler = None
-        self.pipeline = self._parameters = self._replicas = None
-        self._unowned = []
+        self.pipeline = None
+        self.__dict__.pop("reduction", None)
 
 
 def _whole(pred: Any) -> Any:

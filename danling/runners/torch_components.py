@@ -110,7 +110,7 @@ class TorchComponents(BaseRunner):
         """Refuse a model whose gradients nobody would reduce: of a `materialize_model` that does not wrap it."""
         trained = any(parameter.requires_grad for _, parameter in self.named_parameters())
         reduced = isinstance(self.model, DistributedDataParallel) or self._wrapped_for is not None
-        own = any(self._overrides(hook) for hook in ("complete_gradients", "unscale_gradients"))
+        own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
         if self.stack == "ddp" and self.distributed and trained and not reduced and not own:
             raise ValueError(
                 "Expected `materialize_model` to wrap the model for the gradients of several ranks. Received: a model that is not wrapped. "
@@ -303,14 +303,6 @@ class TorchComponents(BaseRunner):
         """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def gradientless(self) -> list[str]:
-        """Return the names of trained parameters that have no gradient on this rank.
-
-        Called on all ranks, before the first update is applied.
-        """
-        held = {id(parameter) for parameter in self.optimized_parameters()}
-        return [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None and id(p) in held]
-
     def _trained_count(self) -> int:
         return sum(parameter.requires_grad for parameter in self.unwrapped_model.parameters())
 
@@ -466,25 +458,10 @@ class TorchComponents(BaseRunner):
 
     # Contexts
 
-    def train_context(self) -> Any:
-        """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only.
-
-        Called on all ranks.
-        """
-        if self.reduces_gradients or not isinstance(self.model, DistributedDataParallel):
-            return _NO_CONTEXT
-        return self.model.no_sync()
-
     def forward_context(self) -> Any:
         """Return the context of a forward: autocast of `config.precision`. Called on all ranks."""
         return self.precision.autocast()
 
-    reduces_gradients: bool = True
-    """Whether the open micro-batch is the last one of its window."""
-
 
 def _trains_here(params: list[Any]) -> bool:
     return any(not isinstance(entry, dict) or entry["params"] for entry in params)
-
-
-_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()

@@ -69,6 +69,8 @@ class TorchFigures(TorchUpdate):
 
     def _micro_step(self, batch: Batch, train_step: Callable[[Any], Any] | None = None) -> None:
         run = self.train_step if train_step is None else train_step
+        if self.window.count == 0:
+            self.reduction.begin(first=not self._looked)
         data = self.to_device(batch.data)
         weight, samples = self._weigh(batch, data)
         self.window.open(weight, samples)

@@ -315,7 +315,7 @@ class TorchRunner(TorchWatch):
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
         source = self.source(split)
-        self.follow_freezing()
+        self.bind_reduction()
         batches = self._reporter.timed(source.batches())
         found = source.consumed > 0
         while True:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,15 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from danling.config import RunnerConfig
 from danling.distributed import Verdict
 from danling.training import (
+    DDPReduction,
+    GradientReduction,
+    LocalReduction,
     NonFiniteError,
     UpdateOutcome,
-    average_gradients,
     call_model,
-    clip_by_norm,
-    gradients_of,
-    nonfinite_parameters,
-    scale_gradients,
-    total_norm,
     ungraded,
     unpack_batch,
 )
@@ -42,11 +40,7 @@ class TorchUpdate(TorchReplicas):
         super().__init__(config)
         self._asked: set[str] = set()
         self._pending_check: tuple[int, Tensor, float | Tensor] | None = None
-        self._parameters: list[nn.Parameter] | None = None
         self._samples_on_device: Tensor | None = None
-        self._group_sizes: list[int] = []
-        self._unowned: list[nn.Parameter] = []
-        """Parameters that get a gradient, which nobody applies and which must not pile up."""
         self._log_every = 1024
         self._steps_scheduler = False
         self._rates: list[float] = []
@@ -83,8 +77,7 @@ class TorchUpdate(TorchReplicas):
 
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
-        self.follow_freezing()
-        self._parameters = None
+        self.bind_reduction()
         self.reduces_gradients = True
         self.window.sum_reduced = self.sums_loss
         self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
@@ -132,7 +125,8 @@ class TorchUpdate(TorchReplicas):
         Raises:
             ValueError: If no micro-batch is open, so that nobody knows what the loss weighs.
         """
-        self.check_micro_batch_open()
+        if self.window.count == 0:
+            self.check_micro_batch_open()
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise ValueError(
                 "Expected a loss that depends on parameters that are trained. Received: one without a gradient. Look for .detach(), "
@@ -141,7 +135,7 @@ class TorchUpdate(TorchReplicas):
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        self.reduction.backward(scaled, last=self.reduces_gradients)
 
     def check_micro_batch_open(self) -> None:
         """Refuse a loss, or an update, of no micro-batch. No communication: may be called on one rank.
@@ -165,8 +159,10 @@ class TorchUpdate(TorchReplicas):
             ValueError: If `train_step` left out `self.backward(loss)`.
             NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
         """
-        self.check_optimizer_given()
-        self.check_micro_batch_open()
+        if self.reduction.optimizer is not self.optimizer:
+            self.bind_reduction()
+        if self.window.count == 0:
+            self.check_micro_batch_open()
         self.window.close_batch()
         if self.window.unscaled and type(self).backward.__module__.startswith("danling."):
             raise ValueError(
@@ -209,7 +205,7 @@ class TorchUpdate(TorchReplicas):
 
     def _name_gradientless(self) -> None:
         self._looked = True
-        mine = self.gradientless()
+        mine = self.reduction.without_gradient({id(parameter) for parameter in self.optimized_parameters()})
         missing = dict.fromkeys(name for names in self.world.gather_objects(mine) for name in names)
         if not missing:
             return
@@ -233,32 +229,62 @@ class TorchUpdate(TorchReplicas):
                 "loss.backward()."
             )
 
-    def complete_gradients(self) -> None:
-        """Finish the reduction of the gradients over the ranks. Called on all ranks.
+    # The gradient: what a stack does otherwise stands in its reduction
 
-        DistributedDataParallel has finished that of the model in the backward, unless memory may run out there; the criterion is not
-        wrapped.
-        """
-        if isinstance(self.model, DistributedDataParallel):
-            whole = self.memory_retry is not None
-            found = [p for _, p in self.named_parameters()] if whole else self._criterion_tensors("parameters")
-            average_gradients([p for p in found if p.requires_grad], self.data_domain)
+    @cached_property
+    def reduction(self) -> GradientReduction:
+        """What completes, measures, clips and applies the gradient; looked for anew when training begins, and in each pass."""
+        return self._chosen_reduction()
+
+    def bind_reduction(self) -> None:
+        """Look at model and optimizer as they are now: parameters may have been frozen, or a group added."""
+        self.follow_freezing()
+        self.reduction = self._chosen_reduction()
+
+    def _chosen_reduction(self) -> GradientReduction:
+        self.check_optimizer_given()
+        return self.build_reduction()
+
+    def build_reduction(self) -> GradientReduction:
+        """Return what completes, measures, clips and applies the gradient; a stack of your own overrides this."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return LocalReduction(self.optimizer, self.named_parameters, self.precision.scaler)
+        return DDPReduction(
+            self.optimizer,
+            self.named_parameters,
+            self.precision.scaler,
+            model=self.model,
+            domain=self.data_domain,
+            unreduced=self._unreduced_parameters,
+        )
+
+    def _unreduced_parameters(self) -> list[Tensor]:
+        """Return what DistributedDataParallel has not reduced in the backward: all where memory may run out in it."""
+        if self.memory_retry is not None:
+            return [parameter for _, parameter in self.named_parameters()]
+        return self._criterion_tensors("parameters")
+
+    reduces_gradients: bool = True
+    """Whether the open micro-batch is the last one of its window."""
+
+    def train_context(self) -> Any:
+        """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
+        return self.reduction.context(last=self.reduces_gradients)
+
+    def complete_gradients(self) -> None:
+        """Finish the reduction of the gradients over the ranks, where the backward has not."""
+        self.reduction.complete()
 
     def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
-        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16. Called on all ranks.
+        """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
 
         Args:
             verdict: What the ranks agreed on for the window.
 
         Returns:
-            The gradients of the parameters that have one.
+            What this rank holds of the gradients that exist.
         """
-        # A window of padding or ignored targets has no gradient, and is not made: it must not count as unscaled.
-        if self.precision.scaler is not None and verdict.weight:
-            self.precision.scaler.unscale_(self.optimizer)
-        gradients = gradients_of(self.parameters)
-        scale_gradients(gradients, self.gradient_factor(verdict))
-        return gradients
+        return self.reduction.unscale(self.gradient_factor(verdict), verdict.weight)
 
     def gradient_factor(self, verdict: Verdict) -> float | Tensor:
         """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks.
@@ -276,18 +302,12 @@ class TorchUpdate(TorchReplicas):
     @property
     def gradient_mean_over(self) -> int:
         """Number of ranks over which the gradient reduction takes a mean, as DistributedDataParallel does."""
-        return self.data_domain.size if isinstance(self.model, DistributedDataParallel) else 1
+        return self.reduction.mean_over
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer updates; groups may be added while training goes on."""
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if self._parameters is None or sizes != self._group_sizes:
-            self._group_sizes = sizes
-            self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            owned = {id(p) for p in self._parameters}
-            self._unowned = [p for _, p in self.named_parameters() if p.requires_grad and id(p) not in owned]
-        return self._parameters
+        return self.reduction.parameters
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain.
@@ -295,7 +315,7 @@ class TorchUpdate(TorchReplicas):
         Args:
             gradients: What this rank holds of the gradient, unscaled.
         """
-        return total_norm(gradients)
+        return self.reduction.norm(gradients)
 
     def clip_gradients(self, grad_norm: Tensor) -> None:
         """Clip by `max_grad_norm`, then by `max_grad_value`. Called on all ranks.
@@ -303,10 +323,7 @@ class TorchUpdate(TorchReplicas):
         Args:
             grad_norm: 2-norm of the whole gradient, 0-dim.
         """
-        if self.config.max_grad_norm is not None:
-            clip_by_norm(self.parameters, self.config.max_grad_norm, grad_norm)
-        if self.config.max_grad_value is not None:
-            nn.utils.clip_grad_value_(self.parameters, self.config.max_grad_value)
+        self.reduction.clip(grad_norm, self.config.max_grad_norm, self.config.max_grad_value)
 
     def _objection(self, verdict: Verdict, grad_norm: Tensor) -> str | None:
         """Why the update must not be made; `None` commits it. The same answer on all ranks."""
@@ -372,7 +389,7 @@ class TorchUpdate(TorchReplicas):
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of the first parameters whose gradient is not finite. Call on all ranks."""
-        return nonfinite_parameters(self.named_parameters())
+        return self.reduction.nonfinite()
 
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights, with the gradient as it is. Called on all ranks.
@@ -380,26 +397,17 @@ class TorchUpdate(TorchReplicas):
         Raises:
             ValueError: If there is no optimizer; in float16, if it is called alone, since `step` takes the scale out of the gradient.
         """
-        self.check_optimizer_given()
-        if self.precision.scaler is not None:
+        reduction = self.reduction
+        if self.precision.scaler is not None and self.window.count == 0:
             self.check_micro_batch_open()
-            self.precision.scaler.step(self.optimizer)
-        else:
-            self.optimizer.step()
+        reduction.apply(self.state.train.global_step + 1)
 
     def zero_gradients(self) -> None:
         """Drop the gradient of the window, whether it was applied or not.
 
         Called on all ranks.
         """
-        if getattr(self.optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-            # What it does, without its entry in a profile, which costs as much as a small layer.
-            for parameter in self.parameters:
-                parameter.grad = None
-        else:
-            self.optimizer.zero_grad()
-        for parameter in self._unowned:
-            parameter.grad = None
+        self.reduction.zero()
 
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""
@@ -416,11 +424,15 @@ class TorchUpdate(TorchReplicas):
             if self.scheduler is not None and self._steps_scheduler:
                 self.scheduler.step()
             if self.ema is not None:
-                self.ema.update()
+                self.update_averages()
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
         else:
             self._count_skip(outcome)
         self.window.reset()
+
+    def update_averages(self) -> None:
+        """Let the averaged weights follow the update."""
+        self.ema.update()
 
     def _count_samples(self, samples: float | Tensor) -> None:
         if isinstance(samples, Tensor):

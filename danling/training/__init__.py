@@ -19,6 +19,7 @@ from .ema import EMA
 from .gradients import (
     average_gradients,
     clip_by_norm,
+    clip_by_value,
     clip_coefficient,
     gradients_of,
     nonfinite_parameters,
@@ -29,6 +30,7 @@ from .label_shift import LabelShift
 from .outcome import NonFiniteError, UpdateOutcome
 from .outputs import model_loss, prediction_of
 from .precision import Precision
+from .reduction import DDPReduction, GradientReduction, LocalReduction
 from .retry import MemoryRetry
 from .safeguard import keeping_trained, preserved_tensors
 from .targets import TARGET_NAMES, shifts_labels, unweighed
@@ -39,8 +41,11 @@ __all__ = [
     "TARGET_NAMES",
     "Compilation",
     "Coverage",
+    "DDPReduction",
+    "GradientReduction",
     "GradientWatch",
     "LabelShift",
+    "LocalReduction",
     "MemoryRetry",
     "NonFiniteError",
     "Precision",
@@ -49,6 +54,7 @@ __all__ = [
     "average_gradients",
     "call_model",
     "clip_by_norm",
+    "clip_by_value",
     "clip_coefficient",
     "count_samples",
     "count_tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -103,19 +103,26 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_by_norm(held: Callable[[], Sequence[Tensor]], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does: bit for bit
-    where they are of one dtype; to others the factor is applied without rounding it to theirs.
+    where they are of one dtype; on the CPU the factor is applied to others without rounding it to theirs.
 
     Args:
-        parameters: Those whose gradients are scaled.
+        held: Returns the gradients that are scaled; called where they have to be.
         max_norm: The largest norm.
         norm: Norm of all gradients, 0-dim.
     """
     if norm.device.type != "cpu":
-        scale_gradients(gradients_of(parameters), clip_coefficient(max_norm, norm))
+        scale_gradients(held(), clip_coefficient(max_norm, norm))
     elif norm.item() > 0.999 * max_norm:  # below, the coefficient is 1 however it is rounded
-        scale_gradients(gradients_of(parameters), clip_coefficient(max_norm, norm).item())
+        scale_gradients(held(), clip_coefficient(max_norm, norm).item())
+
+
+def clip_by_value(gradients: Sequence[Tensor], max_value: float) -> None:
+    """Clamp every element into `[-max_value, max_value]`, in place, as `torch.nn.utils.clip_grad_value_` does."""
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -max_value)
+        torch._foreach_clamp_max_(list(gradients), max_value)
 
 
 def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def test_clipped_as_torch_clips(kinds: tuple[torch.dtype, ...], share: float) ->
     norm = total_norm(gradients_of(own))
     assert torch.equal(norm, nn.utils.get_total_norm(gradients_of(theirs)))
     max_norm = share * norm.item()
-    clip_by_norm(own, max_norm, norm)
+    clip_by_norm(lambda: gradients_of(own), max_norm, norm)
     nn.utils.clip_grad_norm_(theirs, max_norm)
     for mine, other in zip(gradients_of(own), gradients_of(theirs)):
         # To a gradient of lower precision torch rounds the factor first.

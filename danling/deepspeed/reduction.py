@@ -1,0 +1,148 @@
+"""The gradient inside a DeepSpeed engine: averaged by it, and divided over the ranks under ZeRO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danling.training.coverage import GradientWatch
+from danling.training.gradients import scale_gradients
+from danling.training.outcome import NonFiniteError
+from danling.training.reduction import LocalReduction, NamedParameters
+from danling.utils.protocols import ReductionDomain
+
+from . import engine as engines
+
+
+class _Holders:
+    """What a gradient scaler asks of an optimizer, around the shares of a gradient."""
+
+    def __init__(self, holders: list[Tensor]) -> None:
+        self.param_groups = [{"params": holders}]
+
+
+class EngineReduction(LocalReduction):
+    """The gradient of a model in an engine, which takes the mean over the ranks.
+
+    Args:
+        optimizer: The optimizer inside the engine.
+        named_parameters: Names and parameters of the model.
+        scaler: The gradient scaler of float16.
+        engine: The engine.
+        domain: Its ranks.
+        max_norm: What the gradient is clipped to, by the engine's configuration and the runner's own key.
+        broadcast_buffers: Gives every rank the buffers of the first one, as DistributedDataParallel does in its forward.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        named_parameters: NamedParameters,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        engine: Any,
+        domain: ReductionDomain,
+        device: torch.device,
+        max_norm: float | None,
+        broadcast_buffers: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(optimizer, named_parameters, scaler)
+        self.engine = engine
+        self.domain = domain
+        self.device = device
+        self.max_norm = max_norm
+        self.mean_over = domain.size
+        self.broadcast_buffers = broadcast_buffers
+        self.is_divided = engines.is_divided(engine)
+        self._shares: list[Tensor] = []
+        self._watch: GradientWatch | None = None
+
+    def begin(self, *, first: bool) -> None:
+        """Broadcast buffers, and watch the first window, since the engine takes gradients away as they come."""
+        self.broadcast_buffers()
+        if first and self._watch is None:
+            self._watch = GradientWatch(self.named_parameters())
+
+    def without_gradient(self, trained: set[int]) -> list[str]:
+        """Return the names of trained parameters that got no gradient on this rank; to be asked once."""
+        watch, self._watch = self._watch, None
+        own = {name for name, parameter in self.named_parameters() if id(parameter) in trained}
+        return [name for name in watch.close() if name in own] if watch is not None else []
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        # The weight stands for the engine's own division by the number of micro-batches.
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def held(self) -> list[Tensor]:
+        """Return this rank's share of the gradient."""
+        return self._shares if self.is_divided else [p.grad for p in self.parameters if p.grad is not None]
+
+    def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
+        """Multiply the gradient by a factor and take the scale of float16 out of it; see `GradientReduction.unscale`."""
+        if not self.is_divided:
+            return super().unscale(factor, weight)
+        gradients = self._shares = engines.gradient_shares(self.engine)
+        if self.scaler is not None:
+            self._unscale_shares(self.scaler, gradients)
+        scale_gradients(gradients, factor)
+        return gradients
+
+    def _unscale_shares(self, scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
+        # The scaler looks for infinities where it unscales: here in one share, so all ranks are shown what any of them has. In a gradient
+        # of its own, since nothing clears the padding at the end of a share again.
+        finite = math.isfinite(float(self.norm(gradients)))
+        flag = torch.full((1,), 0.0 if finite else torch.inf, device=self.device)
+        shown = [*gradients, flag]
+        holders = [torch.empty_like(gradient) for gradient in shown]
+        for holder, gradient in zip(holders, shown):
+            holder.grad = gradient
+        scaler.unscale_(_Holders(holders))  # type: ignore[arg-type]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm of the whole gradient, 0-dim."""
+        if not self.is_divided:
+            return super().norm(gradients)
+        local = nn.utils.get_total_norm(gradients).to(self.device) if gradients else torch.zeros((), device=self.device)
+        squared = self.domain.all_reduce(local.double().square())
+        return squared.sqrt().to(torch.float32)
+
+    def clip(self, norm: Tensor, max_norm: float | None, max_value: float | None) -> None:
+        """Clip by the norm that engine and runner agree on, then by value."""
+        super().clip(norm, self.max_norm, max_value)
+
+    def apply(self, step: int) -> None:
+        """Let the engine update the weights of all ranks.
+
+        Raises:
+            NonFiniteError: If the engine refuses the update.
+        """
+        self.engine.step()
+        if not self.engine.was_step_applied():
+            raise NonFiniteError(
+                f"Expected DeepSpeed to apply update {step}. Received: it found the gradient not finite in float32. Lower the learning "
+                "rate, or set max_grad_norm."
+            )
+
+    def zero(self) -> None:
+        """Drop the gradient that the engine holds."""
+        self._shares = []
+        engines.discard_gradients(self.engine)
+
+    def nonfinite(self) -> list[str]:
+        """Return the names of the first parameters whose gradient is not finite."""
+        if not self.is_divided:
+            return super().nonfinite()
+        return list(_not_finite(self.named_parameters()))[:5]
+
+
+def _not_finite(named: Iterable[tuple[str, nn.Parameter]]) -> Iterable[str]:
+    for name, parameter in named:
+        gradient = engines.full_gradient(parameter) if parameter.requires_grad else None
+        if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            yield name

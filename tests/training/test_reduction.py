@@ -1,0 +1,143 @@
+"""What completes, measures, clips and applies a gradient, without a runner: beside torch's own calls on whole tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from danling.distributed import Domain
+from danling.training import DDPReduction, LocalReduction
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def batch(rank: int = 0, samples: int = 5) -> Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def reduction_of(net: nn.Module, **settings: Any) -> LocalReduction:
+    return LocalReduction(torch.optim.SGD(net.parameters(), lr=0.1, **settings), lambda: net.named_parameters())
+
+
+@pytest.mark.parametrize("max_norm,max_value", [(None, None), (0.1, None), (None, 0.02), (0.1, 0.02)])
+def test_an_update_is_that_of_torch(max_norm: float | None, max_value: float | None) -> None:
+    net = model()
+    other = copy.deepcopy(net)
+    reduction, theirs = reduction_of(net), torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        reduction.backward(net(batch()).square().sum(), last=True)
+        reduction.complete()
+        norm = reduction.norm(reduction.unscale(0.25, 4.0))
+        reduction.clip(norm, max_norm, max_value)
+        reduction.apply(1)
+        reduction.zero()
+        (other(batch()).square().sum() * 0.25).backward()
+        assert torch.allclose(norm, nn.utils.get_total_norm([p.grad for p in other.parameters()]))  # type: ignore[misc]
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(other.parameters(), max_norm)
+        if max_value is not None:
+            nn.utils.clip_grad_value_(other.parameters(), max_value)
+        theirs.step()
+        theirs.zero_grad()
+    assert all(torch.allclose(mine, his) for mine, his in zip(net.parameters(), other.parameters()))
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_group_that_is_added_is_updated_and_what_nobody_applies_does_not_pile_up() -> None:
+    net, late = model(), nn.Parameter(torch.ones(2))
+    reduction = LocalReduction(torch.optim.SGD(net[0].parameters(), lr=0.1), lambda: net.named_parameters())  # type: ignore[index]
+    assert len(reduction.parameters) == 2
+    net(batch()).sum().backward()
+    reduction.zero()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    reduction.optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones(2)
+    assert reduction.parameters[-1] is late and reduction.norm(reduction.unscale(1.0, 1.0)) == torch.tensor(2.0).sqrt()
+
+
+def test_an_optimizer_of_the_users_own_zeroes_as_it_does() -> None:
+    class Counting(torch.optim.SGD):
+        zeroed = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            Counting.zeroed += 1
+            super().zero_grad(set_to_none)
+
+    net = model()
+    LocalReduction(Counting(net.parameters(), lr=0.1), lambda: net.named_parameters()).zero()
+    assert Counting.zeroed == 1
+
+
+def test_the_scale_of_float16_is_taken_out_and_an_overflow_leaves_the_weights() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net = nn.Linear(2, 1, bias=False)
+    weights = net.weight.detach().clone()
+    reduction = LocalReduction(torch.optim.SGD(net.parameters(), lr=1.0), lambda: net.named_parameters(), scaler)
+    reduction.backward(scaler.scale(net(torch.ones(1, 2)).sum()), last=True)
+    assert reduction.unscale(1.0, 1.0)[0].tolist() == [[1.0, 1.0]]
+    reduction.apply(1)
+    scaler.update()
+    assert torch.equal(net.weight, weights - 1.0)
+    reduction.zero()
+    reduction.backward(scaler.scale(net(torch.full((1, 2), torch.inf)).sum()), last=True)
+    reduction.unscale(1.0, 1.0)
+    reduction.apply(2)
+    assert torch.equal(net.weight, weights - 1.0) and reduction.nonfinite() == ["weight"]
+    # A window of padding has no gradient, and the next one can be unscaled.
+    scaler.update()
+    reduction.zero()
+    assert reduction.unscale(0.0, 0.0) == []
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    net = model()
+    reduction = reduction_of(net)
+    net[0](batch()).sum().backward()  # type: ignore[index]
+    everything = {id(parameter) for parameter in net.parameters()}
+    assert reduction.without_gradient(everything) == ["2.weight", "2.bias"]
+    assert reduction.without_gradient(everything - {id(net[2].bias)}) == ["2.weight"]  # type: ignore[index]
+
+
+# Several ranks
+
+
+def ddp_gradient(whole: bool) -> list[Tensor]:
+    """Return the mean gradient of two micro-batches on each rank, of model and criterion."""
+    rank = dist.get_rank()
+    net = DistributedDataParallel(model())
+    scale = nn.Parameter(torch.ones(()))  # of a criterion, which is not wrapped
+    named = [*net.module.named_parameters(), ("criterion.scale", scale)]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    domain = Domain()
+    unreduced: list[Tensor] = [parameter for _, parameter in named] if whole else [scale]
+    reduction = DDPReduction(optimizer, lambda: named, model=net, domain=domain, unreduced=lambda: unreduced)
+    for last in (False, not whole):
+        with reduction.context(last=last):
+            reduction.backward((net(batch(rank, 3 + rank)) * scale).square().sum(), last=last)
+        if not last:
+            gradients = [parameter.grad.clone() for _, parameter in named if parameter.grad is not None]
+            assert len({tuple(g.tolist()) for g in domain.gather_objects(gradients[1])}) == 2  # each rank its own
+    reduction.complete()
+    assert reduction.mean_over == 2
+    return reduction.unscale(reduction.mean_over / 7.0, 7.0)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["in the backward", "after it"])
+def test_ranks_of_ddp_have_the_gradient_of_all_samples(whole: bool) -> None:
+    ranks = run_processes(ddp_gradient, whole, world_size=2, init_process_group=True)
+    net, scale = model(), nn.Parameter(torch.ones(()))
+    for rank in (0, 1):
+        (2 * (net(batch(rank, 3 + rank)) * scale).square().sum() / 7.0).backward()
+    expected = [parameter.grad for parameter in (*net.parameters(), scale)]
+    for gradients in ranks:
+        assert all(torch.allclose(mine, his, atol=1e-6) for mine, his in zip(gradients, expected, strict=True))
