@@ -22,8 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.locks import FileLock
-from danling.workspace.series import WRITING
+from danling.utils.locks import WRITING, FileLock
 
 from .errors import CheckpointError
 

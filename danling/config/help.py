@@ -12,6 +12,8 @@ from typing import Any
 
 from chanfig import Config
 
+from danling.utils.torchrun import ERROR_FILE, first_failure
+
 from .fields import MISSING, Field, describe, fields_of, help_texts
 from .node import Section
 
@@ -58,11 +60,8 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         if not enabled:
             raise
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            from danling.supervision.failures import first_failure  # only here, since torch takes its time
-
-            if first_failure(error) is not None:
-                raise SystemExit(2) from None
+        if os.environ.get(ERROR_FILE) and first_failure(error) is not None:
+            raise SystemExit(2) from None
         name = os.path.basename(sys.argv[0] or "train.py")
         print(f"usage: {name} [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)", file=sys.stderr)
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)

@@ -16,10 +16,10 @@ import torch
 
 from danling.reporting.telemetry import memory_figures
 from danling.utils.files import json_text, write_atomically
+from danling.utils.torchrun import ERROR_FILE, first_failure, headline_of, shown_by_torchrun
 
 logger = logging.getLogger("danling")
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _BROKEN = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl communicator was aborted")
 _GRACE_SECONDS = 3.0
 _INSIDE = tuple(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(torch.__file__).parent))
@@ -41,7 +41,7 @@ def record_failures() -> bool:
     Returns:
         Whether this process is one of torchrun's.
     """
-    if not os.environ.get(_ERROR_FILE):
+    if not os.environ.get(ERROR_FILE):
         return False
     if not getattr(sys.excepthook, "_danling", False):
         sys.excepthook = _recording(sys.excepthook)
@@ -57,7 +57,7 @@ def _recording(previous: _ExceptHook) -> _ExceptHook:
             time.sleep(_GRACE_SECONDS)
         first = first_failure(error)
         _write_error_file(error, trace, first)
-        if not _shown_by_torchrun():
+        if not shown_by_torchrun():
             previous(kind, error, trace)
         elif first is None and _restarts_left():
             sys.stderr.write(users_traceback(error, trace))
@@ -92,53 +92,25 @@ def _trim(told: traceback.TracebackException) -> int:
     return len(frames) - len(kept) + sum(map(_trim, others))
 
 
-def _shown_by_torchrun() -> bool:
-    return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
-
-
 def _restarts_left() -> bool:
     done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return int(done) < int(most)
 
 
-def first_failure(error: Exception) -> str | None:
-    """Return what the rank of this machine that failed first under torchrun says of it, `None` on that rank itself.
-
-    Args:
-        error: What this rank failed with.
-    """
-    if not _shown_by_torchrun():
-        return None
-    # One directory for each attempt, with one below it for each rank.
-    marker = Path(os.environ[_ERROR_FILE]).parent.parent / "first-failure"
-    try:
-        with marker.open("x", encoding="utf-8") as file:
-            file.write(f"{os.environ.get('RANK', '?')} {_headline(error)}")
-        return None
-    except FileExistsError:
-        return marker.read_text(encoding="utf-8")
-    except OSError:
-        return None
-
-
-def _headline(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _write_error_file(error: Exception, trace: TracebackType | None, first: str | None) -> None:
-    file = Path(os.environ[_ERROR_FILE])
+    file = Path(os.environ[ERROR_FILE])
     if file.exists() and file.stat().st_size:
         return
     stack = users_traceback(error, trace)
     if first is not None:
         rank, _, headline = first.partition(" ")
-        if headline == _headline(error):
+        if headline == headline_of(error):
             stack = f"{type(error).__name__}, as on rank {rank}, which failed first"
     # torchrun takes the earliest for the cause, and counts whole seconds.
     moment = int(time.time()) + (first is not None)
     # The form is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception, which formats
     # the exception that is being handled: in a hook there is none.
-    message = {"message": _headline(error), "extraInfo": {"py_callstack": stack, "timestamp": str(moment)}}
+    message = {"message": headline_of(error), "extraInfo": {"py_callstack": stack, "timestamp": str(moment)}}
     try:
         write_atomically(file, json_text({"message": message}))
     except OSError as failure:

@@ -19,6 +19,9 @@ logger = logging.getLogger("danling")
 
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+WRITING = ".writing-"
+"""Prefix of files in a directory of checkpoints, each locked by a process that writes there in the background."""
+
 _POLL_SECONDS = 0.1
 _MOMENT_SECONDS = 0.3
 

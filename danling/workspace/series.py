@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from danling.utils.locks import WRITING
+
 LOCK = ".lock"
 """File in a run directory that its writer holds a lock on."""
-
-WRITING = ".writing-"
-"""Prefix of files in a directory of checkpoints, each locked by a process that writes there in the background."""
 
 _CHECKPOINT = re.compile(r"(latest|best|model|ckpt-(e\d+|s\d+))(\.pth(\.sha256(\.next)?)?)?")
 _TARGETS, _MANIFEST = "targets", "manifest.sha256"

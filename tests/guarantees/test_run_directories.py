@@ -23,9 +23,8 @@ from torch.utils.data import TensorDataset
 import danling as dl
 from danling.checkpoints import CheckpointError
 from danling.cli.main import main
-from danling.utils.locks import FileLock
+from danling.utils.locks import WRITING, FileLock
 from danling.workspace import claim
-from danling.workspace.series import WRITING
 
 
 class Small(dl.TorchRunner):
