@@ -13,11 +13,13 @@ import math
 import re
 from typing import Any
 
+from danling.mesh import AXES
+
 from .memory import DTYPE_BYTES, OPTIMIZER_STATES, Layout, Model, Precision, bytes_per_rank
 from .output import OK, add_json, as_bytes, print_json, print_table
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_AXES = ("replicate", "shard", "context", "pipeline", "tensor", "expert", "expert-tensor")
+_AXES = tuple(axis.replace("_", "-") for axis in AXES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

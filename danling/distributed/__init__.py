@@ -16,6 +16,7 @@ from .environment import (
     set_collective_timeout,
 )
 from .meeting import all_arrive
+from .placement import Placement
 
 __all__ = [
     "REQUESTS",
@@ -23,6 +24,7 @@ __all__ = [
     "Domain",
     "LaunchEnvironment",
     "LocalDomain",
+    "Placement",
     "Verdict",
     "agree",
     "all_arrive",

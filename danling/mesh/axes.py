@@ -10,14 +10,94 @@ from math import prod
 
 from danling.utils.suggest import did_you_mean
 
-AXES = ("replicate", "shard", "context", "pipeline", "tensor", "expert", "expert_tensor")
+
+@dataclass(frozen=True, kw_only=True)
+class AxisTraits:
+    """What the ranks along one parallel axis share, and what each of them has for itself.
+
+    Attributes:
+        mesh_place: Place in the order of the mesh, slowest first: what talks most, tensor parallelism, lies on neighbouring ranks.
+        reads_data: The ranks read different samples.
+        sees_positions: The ranks see different positions of the same samples.
+        cuts_modules: The ranks hold different modules of the model, so that they have no parameter in common.
+        divides_parameters: The ranks hold different parts of the parameters, be it whole modules or pieces of tensors.
+        needs_transform: The model itself has to be transformed for the axis, by its `parallelize`.
+        forward_communicates: A forward or a backward is a collective of the ranks.
+        sums_gradient: The gradient is the sum over the ranks, which saw other samples or positions.
+        counts_loss: The losses of the ranks add up; along other axes the ranks compute the same loss, and the first one counts.
+        own_rng_stream: Each rank draws random numbers of its own in a forward; along other axes all of them draw the same.
+    """
+
+    mesh_place: int
+    reads_data: bool = False
+    sees_positions: bool = False
+    cuts_modules: bool = False
+    divides_parameters: bool = False
+    needs_transform: bool = False
+    forward_communicates: bool = True
+    sums_gradient: bool = False
+    counts_loss: bool = False
+    own_rng_stream: bool = False
+
+
+TRAITS: Mapping[str, AxisTraits] = {
+    "replicate": AxisTraits(
+        mesh_place=1,
+        reads_data=True,
+        forward_communicates=False,
+        sums_gradient=True,
+        counts_loss=True,
+        own_rng_stream=True,
+    ),
+    "shard": AxisTraits(
+        mesh_place=2,
+        reads_data=True,
+        divides_parameters=True,
+        sums_gradient=True,
+        counts_loss=True,
+        own_rng_stream=True,
+    ),
+    "context": AxisTraits(
+        mesh_place=3,
+        sees_positions=True,
+        needs_transform=True,
+        sums_gradient=True,
+        counts_loss=True,
+        own_rng_stream=True,
+    ),
+    "pipeline": AxisTraits(
+        mesh_place=0,
+        cuts_modules=True,
+        divides_parameters=True,
+        counts_loss=True,
+        own_rng_stream=True,
+    ),
+    "tensor": AxisTraits(mesh_place=6, divides_parameters=True, needs_transform=True),
+    "expert": AxisTraits(mesh_place=4, divides_parameters=True, needs_transform=True),
+    "expert_tensor": AxisTraits(mesh_place=5, divides_parameters=True, needs_transform=True),
+}
+"""The parallel axes, in the order of the configuration. Whatever depends on an axis looks it up here."""
+
+AXES = tuple(TRAITS)
 """Names of the axes, in the order of the configuration."""
 
-MESH_ORDER = ("pipeline", "replicate", "shard", "context", "expert", "expert_tensor", "tensor")
-"""How ranks run over the mesh, slowest first: what talks most, tensor parallelism, lies on neighbouring ranks."""
+MESH_ORDER = tuple(sorted(AXES, key=lambda name: TRAITS[name].mesh_place))
+"""Names of the axes as ranks run over the mesh, slowest first."""
 
-DATA_AXES = ("replicate", "shard")
-"""Axes whose ranks read different samples."""
+
+def axes_with(**traits: bool) -> tuple[str, ...]:
+    """Return the axes that have these traits, in the order of the configuration.
+
+    Args:
+        **traits: Fields of `AxisTraits`, and the value that each must have.
+
+    Examples:
+        >>> axes_with(reads_data=True)
+        ('replicate', 'shard')
+    """
+    return tuple(
+        name for name, row in TRAITS.items() if all(getattr(row, trait) is value for trait, value in traits.items())
+    )
 
 
 @dataclass(frozen=True)

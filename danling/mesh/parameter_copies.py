@@ -15,10 +15,8 @@ from torch import distributed as dist
 
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
+from .axes import axes_with
 from .topology import Topology
-
-SUMMED_AXES = ("replicate", "shard", "context")
-"""Axes whose ranks see different samples or positions, so that the gradient is the sum over them."""
 
 Bucket = tuple[tuple[str, ...], list[Any]]
 """Axes, and the tensors that go over them in one collective."""
@@ -45,7 +43,7 @@ def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
 @torch.no_grad()
 def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
     """Copy parameters or buffers from the first of the ranks that share them. Call on all ranks."""
-    shared = topology.active("replicate", "shard", "context", "tensor", "expert", "expert_tensor")
+    shared = topology.active(*axes_with(cuts_modules=False))
 
     def copied_over(tensor: Tensor) -> tuple[str, ...]:
         divided = divided_axes(tensor)
@@ -76,13 +74,13 @@ class Replicas:
 
     def _copies_of(self, parameter: Tensor) -> int:
         axes = self.topology.axes
-        return axes.world_size // axes.degree("pipeline", *divided_axes(parameter))
+        return axes.world_size // axes.degree(*axes_with(cuts_modules=True), *divided_axes(parameter))
 
     def _axes_to_sum(self, parameter: Tensor) -> tuple[str, ...]:
         # FSDP sums over its own mesh, which is the one with `shard`.
         axes = mesh_axes(parameter)
         reduced = axes if "shard" in axes else ()
-        return tuple(axis for axis in self.topology.active(*SUMMED_AXES) if axis not in reduced)
+        return tuple(axis for axis in self.topology.active(*axes_with(sums_gradient=True)) if axis not in reduced)
 
     @property
     def reductions(self) -> int:

@@ -13,21 +13,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
 )
-from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from danling.distributed import Domain
 
 from .model_parts import copied_buffers
-
-V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
-"""Schedules whose ranks hold a stage from the front and one from the back."""
+from .stages import V_SCHEDULES, stages_of_rank
 
 _KEPT_SCHEDULES = 16
 """A schedule holds receive buffers, so batches of ever new lengths must not add up."""
@@ -39,66 +33,6 @@ _REFUSED = -1
 
 LossFunction = Callable[[Tensor, int], Tensor]
 """Takes the output of a micro-batch and its place in the batch; returns what is back-propagated."""
-
-
-def resolve_schedule(name: str) -> Any:
-    """Return the schedule class of `torch.distributed.pipelining` with this name; case does not matter.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    names = ["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble"]
-    short = name.lower().removeprefix("schedule")
-    if short not in map(str.lower, names):
-        raise ValueError(f"Expected a pipeline schedule out of {names}. Received: parallel.pipeline_schedule={name!r}.")
-    return get_schedule_class(short)
-
-
-def check_schedule(schedule: type, device: torch.device, version: str = torch.__version__) -> None:
-    """Refuse a schedule that this torch cannot start on this device. May be called on one rank; the same answer on all.
-
-    Args:
-        schedule: The class.
-        device: Where the stages are.
-        version: That of torch.
-
-    Raises:
-        ValueError: If torch 2.11 is asked for a V schedule over gloo: its first exchange of shapes breaks the connection.
-    """
-    if schedule in V_SCHEDULES and device.type == "cpu" and TorchVersion(version) < "2.12":
-        raise ValueError(
-            f"Expected torch 2.12 or newer to run {schedule.__name__} over gloo. Received: torch {version}. Upgrade torch, or "
-            "choose another parallel.pipeline_schedule, such as 1F1B."
-        )
-
-
-def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:
-    """Return the stages that a rank of the pipeline holds, in order.
-
-    Args:
-        schedule: The schedule class.
-        rank: Place in the pipeline.
-        size: Ranks of the pipeline.
-        num_stages: Stages of the whole model.
-
-    Raises:
-        ValueError: If the schedule cannot have so many stages.
-    """
-    each = num_stages // size
-    single = issubclass(schedule, PipelineScheduleSingle)
-    wrong = (
-        num_stages % size
-        or (single and each != 1)
-        or (schedule in V_SCHEDULES and each != 2)
-        or (not single and each < 2)
-    )
-    if wrong:
-        needed = "1 stage" if single else "2 stages" if schedule in V_SCHEDULES else "2 or more stages"
-        raise ValueError(
-            f"Expected {needed} on each rank for the schedule {schedule.__name__}. Received: {num_stages} stages on {size} ranks of the "
-            "pipeline. Change parallel.module_fqns_per_model_part, whose length is the number of stages, or parallel.pipeline_schedule."
-        )
-    return [rank, 2 * size - 1 - rank] if schedule in V_SCHEDULES else list(range(rank, num_stages, size))
 
 
 @dataclass(frozen=True)

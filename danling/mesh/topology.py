@@ -8,9 +8,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from danling.distributed import Domain, LocalDomain
+from danling.distributed import Domain, LocalDomain, Placement
 
-from .axes import AXES, DATA_AXES, Axes
+from .axes import AXES, Axes, axes_with
 
 
 class Topology:
@@ -50,7 +50,7 @@ class Topology:
         self.device = device or torch.device("cpu")
         self.mesh = self._build_mesh(mesh_device_type or self.device.type)
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self.data = self.domain(*DATA_AXES)
+        self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)
         self.checkpoint = self.optimizer
 
@@ -103,6 +103,29 @@ class Topology:
         """Return the domain of this rank over axes, without communication when all of them are 1. Call on all ranks."""
         group = self.group(*axes)
         return LocalDomain() if group is None else Domain(group, device=self.device)
+
+    def placement(self, *, reads_data: bool = True, has_loss: bool = True) -> Placement:
+        """Return what training needs to know of this rank's place. Call on all ranks: it makes the groups of metrics and gradients.
+
+        Args:
+            reads_data: Whether this rank reads batches, which a middle stage of a pipeline does not.
+            has_loss: Whether the loss is computed on this rank, as by the last stage of a pipeline.
+        """
+        metrics = self.domain(*axes_with(counts_loss=True))
+        self.group(*axes_with(sums_gradient=True))
+        counts_loss = has_loss and not any(self.coordinate[axis] for axis in axes_with(counts_loss=False))
+        streams = axes_with(own_rng_stream=True)
+        axes = self.axes
+        return Placement(
+            data=self.data,
+            optimizer=self.optimizer,
+            metrics=metrics,
+            reads_data=reads_data,
+            counts_loss=counts_loss,
+            counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
+            rng_stream=(axes.index(*streams, rank=self.rank), axes.degree(*streams)),
+            rng_layout={axis: axes.degree(axis) for axis in axes_with(reads_data=False) if axes.degree(axis) > 1},
+        )
 
 
 class ParallelContext:

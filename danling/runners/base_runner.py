@@ -22,6 +22,7 @@ from danling.distributed import (
     Domain,
     LaunchEnvironment,
     LocalDomain,
+    Placement,
     agree,
     destroy_process_group,
     init_process_group,
@@ -114,6 +115,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.device = select_device(self.launch.local_rank)
         self.init_distributed()
         self._complete_distributed()
+        self.placement = self.build_placement()
         self._printer = Printer(self.is_main_process)
         self._name_run()
         self.set_seed()
@@ -236,6 +238,13 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             )
         self.world = Domain(device=self.device) if size > 1 else LocalDomain()
         self.state.elastic = ElasticState(world_size=size, restart_count=self.launch.restart_count)
+
+    def build_placement(self) -> Placement:
+        """Return with whom this rank reduces and what of its work counts; override it for ranks that do not all read data of their own.
+
+        Called on all ranks, after `init_distributed`.
+        """
+        return Placement.alike(self.world)
 
     def set_seed(self) -> None:
         """Agree on the base seed and seed every stream with it, so that all replicas are initialised alike.

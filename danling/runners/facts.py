@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from danling.config import RunnerConfig
-from danling.distributed import Domain, LaunchEnvironment
+from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.metrics import ScoreBoard
 from danling.workspace.run_place import RunPlace
 
@@ -28,6 +28,7 @@ class RunnerFacts(RunnerVerbs):
     state: RunnerState
     launch: LaunchEnvironment
     world: Domain
+    placement: Placement
     results: Results
     scoreboard: ScoreBoard | None
     id: str
@@ -136,7 +137,7 @@ class RunnerFacts(RunnerVerbs):
     @property
     def data_domain(self) -> Domain:
         """Ranks that read different data, and over which losses and metrics are reduced."""
-        return self.world
+        return self.placement.data
 
     @property
     def data_replicas(self) -> int:
@@ -146,27 +147,17 @@ class RunnerFacts(RunnerVerbs):
     @property
     def optimizer_domain(self) -> Domain:
         """Ranks that decide an update together."""
-        return self.world
+        return self.placement.optimizer
 
     @property
     def figures_domain(self) -> Domain:
         """Ranks whose losses and metrics add up to those of all data; the data domain, unless one sample lies on several ranks."""
-        return self.data_domain
-
-    @property
-    def reports(self) -> tuple[bool, bool]:
-        """Whether the loss of this rank counts, and its samples: of the ranks that compute the same, one does."""
-        return True, True
-
-    @property
-    def own_stream_place(self) -> tuple[int, int]:
-        """Index and number of the random streams of a forward among the ranks that share process groups."""
-        return self.data_domain.rank, self.data_domain.size
+        return self.placement.metrics
 
     @property
     def stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
-        return self.own_stream_place
+        return self.placement.rng_stream
 
     @property
     def instance(self) -> str:

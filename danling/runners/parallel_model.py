@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from danling.config.effects import idle_mesh_settings
 from danling.data import derive_seed, preserved_random_state
-from danling.mesh.axes import AXES, check_micro_batches
-from danling.mesh.fsdp import find_blocks, reshard, resolve_dtype, shard, sharded_modules
+from danling.distributed import Domain, LaunchEnvironment, Placement
+from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches
+from danling.mesh.fsdp import find_blocks, reshard, resolve_dtype, shard
 from danling.mesh.model_parts import (
     ModelParts,
     check_meta,
@@ -33,22 +34,79 @@ from danling.mesh.model_parts import (
     tied_names,
 )
 from danling.mesh.parameter_copies import equalize, mesh_axes
-from danling.mesh.pipeline import V_SCHEDULES, Pipeline
+from danling.mesh.pipeline import Pipeline
+from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
 from danling.mesh.whole import wholly
 from danling.utils.names import canonical_name
 from danling.utils.tensors import is_sharded, shard_like
 
-from .parallel_topology import DIVIDING_AXES, ParallelTopology
+from .torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
-_TRANSFORMED = ("context", "tensor", "expert", "expert_tensor")
 
+class ParallelModel(TorchRunner):
+    """Gives a runner its place on the mesh, and turns its model into this rank's share of it."""
 
-class ParallelModel(ParallelTopology):
-    """Turns a model into this rank's share of it."""
+    stack = "parallel"
 
+    topology: Topology
+    parallel_context: ParallelContext
     _recomputes = False
+
+    # Place
+
+    def init_distributed(self) -> None:
+        """Check the axes before anything is allocated, then join the process group and build the mesh. Called on all ranks."""
+        launch, settings = LaunchEnvironment.read(), self.config.parallel
+        axes = Axes.resolve(self._degrees(), world_size=launch.world_size)
+        self.stage_plan = StagePlan.of(
+            axes,
+            rank=launch.rank,
+            schedule=settings.pipeline_schedule,
+            listed=len(settings.module_fqns_per_model_part or ()),
+        )
+        check_resharding(axes, self.config.fsdp.reshard_after_forward)
+        super().init_distributed()
+        check_schedule(self.stage_plan.schedule, self.device)
+        self.topology = self.build_topology()
+        if not isinstance(self.topology, Topology):
+            return  # which is refused
+        self.init_model_parallel_groups()
+        if not hasattr(self, "parallel_context"):
+            raise ValueError(
+                "Expected `init_model_parallel_groups` to make the groups that training needs. Received: none. Call "
+                "super().init_model_parallel_groups() in it."
+            )
+
+    def build_placement(self) -> Placement:
+        """Return the place of this rank on the mesh. Called on all ranks."""
+        if not isinstance(getattr(self, "topology", None), Topology):
+            hook = "build_topology" if self._overrides("build_topology") else "init_distributed"
+            raise ValueError(
+                f"Expected `{hook}` to give this rank a place on the mesh. Received: none. Return, or call, that of super()."
+            )
+        return self.topology.placement(reads_data=self.stage_plan.reads_data, has_loss=self.stage_plan.has_last)
+
+    def _degrees(self) -> dict[str, int]:
+        degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
+        if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
+            degrees["shard"] = -1
+        return degrees
+
+    def build_topology(self) -> Topology:
+        """Return the place of this rank on the parallel axes; override it for a mesh of your own. Called on all ranks."""
+        device_type = self.config.parallel.mesh_device_type
+        return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
+
+    def init_model_parallel_groups(self) -> None:
+        """Make the process groups that training needs besides those of single axes. Called on all ranks."""
+        self.parallel_context = ParallelContext(self.topology)
+        self.pipeline_domain: Domain = self.topology.domain("pipeline")
+
+    def degree(self, *axes: str) -> int:
+        """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
+        return self.topology.axes.degree(*axes)
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run, on this mesh.
@@ -68,8 +126,8 @@ class ParallelModel(ParallelTopology):
         """Return which axes make a forward or a backward communicate; only `replicate` does not. Called on all ranks."""
         axes = [
             f"parallel.axes.{axis}={self.degree(axis)}"
-            for axis in AXES
-            if axis != "replicate" and self.degree(axis) > 1
+            for axis in axes_with(forward_communicates=True)
+            if self.degree(axis) > 1
         ]
         return ", ".join(axes) or super().forward_communicates()
 
@@ -103,8 +161,10 @@ class ParallelModel(ParallelTopology):
 
     def _built_parts(self) -> list[nn.Module]:
         parts = self.build_pipeline_model_parts()
-        if not isinstance(parts, Sequence) or len(parts) != len(self.stages):
-            raise _returned_nothing("build_pipeline_model_parts", f"a list of {len(self.stages)} model parts", parts)
+        if not isinstance(parts, Sequence) or len(parts) != len(self.stage_plan.indices):
+            raise _returned_nothing(
+                "build_pipeline_model_parts", f"a list of {len(self.stage_plan.indices)} model parts", parts
+            )
         if not all(isinstance(part, nn.Module) for part in parts):
             raise _returned_nothing("build_pipeline_model_part", "a module for each stage", list(parts))
         return list(parts)
@@ -127,7 +187,7 @@ class ParallelModel(ParallelTopology):
         check_micro_batches(self.topology.axes, self.batch_size, micro_batch_size=size, number=number)
 
     def _transform(self, part: nn.Module) -> None:
-        if any(self.degree(axis) > 1 for axis in _TRANSFORMED):
+        if any(self.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
             self.parallelize_model(part)
 
     def _place(self, part: nn.Module) -> None:
@@ -166,7 +226,9 @@ class ParallelModel(ParallelTopology):
         """
         transform = getattr(model, "parallelize", None)
         if not callable(transform):
-            active = ", ".join(f"{axis}={self.degree(axis)}" for axis in _TRANSFORMED if self.degree(axis) > 1)
+            active = ", ".join(
+                f"{axis}={self.degree(axis)}" for axis in axes_with(needs_transform=True) if self.degree(axis) > 1
+            )
             raise ValueError(
                 f"Expected a model that knows how to be divided over {active}. Received: {type(model).__name__} without a method "
                 "`parallelize(parallel_context)`. Write one, or override `parallelize_model`."
@@ -175,7 +237,7 @@ class ParallelModel(ParallelTopology):
 
     def _check_divided(self, parts: Sequence[nn.Module]) -> None:
         """Refuse an axis over which nothing was divided: its ranks would all do the same work."""
-        wanted = [axis for axis in DIVIDING_AXES if self.degree(axis) > 1]
+        wanted = [axis for axis in axes_with(divides_parameters=True, needs_transform=True) if self.degree(axis) > 1]
         if not wanted:
             return
         mine = {axis for part in parts for parameter in part.parameters() for axis in mesh_axes(parameter)}
@@ -286,7 +348,8 @@ class ParallelModel(ParallelTopology):
             ValueError: If a module has neither.
         """
         place = self.topology.coordinate
-        apart = [place[axis] for axis in ("pipeline", "shard", *DIVIDING_AXES)]
+        # The seeds of a run depend on this order: modules first, then pieces of tensors.
+        apart = [place[axis] for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
         with (
             preserved_random_state(self.device, seed=derive_seed(self.seed, "initialization", *apart)),
             torch.no_grad(),
@@ -314,7 +377,7 @@ class ParallelModel(ParallelTopology):
         """
         self._part_names = self._choose_parts()
         check_parts(self.model, self._part_names)
-        return [self.build_pipeline_model_part(stage) for stage in self.stages]
+        return [self.build_pipeline_model_part(stage) for stage in self.stage_plan.indices]
 
     def _choose_parts(self) -> list[list[str]]:
         listed = self.config.parallel.module_fqns_per_model_part
@@ -322,11 +385,11 @@ class ParallelModel(ParallelTopology):
             return [list(part) for part in listed]
         own = getattr(self.model, "pipeline_modules", None)
         if not callable(own):
-            return even_parts(self.model, self.num_stages)
-        parts = [list(part) for part in own(self.num_stages)]
-        if len(parts) != self.num_stages:
+            return even_parts(self.model, self.stage_plan.number)
+        parts = [list(part) for part in own(self.stage_plan.number)]
+        if len(parts) != self.stage_plan.number:
             raise ValueError(
-                f"Expected `pipeline_modules({self.num_stages})` of {type(self.model).__name__} to return as many lists. Received: "
+                f"Expected `pipeline_modules({self.stage_plan.number})` of {type(self.model).__name__} to return as many lists. Received: "
                 f"{len(parts)}. Correct it, or set parallel.module_fqns_per_model_part."
             )
         return parts
@@ -336,11 +399,11 @@ class ParallelModel(ParallelTopology):
 
         So the model's `forward` must be a chain of its modules, each of which takes what the one before it returned.
         """
-        return take_part(self.model, self._part_names[stage], keep=len(self.stages) > 1)
+        return take_part(self.model, self._part_names[stage], keep=len(self.stage_plan.indices) > 1)
 
     def build_pipeline_schedule(self) -> Any:
         """Return the schedule class of `parallel.pipeline_schedule`. Called on all ranks."""
-        return self._schedule_class
+        return self.stage_plan.schedule
 
     def bind_pipeline_modules(self, parts: Sequence[nn.Module]) -> Pipeline:
         """Return the pipeline that runs model parts as stages. Called on all ranks."""
@@ -352,8 +415,8 @@ class ParallelModel(ParallelTopology):
             logger.debug("Evaluation runs the stages of %s forward only.", schedule.__name__)
         return Pipeline(
             parts,
-            self.stages,
-            num_stages=self.num_stages,
+            self.stage_plan.indices,
+            num_stages=self.stage_plan.number,
             domain=self.pipeline_domain,
             schedule=schedule,
             microbatch_size=int(settings.pipeline_microbatch_size),
@@ -418,10 +481,6 @@ class ParallelModel(ParallelTopology):
                 "build it."
             )
         keep_kinds_apart(self.optimizer)
-
-    def wrapped_modules(self) -> list[Any]:
-        """Return the modules that FSDP2 wraps. No communication: may be called on one rank."""
-        return list(sharded_modules(self.model))
 
 
 def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:

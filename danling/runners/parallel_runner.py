@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, ProxySource
-from danling.mesh import check_sequence
+from danling.mesh import axes_with, check_sequence
 from danling.mesh.fsdp import reshard
 from danling.mesh.reduction import MeshReduction, loss_context
 from danling.training import GradientReduction, peek_target, unpack_batch
@@ -36,7 +36,7 @@ class ParallelRunner(ParallelState):
 
     def _source(self, split: str, loader: Any) -> BatchSource:
         domain = self.data_domain
-        if self.reads_data:
+        if self.placement.reads_data:
             self._check_sampler(split, loader)
             shared = domain.size < self.topology.axes.world_size
             place = {"rank": domain.rank, "world_size": domain.size}
@@ -79,7 +79,7 @@ class ParallelRunner(ParallelState):
     def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
         batch = super()._upcoming(source, batches)
         # Where a forward is a collective, the ranks must close the window together.
-        alone = self.degree("replicate") == self.topology.axes.world_size
+        alone = self.degree(*axes_with(forward_communicates=True)) == 1
         return batch if alone or self._ends_together(source) or self._all_have(source, batch) else None
 
     def _ends_together(self, source: BatchSource) -> bool:
@@ -113,10 +113,10 @@ class ParallelRunner(ParallelState):
         """
         if self.pipeline is None:
             return super().train_step(data)
-        inputs = unpack_batch(data)[0] if self.holds_first_stage else None
+        inputs = unpack_batch(data)[0] if self.stage_plan.has_first else None
         self.pipeline.open(inputs)
         self.window.excuse()  # the loss comes with the last stage
-        shares = self._shares(data) if self.holds_last_stage else []
+        shares = self._shares(data) if self.stage_plan.has_last else []
         losses: list[Tensor] = []
 
         def loss_of(output: Any, place: int) -> Tensor:
@@ -165,7 +165,7 @@ class ParallelRunner(ParallelState):
 
     def _pass_over(self, split: str) -> Iterator[Batch]:
         batches = super()._pass_over(split)
-        if self.degree("shard") == 1 and self.degree("pipeline") == 1:
+        if self.degree(*axes_with(divides_parameters=True, needs_transform=False)) == 1:
             return batches
         return self._evened(batches)
 
@@ -178,7 +178,7 @@ class ParallelRunner(ParallelState):
         while True:
             batch = next(batches, None)
             mine = batch is not None and batch.data is not PLACEHOLDER
-            lacks = last is None and not mine and self.reads_data
+            lacks = last is None and not mine and self.placement.reads_data
             flags = self.optimizer_domain.all_reduce(torch.tensor([float(mine), float(lacks)], dtype=torch.float64))
             some_have, some_lack = flags.tolist()
             if not some_have:
@@ -188,7 +188,7 @@ class ParallelRunner(ParallelState):
                 last = last or next((other for other in offered if other is not None), None)
             if mine:
                 last = batch
-            elif self.reads_data:
+            elif self.placement.reads_data:
                 assert last is not None
                 batch = Batch(last.data, 0, 0)
             else:
@@ -203,7 +203,7 @@ class ParallelRunner(ParallelState):
                 pred, loss = super().evaluate_step(data)
             return _whole(pred), loss
         pred = self._forward(data)
-        if not self.holds_last_stage:
+        if not self.stage_plan.has_last:
             return pred, None
         with self._loss_context(), self.forward_context() or nullcontext():
             loss = self.evaluated_loss(pred, peek_target(data))
@@ -215,7 +215,7 @@ class ParallelRunner(ParallelState):
 
     def _forward(self, data: Any) -> Any:
         assert self.pipeline is not None
-        self.pipeline.open(unpack_batch(data)[0] if self.holds_first_stage else None)
+        self.pipeline.open(unpack_batch(data)[0] if self.stage_plan.has_first else None)
         with self.forward_context() or nullcontext():
             return self.pipeline.evaluate()
 

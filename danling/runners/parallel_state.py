@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from danling.checkpoints import CheckpointMismatch, FileCheckpointManager, TorchDistributedCheckpointManager, exclude
+from danling.mesh import axes_with
 from danling.mesh.parameter_copies import equalize
 from danling.utils.names import canonical_name
 from danling.utils.tensors import shard_like
@@ -30,7 +31,7 @@ class ParallelState(ParallelModel):
         """
         if self.config.checkpoint.backend != "file":
             return TorchDistributedCheckpointManager
-        if self.topology.axes.world_size != self.degree("replicate", "context"):
+        if self.topology.axes.world_size != self.degree(*axes_with(divides_parameters=False)):
             raise ValueError(
                 "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "
                 f"{self.topology.axes.describe()}. Unset it; the export of the weights, checkpoint.last_save_model_only, can be converted "

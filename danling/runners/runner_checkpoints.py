@@ -385,7 +385,7 @@ class RunnerCheckpoints(RunnerData):
     def _load_random_state(self, ranks: Mapping[str, Any]) -> None:
         if not ranks:
             return
-        index, number = self.stream_place[0], self.own_stream_place[1]
+        index, number = self.stream_place[0], self.placement.rng_stream[1]
         # Each replica group saves its own ranks, and begins with new streams where another one has saved.
         if len(ranks) != number and self.is_main_process and self._has_drawn(ranks):
             logger.info(

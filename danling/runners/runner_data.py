@@ -99,7 +99,7 @@ class RunnerData(RunnerSupervision):
     @property
     def stream_layout(self) -> dict[str, int]:
         """What has random streams of its own, and how many of it; runs in which it is the same draw the same numbers."""
-        return {"data": self.data_replicas}
+        return {"data": self.data_replicas, **self.placement.rng_layout}
 
     def data_place(self, split: str) -> tuple[int, int]:
         """Return which share of a split this rank reads, and how many shares there are.

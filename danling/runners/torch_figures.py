@@ -110,7 +110,7 @@ class TorchFigures(TorchUpdate):
             learning_rates=self._rates,
             epoch=self._epoch_shown(),
             domain=self.optimizer_domain,
-            counts_samples=self.reports[1],
+            counts_samples=self.placement.counts_samples,
             per_token=self.flops_per_token,
             per_sample=self.flops_per_sample,
         )

@@ -8,12 +8,11 @@ from typing import Any
 from danling.checkpoints import CheckpointSettings
 from danling.config import RunnerConfig
 from danling.data import derive_seed
+from danling.mesh import axes_with
 from danling.torchft import ReplicaGroups, ReplicaLoaderCheckpoints, ReplicaSettings
 from danling.utils.locks import FileLock
 
 from .torch_evaluation import TorchEvaluation
-
-_SHARED_AXES = ("replicate", "shard")
 
 
 class TorchGroups(TorchEvaluation):
@@ -52,11 +51,12 @@ class TorchGroups(TorchEvaluation):
     def _check_replica_layout(self, config: RunnerConfig) -> None:
         ft = config.ft
         axes = {} if self.stack == "ddp" else dict(config.parallel.axes.items())
-        others = {name: size for name, size in axes.items() if name not in _SHARED_AXES and size != 1}
+        others = {name: size for name, size in axes.items() if name not in axes_with(reads_data=True) and size != 1}
         if self.stack not in ("ddp", "parallel") or others:
+            shared = " and ".join(axes_with(reads_data=True))
             listed = ", ".join(f"parallel.axes.{name}={size}" for name, size in others.items())
             raise ValueError(
-                "Expected ft.enabled with stack 'ddp', or with stack 'parallel' and no axes but replicate and shard. Received: "
+                f"Expected ft.enabled with stack 'ddp', or with stack 'parallel' and no axes but {shared}. Received: "
                 f"stack={self.stack!r}{', ' if listed else ''}{listed}. Change the layout, or unset ft.enabled."
             )
         if ft.replica_id >= ft.group_size:
@@ -151,6 +151,6 @@ class TorchGroups(TorchEvaluation):
     @property
     def stream_place(self) -> tuple[int, int]:
         """Index and number of the random streams of a forward, over all replica groups."""
-        index, number = self.own_stream_place
+        index, number = self.placement.rng_stream
         ft = self.config.ft
         return (ft.replica_id * number + index, ft.group_size * number) if ft.enabled else (index, number)

@@ -137,3 +137,33 @@ def test_real_processes_reduce_over_their_domains() -> None:
     assert [rank["data"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert all(rank["all"] == [0, 1, 2, 3] for rank in ranks)
     assert [rank["tensor"] for rank in ranks] == [3, 3, 12, 12]
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"shard": 2, "context": 2, "tensor": 2}, {"replicate": 2, "pipeline": 2, "expert": 2}]
+)
+def test_placement_counts_every_loss_and_sample_once(degrees: dict[str, int]) -> None:
+    placements, coordinates = [], []
+    for rank in range(8):
+        with fake_world(rank, 8):
+            topology = Topology(degrees)
+            place = topology.coordinate
+            coordinates.append(place)
+            # As the last stage of a pipeline has the loss.
+            placements.append(topology.placement(has_loss=place["pipeline"] == topology.axes.degree("pipeline") - 1))
+            assert placements[-1].metrics.size == topology.axes.degree("replicate", "shard", "context", "pipeline")
+            assert placements[-1].data is topology.data and placements[-1].optimizer is topology.optimizer
+    counting = [place for place, mine in zip(coordinates, placements) if mine.counts_loss]
+    # One rank for every set of samples and positions.
+    assert len(counting) == len({(p["replicate"], p["shard"], p["context"]) for p in coordinates})
+    sampling = [place for place, mine in zip(coordinates, placements) if mine.counts_samples]
+    assert len(sampling) == len({(p["replicate"], p["shard"]) for p in coordinates})
+    # Ranks that compute the same activations draw the same numbers, and no others do.
+    streams: dict[int, set[tuple[int, ...]]] = {}
+    for place, mine in zip(coordinates, placements):
+        activations = tuple(place[axis] for axis in ("pipeline", "replicate", "shard", "context"))
+        streams.setdefault(mine.rng_stream[0], set()).add(activations)
+    assert sorted(streams) == list(range(placements[0].rng_stream[1]))
+    assert all(len(activations) == 1 for activations in streams.values())
+    layout = {name: degree for name, degree in degrees.items() if name not in ("replicate", "shard")}
+    assert placements[0].rng_layout == layout

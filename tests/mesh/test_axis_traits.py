@@ -1,0 +1,58 @@
+"""The one table of the parallel axes, beside the lists that stood where it is looked up now, and beside axes laid out by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from danling.cli.memory import Layout
+from danling.config.schema import AxesConfig
+from danling.mesh.axes import AXES, MESH_ORDER, TRAITS, AxisTraits, axes_with
+
+LISTS = [
+    ({"reads_data": True}, ("replicate", "shard")),
+    ({"reads_data": False}, ("context", "pipeline", "tensor", "expert", "expert_tensor")),
+    ({"sums_gradient": True}, ("replicate", "shard", "context")),
+    ({"sees_positions": True}, ("context",)),
+    ({"cuts_modules": True}, ("pipeline",)),
+    ({"cuts_modules": False}, ("replicate", "shard", "context", "tensor", "expert", "expert_tensor")),
+    ({"divides_parameters": False}, ("replicate", "context")),
+    ({"divides_parameters": True, "cuts_modules": True}, ("pipeline",)),
+    ({"divides_parameters": True, "cuts_modules": False}, ("shard", "tensor", "expert", "expert_tensor")),
+    ({"divides_parameters": True, "needs_transform": True}, ("tensor", "expert", "expert_tensor")),
+    ({"divides_parameters": True, "needs_transform": False}, ("shard", "pipeline")),
+    ({"needs_transform": True}, ("context", "tensor", "expert", "expert_tensor")),
+    ({"forward_communicates": True}, ("shard", "context", "pipeline", "tensor", "expert", "expert_tensor")),
+    ({"counts_loss": True}, ("replicate", "shard", "context", "pipeline")),
+    ({"counts_loss": False}, ("tensor", "expert", "expert_tensor")),
+    ({"own_rng_stream": True}, ("replicate", "shard", "context", "pipeline")),
+]
+
+
+@pytest.mark.parametrize(("traits", "names"), LISTS)
+def test_axes_with_a_trait(traits: dict[str, bool], names: tuple[str, ...]) -> None:
+    assert axes_with(**traits) == names
+
+
+def test_the_order_of_the_mesh() -> None:
+    assert MESH_ORDER == ("pipeline", "replicate", "shard", "context", "expert", "expert_tensor", "tensor")
+    assert sorted(row.mesh_place for row in TRAITS.values()) == list(range(len(TRAITS)))
+
+
+def test_the_configuration_has_a_degree_for_each_axis() -> None:
+    assert tuple(AxesConfig().keys()) == AXES
+    assert set(AXES) <= {field.name for field in fields(Layout)}
+
+
+def test_an_unknown_trait_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="reads_datum"):
+        axes_with(reads_datum=True)
+    assert "reads_data" in {field.name for field in fields(AxisTraits)}
+
+
+def test_axes_are_read_without_torch() -> None:
+    code = "import sys, danling.mesh; danling.mesh.AXES; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
