@@ -127,7 +127,10 @@ class PositionedBatchSampler(Sampler[list[Key]]):
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """Return (samples on this rank, over all ranks) of each batch from the position on; padding counts nothing."""
-        return chain.from_iterable(self._counts(samples) for samples in self._stretches(self.consumed))
+        full, whole = self.division.samples, self._counts(self.division.samples)
+        return chain.from_iterable(
+            whole if samples == full else self._counts(samples) for samples in self._stretches(self.consumed)
+        )
 
     def closings(self) -> Iterator[bool | None]:
         """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""
@@ -150,8 +153,9 @@ class PositionedBatchSampler(Sampler[list[Key]]):
 
     def _places(self, start: int, stretches: Iterator[int]) -> Iterator[tuple[int, int]]:
         """Return the first position and the size of each batch of this rank; padding reads the first sample of its stretch."""
+        full, whole = self.division.samples, self._cut(self.division.samples)
         for samples in stretches:
-            for offset, size in self._cut(samples):
+            for offset, size in whole if samples == full else self._cut(samples):
                 yield (start + offset, size) if size else (start, 1)
             start += samples
 

@@ -327,20 +327,18 @@ def test_process_ends_and_leaves_no_worker(tmp_path: Any, persistent: bool, end:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body="pass"))
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    begin = time.monotonic()
     result = subprocess.run(
         [sys.executable, str(script)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert result.returncode in (0, 3, -9)
     pids = [int(word) for word in result.stdout.split()]
     assert len(pids) == 2
     assert _eventually(lambda: not any(_alive(pid) for pid in pids), 15)
-    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.slow
