@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from danling.utils.protocols import ReductionDomain
 
 from . import storage
+from .backends import stores_in
 from .errors import (
     CheckpointDamaged,
     CheckpointDiskError,
@@ -21,7 +22,6 @@ from .errors import (
     disk_error,
 )
 from .executor import SaveExecutor
-from .file_store import FileStore
 from .litter import pruned_sums
 from .ownership import newest_record
 from .policy import Line, Record, history_name, newest, next_line, on_line
@@ -29,7 +29,6 @@ from .reading import read_payload
 from .settings import CheckpointSettings
 from .snapshot import SnapshotBuffers, to_host
 from .store import CheckpointStore
-from .target_store import TARGETS, TargetStore
 
 logger = logging.getLogger("danling")
 
@@ -79,12 +78,9 @@ class CheckpointManager(ABC):
         self.settings = settings
         self.step_mode = step_mode
         self._compare = compare
-        self.store = self.store_class(self.directory, run_id=run_id)
-        # A run may go on with another kind of manager: what the other kind has written counts and can be loaded.
-        others = [
-            kind(self.directory, run_id=run_id) for kind in (FileStore, TargetStore) if kind is not self.store_class
-        ]
-        self.stores: tuple[CheckpointStore, ...] = (self.store, *others)
+        # A run may go on with another kind of manager: what the other kinds have written counts and can be loaded.
+        self.stores = stores_in(self.directory, first=self.store_class, run_id=run_id)
+        self.store = self.stores[0]
         self._executor = SaveExecutor()
         self._buffers = SnapshotBuffers()
         self._line: Line | None = None
@@ -270,7 +266,7 @@ class CheckpointManager(ABC):
             return
         try:
             for store in self.stores:
-                if not isinstance(store, TargetStore) or (self.directory / TARGETS).is_dir():
+                if store.is_used():
                     store.recover()
             for orphan in pruned_sums(self.directory, self.settings.keep_latest_k):
                 storage.remove(orphan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -22,13 +23,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from danling.utils.tensors import dtype_of
+
 from . import storage
 from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
 from .manifest import Manifest
+from .outline import Entry, Outline, without_tensors
 from .policy import Record
-from .shard_index import INDEX, from_metadata, read_index, to_metadata
+from .shard_index import INDEX, from_metadata, to_metadata
+from .stock_metadata import read_index
 from .target_store import SUMS
+from .torch_files import check_format
 
 METADATA = ".metadata"
 
@@ -192,6 +198,31 @@ def _metadata(path: Path) -> Metadata:
         return to_metadata(index)
     except ValueError as error:
         raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
+
+
+# The backend of `torch.distributed.checkpoint`
+
+
+def read_payload(
+    path: Path,
+    *,
+    template: Mapping[str, Any] | None = None,
+    sections: frozenset[str] | None = None,
+    mmap: bool = False,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Return the payload of a target; see `Backend.read_payload`."""
+    return check_format(read_target(path, template=template, sections=sections), path)
+
+
+def read_outline(path: Path) -> Outline:
+    """Return what is in a target: plain values, and where the index says that tensors lie; see `Backend.read_outline`."""
+    plain = read_target(path, sections=["format_version", "runner", "state"])
+    outline = Outline("sharded", path, plain=without_tensors(plain))
+    for name, about in sorted(read_index(path).tensors.items()):
+        size = math.prod(about.shape) * dtype_of(about.dtype).itemsize
+        outline.entries.append(Entry(name, about.dtype, about.shape, size, len(about.chunks)))
+    return outline
 
 
 @contextmanager

@@ -12,21 +12,14 @@ import torch
 
 from . import storage
 from .base import CheckpointManager
-from .deepspeed_files import (
-    RUNNER_FILE,
-    EngineTag,
-    HashingFiles,
-    consolidated_weights,
-    is_engine_target,
-    read_runner_file,
-)
+from .deepspeed_files import EngineTag, HashingFiles, consolidated_weights, read_runner_file
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .exchange import export_weights
 from .manifest import Manifest
 from .policy import Record
 from .reading import read_payload
 from .snapshot import count_bytes, to_host
-from .target_store import SUMS, TargetStore
+from .target_store import RUNNER_FILE, SUMS, TargetStore, is_engine_target
 
 
 class Engine(Protocol):

@@ -25,10 +25,9 @@ from danling.utils.names import canonical_name
 from . import storage
 from .engine_pickles import read_engine_file, require_trust
 from .errors import CheckpointError
-from .reading import check_format, read_file
-
-RUNNER_FILE = "runner.pth"
-"""Everything but model and optimizer, for `torch.load(weights_only=True)`."""
+from .outline import Outline, tensors_in, without_tensors
+from .target_store import RUNNER_FILE
+from .torch_files import check_format, read_file
 
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 """Where the engine keeps the model, unless its weights are divided."""
@@ -120,11 +119,6 @@ class HashingFiles:
     def preserves_storage_sharing(self) -> bool:
         """Whether tensors that share memory do so when they are read."""
         return True
-
-
-def is_engine_target(path: Path) -> bool:
-    """Whether a target was written by the DeepSpeed manager."""
-    return storage.size_of(path / RUNNER_FILE) is not None
 
 
 def read_runner_file(path: Path) -> dict[str, Any]:
@@ -253,3 +247,19 @@ def _named(state: Mapping[str, Any], groups: Any) -> dict[str, Any]:
     }
     named = {names[index]: dict(entry) for index, entry in state["state"].items()}
     return {"state": named, "param_groups": [dict(group) for group in groups]}
+
+
+# The backend of DeepSpeed engines
+
+
+def read_payload(
+    path: Path, *, template: Any = None, sections: frozenset[str] | None = None, mmap: bool = False, trust: bool = False
+) -> dict[str, Any]:
+    """Return the payload of a target; see `Backend.read_payload`."""
+    return read_engine_target(path, sections=sections, trust=trust)
+
+
+def read_outline(path: Path) -> Outline:
+    """Return what the runner saved beside the engine's files; see `Backend.read_outline`."""
+    payload = read_runner_file(path)
+    return Outline("engine", path, list(tensors_in(payload)), without_tensors(payload))

@@ -22,7 +22,7 @@ from danling.utils.tensors import is_sharded
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .file_store import has_sums, is_of_run, missing_sums, read_manifest
-from .reading import check_foreign, is_own, read_file
+from .torch_files import check_foreign, is_own, read_file
 
 _STEMS = {"model": "model", "ema": "ema"}
 _WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")

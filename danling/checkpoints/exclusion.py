@@ -1,11 +1,64 @@
-"""Leaving parts of a checkpoint out of a load."""
+"""Leaving parts of a checkpoint out of a load: the one reader of `checkpoint.exclude_from_loading`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from danling.config.updates import is_update_key
+
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
+_SETTINGS = "runner"
+"""Component of the stored configuration. Nothing of it is loaded: it is compared with that of the run."""
+
+
+class ExcludedFromLoading:
+    """What a load leaves out: components (`"optimizer"`), dotted paths within one (`"model.head"`), and settings (`"runner.optim.lr"`)
+    that may differ from those of the checkpoint.
+
+    Args:
+        entries: One entry or several; `data_loader`, `dataloader` and `lr_scheduler` are understood as `dataloaders` and `scheduler`.
+    """
+
+    def __init__(self, entries: str | Iterable[str] | None) -> None:
+        self._all = [entries] if isinstance(entries, str) else list(entries or [])
+
+    @property
+    def entries(self) -> list[str]:
+        """Entries that name parts of the payload, as they were written."""
+        return [entry for entry in self._all if entry.partition(".")[0] != _SETTINGS]
+
+    def apply(self, payload: Mapping[str, Any], *, section: str | None = None) -> tuple[dict[str, Any], set[str]]:
+        """Return the payload without the excluded parts, and the dotted paths that were left out.
+
+        Args:
+            payload: A checkpoint.
+            section: The only component whose entries count, where nothing else is read; `None` lets all of them count.
+
+        Raises:
+            ValueError: If an entry that counts matches nothing.
+        """
+        counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
+        return exclude(payload, counting)
+
+    def names(self, component: str) -> bool:
+        """Whether an entry names a component, or anything in it."""
+        return any(_canonical(entry)[0] == component for entry in self.entries)
+
+    def parts_of(self, component: str) -> list[str]:
+        """Return the entries that name something in a component, rather than all of it."""
+        return [entry for entry in self.entries if entry.startswith(f"{component}.")]
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether an entry names a dotted path, or what it lies in."""
+        return any(f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in self.entries)
+
+    def allows_setting(self, key: str) -> bool:
+        """Whether the value of a dotted key of the configuration may differ from that of the checkpoint."""
+        # The samples of an update follow from several keys: to name one of them is enough.
+        if is_update_key(key) and any(is_update_key(entry.removeprefix(f"{_SETTINGS}.")) for entry in self._all):
+            return True
+        return any(f"{_SETTINGS}.{key}.".startswith(f"{entry}.") for entry in self._all)
 
 
 def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> tuple[dict[str, Any], set[str]]:
@@ -13,8 +66,7 @@ def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> 
 
     Args:
         payload: A checkpoint.
-        entries: Components (`"optimizer"`) or dotted paths within one (`"model.head"`); `data_loader`, `dataloader` and
-            `lr_scheduler` are understood as `dataloaders` and `scheduler`.
+        entries: Components or dotted paths within one; see `ExcludedFromLoading`.
 
     Raises:
         ValueError: If an entry matches nothing.
@@ -33,12 +85,6 @@ def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> 
             del kept[name]
         excluded.add(f"{name}{dot}{rest}")
     return kept, excluded
-
-
-def leaves_out(entries: str | Iterable[str] | None, path: str) -> bool:
-    """Whether an entry names a dotted path or what it lies in; see `exclude` for the entries."""
-    listed = [entries] if isinstance(entries, str) else list(entries or [])
-    return any(f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in listed)
 
 
 def _canonical(entry: str) -> tuple[str, str, str]:

@@ -142,6 +142,29 @@ class FileStore(CheckpointStore):
         else:
             verify_alone(path, level)
 
+    def claims(self, path: Path) -> bool:
+        """Whether a path ends as a file does."""
+        return path.suffix == SUFFIX
+
+    def listed(self) -> list[Path]:
+        """Return every file, and every file of which only the sums are left."""
+        present = storage.names(self.directory) if self.directory.is_dir() else set()
+        files = {name for name in present if name.endswith(SUFFIX)}
+        for suffix in (SUMS, NEXT):
+            files |= {name.removesuffix(suffix) for name in present if name.endswith(f"{SUFFIX}{suffix}")}
+        return [self.directory / name for name in sorted(files)]
+
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        """Return the sums beside a file, and how it differs from them."""
+        if storage.size_of(_beside(path, NEXT)) is not None:
+            # A save was killed between the file and its sums: either of the two may be the one that fits.
+            return read_manifest(path, level), []
+        sums = _beside(path, SUMS)
+        manifest = read_sums(sums, sums.name)
+        if set(manifest.files) != {path.name}:
+            return manifest, [f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}"]
+        return manifest, complaints(manifest, path.parent, level)
+
     def lacks_sums(self, path: Path) -> bool:
         """Whether a checkpoint was copied without its sums."""
         return not has_sums(path)

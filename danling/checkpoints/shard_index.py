@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from danling.utils.nesting import parse_json
 
-from . import storage
-from .errors import CheckpointDamaged
-
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -197,25 +194,6 @@ def path_of(keys: Any) -> Name:
     if not found or strange is not None:
         raise TypeError(f"{keys!r} is no path of keys")
     return found
-
-
-def read_index(directory: Path) -> ShardIndex:
-    """Return what lies where in a target: from its index, or from `.metadata` where it has none.
-
-    Checkpoints of earlier versions, and what other programs wrote, have none.
-
-    Raises:
-        CheckpointDamaged: If it cannot be read.
-    """
-    path = directory / INDEX
-    if storage.size_of(path) is None:
-        from .stock_metadata import read_stock_metadata
-
-        return read_stock_metadata(directory / ".metadata")
-    try:
-        return ShardIndex.parse(storage.read_text(path, limit=None))
-    except (ValueError, RecursionError, MemoryError, OSError) as error:
-        raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
 
 
 def from_metadata(metadata: Metadata) -> ShardIndex:

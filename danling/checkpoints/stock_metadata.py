@@ -1,4 +1,4 @@
-"""Reading torch's `.metadata` of a sharded checkpoint, a pickle, through a fixed table: no name outside of it is looked up.
+"""Reading what lies where in a sharded checkpoint: its index, or torch's `.metadata`, a pickle, through a fixed table of names.
 
 A pickle names what it calls by module and name, and from protocol 4 on a name may have dots that lead out of its module. Here a pair
 is looked up in a table, never imported, and what stands in the table are stand-ins of this module that keep what they are given:
@@ -17,7 +17,7 @@ import torch
 
 from . import storage
 from .errors import CheckpointDamaged
-from .shard_index import Chunk, Extent, ShardIndex, TensorEntry, ValueEntry, path_of, string, whole
+from .shard_index import INDEX, Chunk, Extent, ShardIndex, TensorEntry, ValueEntry, path_of, string, whole
 
 
 class _Part:
@@ -124,6 +124,23 @@ class _Unpickler(pickle.Unpickler):
         if found is None:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of metadata")
         return found
+
+
+def read_index(directory: Path) -> ShardIndex:
+    """Return what lies where in a target: from its index, or from `.metadata` where it has none.
+
+    Checkpoints of earlier versions, and what other programs wrote, have none.
+
+    Raises:
+        CheckpointDamaged: If it cannot be read.
+    """
+    path = directory / INDEX
+    if storage.size_of(path) is None:
+        return read_stock_metadata(directory / ".metadata")
+    try:
+        return ShardIndex.parse(storage.read_text(path, limit=None))
+    except (ValueError, RecursionError, MemoryError, OSError) as error:
+        raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
 
 
 def read_stock_metadata(path: Path) -> ShardIndex:

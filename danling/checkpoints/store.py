@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from . import storage
+from .manifest import Manifest
 from .policy import Line, Record, is_name, on_line, to_delete
 
 logger = logging.getLogger("danling")
@@ -27,6 +28,10 @@ class CheckpointStore(ABC):
         self.directory = directory
         self.run_id = run_id
         self._passed: dict[Path, str] = {}
+
+    def is_used(self) -> bool:
+        """Whether there may be something of this kind in the directory."""
+        return True
 
     @abstractmethod
     def recover(self) -> None:
@@ -62,6 +67,22 @@ class CheckpointStore(ABC):
 
         Raises:
             CheckpointDamaged: If they differ; every file that does is named.
+        """
+
+    @abstractmethod
+    def claims(self, path: Path) -> bool:
+        """Whether a path, which need not be there any more, is that of a checkpoint of this kind."""
+
+    @abstractmethod
+    def listed(self) -> list[Path]:
+        """Return every checkpoint in the directory, those of which only the sums are left included."""
+
+    @abstractmethod
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        """Return the manifest of a checkpoint, and every way in which what is there differs from it.
+
+        Raises:
+            CheckpointDamaged: If there is no manifest that can be read.
         """
 
     def lacks_sums(self, path: Path) -> bool:

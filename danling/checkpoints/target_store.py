@@ -17,6 +17,8 @@ from .store import CheckpointStore, logger
 
 TARGETS = "targets"
 SUMS = "manifest.sha256"
+RUNNER_FILE = "runner.pth"
+"""In a target of a DeepSpeed engine: everything but model and optimizer, for `torch.load(weights_only=True)`."""
 
 _TARGET = re.compile(r"\d{8,}-[0-9a-f]{8}")
 _POINTER_BYTES = 64
@@ -99,6 +101,10 @@ class TargetStore(CheckpointStore):
         except OSError as error:
             raise damaged([f"{path.name} cannot be read: {reason(error)}"], path) from error
 
+    def is_used(self) -> bool:
+        """Whether there is a directory of targets."""
+        return (self.directory / TARGETS).is_dir()
+
     def recover(self) -> None:
         """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
         targets = self.directory / TARGETS
@@ -153,6 +159,37 @@ class TargetStore(CheckpointStore):
         except CheckpointDamaged as error:
             raise damage_of(path, error) from error
 
+    def claims(self, path: Path) -> bool:
+        """Whether a path has a name that a pointer may have, or is a target."""
+        return is_name(path.name) or is_target(path.name) or storage.size_of(path / SUMS) is not None
+
+    def listed(self) -> list[Path]:
+        """Return every pointer, and complete targets that none leads to; those without a manifest are unfinished and do not count."""
+        if not self.is_used():
+            return []
+        pointers = sorted(name for name in storage.names(self.directory) if is_name(name))
+        led_to = {self._led_to(self.directory / name) for name in pointers}
+        targets = [self.directory / TARGETS / name for name in sorted(storage.names(self.directory / TARGETS) - led_to)]
+        return [*(self.directory / name for name in pointers), *(path for path in targets if (path / SUMS).is_file())]
+
+    def _led_to(self, pointer: Path) -> str:
+        try:
+            return self.target(pointer).name
+        except CheckpointDamaged:
+            # Examined, it says why.
+            return ""
+
+    def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
+        """Return the manifest of a target, or of the one that a pointer leads to, and how the target differs from it."""
+        target = self.target(path)
+        manifest = read_manifest(target / SUMS, f"{target.name}/{SUMS}")
+        problems = complaints(manifest, target, level)
+        if manifest.record.name != target.name:
+            problems.append(f"{target.name}/{SUMS} describes {manifest.record.name}")
+        problems += misled(path, manifest.record)
+        extra = storage.names(target) - manifest.files.keys() - {SUMS}
+        return manifest, problems + [f"{name} is not part of it" for name in sorted(extra)]
+
     def verify(self, path: Path, level: str) -> None:
         """Compare a target with its manifest; files that are in none of them are named too."""
         target = self.target(path)
@@ -195,3 +232,8 @@ def is_unfinished(target: Path) -> bool:
 def is_target(name: str) -> bool:
     """Whether a directory of that name is a target."""
     return _TARGET.fullmatch(name) is not None
+
+
+def is_engine_target(target: Path) -> bool:
+    """Whether a target was written by the DeepSpeed manager."""
+    return storage.size_of(target / RUNNER_FILE) is not None

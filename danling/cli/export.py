@@ -17,7 +17,7 @@ from typing import Any
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.file_store import SUMS
-from danling.checkpoints.target_store import TARGETS
+from danling.checkpoints.target_store import TARGETS, is_engine_target
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json
@@ -118,7 +118,6 @@ def read_weights(
         CheckpointDamaged: If it does not verify.
         CheckpointMismatch: If it has no weights of the kind asked for.
     """
-    from danling.checkpoints.deepspeed_files import is_engine_target
     from danling.checkpoints.reading import moment, read_payload
 
     store, found = locate(source)

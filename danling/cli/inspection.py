@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from danling.checkpoints.outline import Outline
 from danling.workspace.runs import flatten
 
-from .contents import Contents, read_contents
+from .contents import read_contents
 from .output import OK, add_json, as_bytes, as_text, print_json, print_table
 
 
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def describe(contents: Contents) -> dict[str, Any]:
+def describe(contents: Outline) -> dict[str, Any]:
     """Return what is known of a checkpoint in a few plain values; what is not known is left out."""
     state = contents.plain.get("state", {})
     scores = state.get("scores") or {}
@@ -80,7 +81,7 @@ def _dtypes(row: dict[str, Any]) -> str:
     return ", ".join(sorted(row["dtypes"]))
 
 
-def _as_json(contents: Contents, *, tensors: bool, config: bool) -> dict[str, Any]:
+def _as_json(contents: Outline, *, tensors: bool, config: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": str(contents.path), "kind": contents.kind, **describe(contents)}
     facts["sections"] = contents.sections()
     if tensors:

@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints import storage
+from danling.checkpoints.backends import stores_in
 from danling.checkpoints.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
 )
-from danling.checkpoints.file_store import NEXT, SUFFIX, has_sums, is_of_run, read_manifest, verify_alone
+from danling.checkpoints.file_store import SUFFIX, has_sums, is_of_run, verify_alone
 from danling.checkpoints.file_store import SUMS as FILE_SUMS
 from danling.checkpoints.litter import litter_in
-from danling.checkpoints.manifest import Manifest, complaints
-from danling.checkpoints.manifest import read_manifest as read_sums
+from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.policy import is_name
-from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore, misled
+from danling.checkpoints.store import CheckpointStore
+from danling.checkpoints.target_store import SUMS
 from danling.workspace.claim import is_in_use
 from danling.workspace.litter import litter_in_run
 from danling.workspace.runs import Run
@@ -117,32 +118,8 @@ def checkpoints_of(path: Path) -> Iterator[Path]:
         yield path
         return
     for directory in (path, path / "checkpoints"):
-        present = storage.names(directory) if directory.is_dir() else set()
-        files = {name for name in present if name.endswith(SUFFIX)}
-        for suffix in (FILE_SUMS, NEXT):
-            files |= {name.removesuffix(suffix) for name in present if name.endswith(f"{SUFFIX}{suffix}")}
-        pointers = {name for name in present if is_name(name) and (directory / TARGETS).is_dir()}
-        yield from (directory / name for name in sorted(files | pointers))
-        yield from _unnamed_targets(directory, pointers)
-
-
-def _unnamed_targets(directory: Path, pointers: set[str]) -> Iterator[Path]:
-    """Yield complete targets that no name leads to; those without a manifest are unfinished saves and do not count."""
-    targets = directory / TARGETS
-    if not targets.is_dir():
-        return
-    led_to = {_target_of(directory / name) for name in pointers}
-    for name in sorted(storage.names(targets) - led_to):
-        if (targets / name / SUMS).is_file():
-            yield targets / name
-
-
-def _target_of(pointer: Path) -> str | None:
-    try:
-        return TargetStore(pointer.parent, run_id="").target(pointer).name
-    except CheckpointDamaged:
-        # Its own verdict says why.
-        return None
+        for store in stores_in(directory):
+            yield from store.listed()
 
 
 def _verdict(path: Path, level: str) -> dict[str, Any]:
@@ -150,10 +127,7 @@ def _verdict(path: Path, level: str) -> dict[str, Any]:
     try:
         if path.suffix == SUFFIX and path.is_file() and not has_sums(path) and not is_of_run(path.parent):
             return _verdict_alone(path, level)
-        if path.suffix == SUFFIX:
-            manifest, problems = _check_file(path, level)
-        else:
-            manifest, problems = _check_target(path, level)
+        manifest, problems = _store_of(path).examine(path, level)
     except (CheckpointDamaged, OSError) as error:
         problems = [str(error)]
     record = manifest.record if manifest is not None else None
@@ -190,23 +164,6 @@ def _verdict_alone(path: Path, level: str) -> dict[str, Any]:
     }
 
 
-def _check_file(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
-    sums = path.with_name(path.name + FILE_SUMS)
-    if storage.size_of(path.with_name(path.name + NEXT)) is not None:
-        # A save was killed between the file and its sums: either of the two may be the one that fits.
-        return read_manifest(path, level), []
-    manifest = read_sums(sums, sums.name)
-    if set(manifest.files) != {path.name}:
-        return manifest, [f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}"]
-    return manifest, complaints(manifest, path.parent, level)
-
-
-def _check_target(path: Path, level: str) -> tuple[Manifest | None, list[str]]:
-    target = TargetStore(path.parent, run_id="").target(path)
-    manifest = read_sums(target / SUMS, f"{target.name}/{SUMS}")
-    problems = complaints(manifest, target, level)
-    if manifest.record.name != target.name:
-        problems.append(f"{target.name}/{SUMS} describes {manifest.record.name}")
-    problems += misled(path, manifest.record)
-    extra = storage.names(target) - manifest.files.keys() - {SUMS}
-    return manifest, problems + [f"{name} is not part of it" for name in sorted(extra)]
+def _store_of(path: Path) -> CheckpointStore:
+    known = stores_in(path.parent)
+    return next((store for store in known if store.claims(path)), known[-1])

@@ -111,6 +111,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.results: Results = {}
         self.checkpoint_manager: Any = None
         self.scoreboard: ScoreBoard | None = None
+        self._open_run_state()
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
         self.init_distributed()
@@ -338,7 +339,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             self.init_signal_handlers()
             try:
                 yield
-                if self._saved_at != (self.state.train.global_step, self.state.train.epoch):
+                if not self.saver.is_saved:
                     self.save_checkpoint()
                 self.checkpoint_manager.wait()
                 self.boundary()

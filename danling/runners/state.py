@@ -87,19 +87,30 @@ class RunnerState:
         """The random streams, by their longer name."""
         return self.rng
 
+    def load_train(self, stored: Mapping[str, Any]) -> None:
+        """Restore the counters; one that is not stored stays as it is.
+
+        Args:
+            stored: Counters by name.
+        """
+        for item in fields(self.train):
+            if item.name in stored:
+                setattr(self.train, item.name, stored[item.name])
+
+    def load_elastic(self, stored: Mapping[str, Any]) -> None:
+        """Count the attempts up, and take over how many samples a rank can hold.
+
+        Args:
+            stored: The attempts that the checkpoint was saved in.
+        """
+        self.elastic.attempts = int(stored.get("attempts", 0)) + 1
+        self.elastic.micro_batch_size = stored.get("micro_batch_size")
+
     def state_dict(self) -> dict[str, Any]:
         """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
         return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": dict(self.rng.ranks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters; attempts are counted up, random streams are left to the runner, which restores them last."""
-        _fill(self.train, state.get("train", {}))
-        elastic = state.get("elastic", {})
-        self.elastic.attempts = int(elastic.get("attempts", 0)) + 1
-        self.elastic.micro_batch_size = elastic.get("micro_batch_size")
-
-
-def _fill(target: Any, values: Mapping[str, Any]) -> None:
-    for item in fields(target):
-        if item.name in values:
-            setattr(target, item.name, values[item.name])
+        self.load_train(state.get("train", {}))
+        self.load_elastic(state.get("elastic", {}))

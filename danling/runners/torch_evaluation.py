@@ -41,7 +41,7 @@ from danling.utils.names import canonical_name
 from .base_runner import RESERVED_FIGURES
 from .component_checks import check_metrics
 from .runner_data import check_named_once
-from .torch_loading import TorchLoading
+from .torch_state import TorchState
 
 logger = logging.getLogger("danling")
 
@@ -49,7 +49,7 @@ _PATIENCE_SECONDS = 5.0
 """How long a rank that fails waits to hear whether all of them do."""
 
 
-class TorchEvaluation(TorchLoading):
+class TorchEvaluation(TorchState):
     """Evaluation and inference of a torch runner."""
 
     # What a batch means

@@ -17,7 +17,6 @@ from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
 )
-from danling.checkpoints.exclusion import leaves_out
 from danling.checkpoints.snapshot import convert
 from danling.config import RunnerConfig
 from danling.data import (
@@ -29,7 +28,9 @@ from danling.data import (
 )
 from danling.distributed import Verdict
 from danling.torchft import ReplicaGroups
-from danling.training import UpdateOutcome
+from danling.training import UpdateOutcome, loader_states
+from danling.training.model_states import load_criterion
+from danling.training.run_state import StatePart
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
 from .torch_groups import TorchGroups
@@ -60,6 +61,10 @@ class TorchReplicas(TorchGroups):
         self._update_open = False
         self._has_joined = False
         self._before: _Before | None = None
+        self.saver.before.append(self._save_own_loaders)
+        self.saver.writes = self.writes_checkpoints
+        # As a save does, so that all groups go on alike.
+        self.saver.instead.append(lambda: self.equalize_buffers())
 
     # Joining
 
@@ -225,18 +230,10 @@ class TorchReplicas(TorchGroups):
         Called on each rank by itself.
         """
         payload: dict[str, Any] = {
-            "model": self.model_state_dict(),
-            "state": {name: part for name, part in self.run_state().items() if name != "rng"},
+            **self.run_state.components(),
+            "state": {name: part for name, part in self.run_state.progress().items() if name != "rng"},
             "dataloaders": {split: self.sources[split].state_dict() for split in self.train_splits},
         }
-        if self.criterion_has_state:
-            payload["criterion"] = self.criterion_state_dict()
-        if self.ema is not None:
-            payload["ema"] = self.ema.state_dict()
-        if self.optimizer is not None:
-            payload["optimizer"] = self.optimizer_state_dict()
-        if self.scheduler is not None:
-            payload["scheduler"] = self.scheduler.state_dict()
         # It is read while this group makes its forward, which changes buffers and nothing else.
         buffers = {buffer.data_ptr() for buffer in self.unwrapped_model.buffers()}
         packed: dict[str, Any] = convert(payload, lambda tensor: _packed(tensor, buffers))
@@ -252,8 +249,8 @@ class TorchReplicas(TorchGroups):
         """
         elastic, reference = replace(self.state.elastic), self.window.agreed_reference
         self.load_model(_like(state["model"], self.model_state_dict()))
-        if self.criterion_has_state:
-            self.load_criterion(state["criterion"])
+        if "criterion" in state:
+            load_criterion(self.criterion, state["criterion"])
         if self.ema is not None:
             self.load_ema({**state["ema"], "weights": _like(state["ema"]["weights"], self.ema.weights)})
         if self.optimizer is not None:
@@ -263,7 +260,7 @@ class TorchReplicas(TorchGroups):
         for split, position in state["dataloaders"].items():
             if self.replica_loaders is None or not self.sources[split].is_rank_local:
                 self.sources[split].load_state_dict(position)
-        self.load_run_state(state["state"])
+        self.run_state.load_progress(state["state"])
         # What the other group has counted is added by the other group.
         self.meters.reset()
         # Those are of the group: ranks of one group may heal from different ones.
@@ -281,20 +278,28 @@ class TorchReplicas(TorchGroups):
             entries[name] = {key: _shard_like(value, parameter) for key, value in own.items()}
         return {**state, "state": entries}
 
-    def run_state(self) -> dict[str, Any]:
-        state = super().run_state()
-        if self.fault_tolerance is not None:
-            state["replicas"] = self.fault_tolerance.state_dict()
-        return state
+    def progress_parts(self) -> list[StatePart]:
+        """Return what lies in the entry `state` of a checkpoint; here also where the replica groups stand."""
+        return [
+            *super().progress_parts(),
+            StatePart(
+                "replicas",
+                lambda: self._groups.state_dict(),
+                lambda state, _: self._groups.load_state_dict(state),
+                exists=lambda: self.fault_tolerance is not None,
+                default=self._fresh_groups,
+            ),
+        ]
 
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
-        super().load_run_state(state)
-        if self.fault_tolerance is not None:
-            # A run that begins to train in groups at a checkpoint counts from there: at 0 they would all start from one group.
-            train = self.state.train
-            step = train.global_step + train.skipped_updates
-            fresh = {"step": step, "batches_committed": step}
-            self.fault_tolerance.load_state_dict(state.get("replicas", fresh))
+    @property
+    def _groups(self) -> ReplicaGroups:
+        assert self.fault_tolerance is not None
+        return self.fault_tolerance
+
+    def _fresh_groups(self) -> dict[str, int]:
+        # A run that begins to train in groups at a checkpoint counts from there: at 0 they would all start from one group.
+        step = self.state.train.global_step + self.state.train.skipped_updates
+        return {"step": step, "batches_committed": step}
 
     # Checkpoints
 
@@ -325,7 +330,7 @@ class TorchReplicas(TorchGroups):
             CheckpointMismatch: If a component is missing, or the stored configuration means another run.
         """
         super().load_checkpoint(checkpoint)
-        excluded = self.config.checkpoint.exclude_from_loading
+        excluded = self.excluded_from_loading
         if self.replica_loaders is None or isinstance(checkpoint, Mapping):
             return
         found = self.replica_loaders.load(self.state.train.global_step)
@@ -334,37 +339,18 @@ class TorchReplicas(TorchGroups):
         states, step = found
         with preserved_random_state(self.device):
             for split, source in self.sources.items():
-                if leaves_out(excluded, f"dataloaders.{split}"):
+                if excluded.leaves_out(f"dataloaders.{split}"):
                     continue
                 if split in states and (source.is_rank_local or step == self.state.train.global_step):
-                    own = self._own_loader_state(split, states[split])
+                    own = self.own_loader_state(split, states[split])
                     if own is not None:
                         source.load_state_dict(own)
 
-    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
-        """Save this group's loader states, and the full state where no other group does. Call on all ranks of the group.
-
-        Args:
-            history: Also keep it under its history name.
-            save_best: Also make it `best` when the score of this very state is the best one.
-        """
-        if self.config.checkpoint.load_only:
-            return
-        train = self.state.train
+    def _save_own_loaders(self) -> None:
+        """Save this group's loader states, which belong to the state that is saved next. Called on all ranks of the group."""
         if self.replica_loaders is not None:
-            self.settle()
+            train = self.state.train
             self.replica_loaders.save(self._loader_states(), epoch=train.epoch, global_step=train.global_step)
-        if self.writes_checkpoints():
-            super().save_checkpoint(history=history, save_best=save_best)
-        else:
-            # As a save does, so that all groups go on alike.
-            self.equalize_buffers()
-            self._saved_at = (train.global_step, train.epoch)
-
-    def export_model(self) -> None:
-        """Write the weights where no other group does. Call on all ranks of the group."""
-        if self.writes_checkpoints():
-            super().export_model()
 
     def writes_checkpoints(self) -> bool:
         """Whether full checkpoints are this group's to write: one of those that take part does, until it dies. Call on all ranks."""
@@ -380,10 +366,9 @@ class TorchReplicas(TorchGroups):
         return bool(mine)
 
     def _loader_states(self) -> dict[str, Any]:
-        splits = [split for split in self.train_splits if split in self.sources]
-        own = {split: self.sources[split].state_dict() for split in splits if self.sources[split].is_rank_local}
-        ranks = self.world.gather_objects({"replica": self.data_domain.rank, "loaders": own})
-        return {split: self._loader_state(split, ranks) for split in splits}
+        sources = {split: self.sources[split] for split in self.train_splits if split in self.sources}
+        ranks = self.world.gather_objects((self.data_domain.rank, loader_states.own_states(sources, read_only=False)))
+        return {split: loader_states.state_of(split, source, ranks) for split, source in sources.items()}
 
 
 def _packed(tensor: Tensor, changing: set[int]) -> Tensor:

@@ -1,20 +1,26 @@
-"""What a torch runner saves and restores, and in which order."""
+"""What a torch runner saves and restores: a run, or the weights of another one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from danling.checkpoints.reading import FORMAT_VERSION
+from danling.checkpoints import exclude, read_model
+from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.metrics import Meters
-from danling.optim.named_state import named_state_dict
-from danling.utils.names import canonical_name
-from danling.utils.tensors import floating_dtype
+from danling.optim.options import adopt_options, options_of
+from danling.training.model_states import (
+    ModelStates,
+    criterion_state,
+    load_criterion,
+    remainder_of_optimizer,
+    weights_to_export,
+)
+from danling.training.run_state import StatePart
 
 from .torch_components import TorchComponents
 
@@ -26,6 +32,7 @@ class TorchState(TorchComponents):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self.model_states: ModelStates = self.build_model_states()
         self._scored_at: int | None = None
         """Updates that the weights had seen at the last evaluation: after a further one they are no longer those of its score."""
         self.losses = Meters()
@@ -36,14 +43,69 @@ class TorchState(TorchComponents):
     _bare: bool | None = None
     """Whether the batches to train on come without a target; `None` before it is known, and where `train_step` reads them otherwise."""
 
+    def build_model_states(self) -> ModelStates:
+        """Return how the states of model, averages and optimizer are read and put back; a stack that divides them brings its own."""
+        return ModelStates(
+            model=lambda: self.unwrapped_model,
+            named_parameters=lambda: self.named_parameters(),
+            optimizer=lambda: self.optimizer,
+            ema=lambda: self.ema,
+        )
+
     def meter_totals(self) -> dict[str, tuple[float, float]]:
         """Return sums and weights of `meters` over all ranks. Call on all ranks."""
         return self.meters.totals(self.figures_domain)
 
-    def settle(self) -> None:
-        """Raise what an update left to be checked; the update provides it."""
-
     # Saving
+
+    def component_parts(self) -> list[StatePart]:
+        """Return model, criterion, averages, optimizer and scheduler, in the order in which they are restored."""
+        return [
+            StatePart("model", lambda: self.model_state_dict(), self._load_model_part),
+            StatePart(
+                "criterion",
+                lambda: criterion_state(self.criterion),
+                lambda state, _: load_criterion(self.criterion, state),
+                exists=lambda: bool(criterion_state(self.criterion)),
+            ),
+            StatePart("ema", lambda: self.ema.state_dict(), self._load_ema_part, exists=lambda: self.ema is not None),
+            StatePart(
+                "optimizer",
+                lambda: self.optimizer_state_dict(),
+                self._load_optimizer_part,
+                exists=lambda: self.optimizer is not None,
+            ),
+            StatePart(
+                "scheduler",
+                lambda: self.scheduler.state_dict(),
+                self._load_scheduler_part,
+                exists=lambda: self.scheduler is not None,
+            ),
+        ]
+
+    def progress_parts(self) -> list[StatePart]:
+        """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
+        return [
+            *super().progress_parts(),
+            StatePart("train", self._counters, lambda stored, _: self._load_counters(stored)),
+            StatePart.attribute(self, "open_result", convert=dict),
+            StatePart.attribute(self, "_bare", key="bare"),
+            StatePart("meters", lambda: self.meters.state_dict(), lambda s, _: self._load_meters(s), default=dict),
+            StatePart.stateful("losses", lambda: self.losses, resets=True),
+            StatePart.stateful("scores", lambda: self.scoreboard),
+            StatePart.stateful("scaler", lambda: self.precision.scaler),
+        ]
+
+    def _counters(self) -> dict[str, Any]:
+        return {**asdict(self.state.train), "weight_reference": self.window.agreed_reference}
+
+    def _load_counters(self, stored: Mapping[str, Any]) -> None:
+        self.state.load_train(stored)
+        self.window.agreed_reference = self.state.train.weight_reference
+
+    def _load_meters(self, totals: Mapping[str, Any]) -> None:
+        # Sums over all ranks were saved: one of those that add up takes them over.
+        self.meters.load_state_dict(totals if self.figures_domain.rank == 0 else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
@@ -55,80 +117,146 @@ class TorchState(TorchComponents):
         payload = super().state_dict()
         totals = self.meters.totals(self.figures_domain)
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
-        if self.criterion_has_state:
-            payload["criterion"] = self.criterion_state_dict()
-        if self.ema is not None:
-            payload["ema"] = self.ema.state_dict()
-        if self.scheduler is not None:
-            payload["scheduler"] = self.scheduler.state_dict()
         return payload
-
-    def component_states(self) -> dict[str, Any]:
-        """Return the states of `model` and `optimizer`, by these names. Call on all ranks."""
-        states = {"model": self.model_state_dict()}
-        if self.optimizer is not None:
-            states["optimizer"] = self.optimizer_state_dict()
-        return states
-
-    def run_state(self) -> dict[str, Any]:
-        """Return counters, attempts, random streams, figures and scores. No communication: may be called on one rank."""
-        self.state.train.weight_reference = self.window.agreed_reference
-        state = super().run_state()
-        state["open_result"] = dict(self.open_result)
-        state["bare"] = self._bare
-        state["meters"] = self.meters.state_dict()
-        state["losses"] = self.losses.state_dict()
-        state["scores"] = self.scoreboard.state_dict() if self.scoreboard is not None else {}
-        state["scaler"] = self.precision.scaler.state_dict() if self.precision.scaler is not None else {}
-        return state
-
-    @property
-    def criterion_has_state(self) -> bool:
-        """Whether the criterion has parameters or persistent buffers, which are saved beside the model's."""
-        return isinstance(self.criterion, nn.Module) and bool(self.criterion.state_dict())
-
-    def criterion_state_dict(self) -> dict[str, Any]:
-        """Return the parameters and persistent buffers of the criterion. May be called on any rank."""
-        return dict(self.criterion.state_dict()) if isinstance(self.criterion, nn.Module) else {}
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the bare model, by canonical name. Called on all ranks."""
-        return {canonical_name(name): value for name, value in self.unwrapped_model.state_dict().items()}
+        return self.model_states.model_state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name. Called on all ranks."""
-        return named_state_dict(self.optimizer, self.named_parameters())
+        return self.model_states.optimizer_state()
 
-    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
-        """Save the full state as `latest`, and under the other names it deserves. Call on all ranks.
-
-        Args:
-            history: Also keep it under its history name.
-            save_best: Also make it `best` when the score of this very state is the best one.
-        """
-        if not self.config.checkpoint.load_only:
-            self.settle()
-        scored = self._scored_at == self.state.train.global_step
-        super().save_checkpoint(history=history, save_best=save_best and scored)
+    @property
+    def _is_state_of_best(self) -> bool:
+        return self._scored_at == self.state.train.global_step and super()._is_state_of_best
 
     def export_model(self) -> None:
         """Write the weights, and the averaged ones, as `model`, cast to `checkpoint.export_dtype`. Call on all ranks."""
-        payload: dict[str, Any] = {"format_version": FORMAT_VERSION, "runner": self.config.public()}
-        dtype = export_dtype(self.config.checkpoint.export_dtype)
-        payload["model"] = cast_floating(self.model_state_dict(), dtype)
+        dtype, config = self.config.checkpoint.export_dtype, self.config.public()
+        self.saver.export(
+            lambda: weights_to_export(config, self.model_state_dict(), self.ema, dtype=dtype, version=FORMAT_VERSION)
+        )
+
+    # Loading
+
+    def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
+        """Return the verified payload of a checkpoint, of which this rank reads what it holds. Call on all ranks.
+
+        Args:
+            checkpoint: A name in the run's own checkpoint directory, or a path.
+
+        Returns:
+            Tensors and plain values by component: `model`, `optimizer`, `state`, ...
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+        """
+        template = self.model_states.template()
+        if template is None:
+            return super().read_checkpoint(checkpoint)
+        payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint, template=template)
+        return payload
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a payload: components, loaders, counters, and the random streams last. Called on all ranks.
+
+        Args:
+            state: What `state_dict` returned, or the payload of a checkpoint.
+
+        Raises:
+            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
+        """
+        super().load_state_dict(self.model_states.opened(state, self.excluded_from_loading))
+
+    def load_components(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
+        """Restore model, criterion, averages, optimizer and scheduler, in this order. Called on all ranks.
+
+        Args:
+            payload: What is left of the payload of a checkpoint.
+            excluded: The dotted paths that were left out of it.
+        """
+        options = options_of(self.optimizer) if self.optimizer is not None else []
+        super().load_components(payload, excluded)
+        if self.optimizer is not None and "optimizer" in payload:
+            allows = self.excluded_from_loading.allows_setting
+            adopt_options(
+                self.optimizer,
+                self.scheduler,
+                options,
+                lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
+            )
+
+    def _load_model_part(self, state: Any, excluded: Collection[str]) -> None:
+        self.load_model(state, partial=any(path.startswith("model.") for path in excluded))
+
+    def _load_ema_part(self, state: Any, excluded: Collection[str]) -> None:
+        averages = {"weights": {}, "num_updates": self.ema.num_updates, **state}
+        self.load_ema(averages, partial=any(path.startswith("ema.weights") for path in excluded))
+
+    def _load_optimizer_part(self, state: Any, excluded: Collection[str]) -> None:
+        self.load_optimizer(remainder_of_optimizer(state, excluded, self.optimizer_state_dict))
+
+    def _load_scheduler_part(self, state: Any, excluded: Collection[str]) -> None:
+        kept = self.scheduler.state_dict() if any(path.startswith("scheduler.") for path in excluded) else {}
+        self.load_scheduler({**kept, **state})
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Load model weights by canonical name into the bare model. Called on all ranks.
+
+        Args:
+            state: Tensors by name.
+            partial: Allow names that were excluded from loading to be missing.
+
+        Raises:
+            CheckpointMismatch: If names or shapes are not those of the model.
+        """
+        self.model_states.load_model(state, partial=partial)
+
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore the averaged weights. Called on all ranks.
+
+        Args:
+            state: What the averages' `state_dict` returned: `weights` by canonical name, and `num_updates`.
+            partial: Begin the average of weights that are missing at the model's, instead of refusing.
+
+        Raises:
+            CheckpointMismatch: If names are not those of the model.
+        """
+        self.model_states.load_ema(state, partial=partial)
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer's state by parameter name. Called on all ranks.
+
+        Args:
+            state: `state` by parameter name, and `param_groups` with parameter names.
+        """
+        self.model_states.load_optimizer(state)
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler. Called on all ranks.
+
+        Args:
+            state: What the schedule's `state_dict` returned.
+        """
+        self.scheduler.load_state_dict(dict(state))
+
+    def load_pretrained(self, checkpoint: str | Path) -> None:
+        """Load only the model; everything else starts afresh. Call on all ranks.
+
+        Args:
+            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+            CheckpointMismatch: If names or shapes are not those of the model; `checkpoint.exclude_from_loading` leaves some out.
+        """
+        weights = read_model(self.checkpoint_manager, checkpoint)
+        # Only weights are read for finetuning, so other exclusions would match nothing there.
+        payload, excluded = exclude({"model": weights}, self.excluded_from_loading.parts_of("model"))
+        self.load_model(payload["model"], partial=bool(excluded))
         if self.ema is not None:
-            payload["ema"] = {"weights": cast_floating(self.ema.weights, dtype), "num_updates": self.ema.num_updates}
-        train = self.state.train
-        self.checkpoint_manager.export_model(payload, epoch=train.epoch, global_step=train.global_step)
-
-
-def export_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype that `checkpoint.export_dtype` names, `None` to keep what there is."""
-    if name is None:
-        return None
-    return floating_dtype(name, key="checkpoint.export_dtype")
-
-
-def cast_floating(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the weights with the floating ones in `dtype`."""
-    return {name: w.to(dtype) if dtype is not None and w.is_floating_point() else w for name, w in weights.items()}
+            self.ema.reset()
+        logger.info("Loaded the weights of %s.", checkpoint)

@@ -39,6 +39,8 @@ class TorchUpdate(TorchReplicas):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self._asked: set[str] = set()
+        # First of all: what an update left to be checked must not be saved.
+        self.saver.before.insert(0, lambda: self.settle())
         self._pending_check: tuple[int, Tensor, float | Tensor] | None = None
         self._samples_on_device: Tensor | None = None
         self._log_every = 1024

@@ -142,8 +142,8 @@ class TorchWatch(TorchFigures):
         train, manager = self.state.train, self.checkpoint_manager
         at = (train.global_step, train.epoch)
         alone = getattr(manager, "save_alone", None)
-        if self._saved_at == at or self.config.checkpoint.load_only:
-            return lambda: self._saved_at == at
+        if self.saver.saved_at == at or self.config.checkpoint.load_only:
+            return lambda: self.saver.saved_at == at
         if self.world_size > 1 and alone is not None and self.fault_tolerance is None:
             # Gathered now, since a rank that fails finds nobody to gather it from.
             self.settle()
@@ -241,8 +241,7 @@ class TorchWatch(TorchFigures):
         return self._stop_for is not None
 
     def _finish_session(self) -> None:
-        train = self.state.train
-        if self._saved_at != (train.global_step, train.epoch):
+        if not self.saver.is_saved:
             self.save_checkpoint()
         if self._stop_for is None and self.config.checkpoint.last_save_model_only:
             self.export_model()
@@ -252,7 +251,7 @@ class TorchWatch(TorchFigures):
         self._hear_late_signals()
         self._say_ending(_ENDINGS.get(str(self._stop_for), "Finished"))
         if self._stop_for in BY_SIGNAL:
-            logger.info("Stopped by a signal at step %d; the full state is saved.", train.global_step)
+            logger.info("Stopped by a signal at step %d; the full state is saved.", self.state.train.global_step)
             raise SystemExit(EXIT_CODES[self._stop_for])
 
     def _hear_late_signals(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
-from danling.checkpoints.reading import FORMAT_VERSION
+from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.utils.protocols import ReductionDomain
 
 logger = logging.getLogger("danling")

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 import danling as dl
+from danling.training.model_states import criterion_state
 
 
 class Scaled(nn.Module):
@@ -70,7 +71,7 @@ class Story(dl.TorchRunner):
 
 def weights(runner: Any) -> dict[str, Tensor]:
     found = {name: value.clone() for name, value in runner.model_state_dict().items()}
-    return found | {f"criterion.{name}": value.clone() for name, value in runner.criterion_state_dict().items()}
+    return found | {f"criterion.{name}": value.clone() for name, value in criterion_state(runner.criterion).items()}
 
 
 def train_scaled(config: Mapping[str, Any], stop_at: int | None = None) -> dict[str, Tensor]:

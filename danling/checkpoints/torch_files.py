@@ -1,0 +1,115 @@
+"""Files of `torch.save`: read without running anything that is in them, and told from those of other programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+
+from .archive import is_archive
+from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
+from .file_store import SUMS, verify_alone
+from .outline import Outline, tensors_in, without_tensors
+
+FORMAT_VERSION = 1
+"""`format_version` of what is written, and the newest one that can be read."""
+
+
+def read_file(path: Path, *, mmap: bool = False) -> Any:
+    """Read any file of `torch.save`, with torch's safe reader.
+
+    Raises:
+        CheckpointDamaged: If torch cannot read it.
+        CheckpointDiskError: If the file system does not let it.
+    """
+    try:
+        # The older format of torch.save is no zip file, and can only be read whole.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zipfile(path))
+    except OSError as error:
+        raise disk_error("read", path, error) from error
+    except Exception as error:
+        raise CheckpointDamaged(
+            f"Expected a file of torch.save. Received: {path}, {_why_unreadable(path, error)}"
+        ) from error
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    # torch answers with paragraphs, colours and the advice to run what is in the file.
+    if path.with_name(path.name + SUMS).is_file():
+        return f"which torch cannot read; `danling verify {path}` tells whether it is damaged."
+    forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
+    if forbidden:
+        return f"which holds an object of {forbidden[1]}, and objects of classes are not read; save its state_dict() instead."
+    reason = (
+        str(error).splitlines()[0] if str(error) and isinstance(error, (OSError, RuntimeError, MemoryError)) else ""
+    )
+    if reason and "weights_only" not in reason and "\x1b" not in reason:
+        return f"which torch cannot read: {reason.rstrip('.')}."
+    return "which is damaged, or something else."
+
+
+def check_format(payload: Any, path: Path) -> dict[str, Any]:
+    """Return a payload that this version understands.
+
+    Raises:
+        CheckpointMismatch: If it is none.
+    """
+    version = payload.get("format_version") if isinstance(payload, Mapping) else None
+    if not isinstance(version, int):
+        raise CheckpointMismatch(
+            f"Expected a checkpoint of this library. Received: {path}, which has no format_version. Load bare weights with `pretrained`."
+        )
+    if version > FORMAT_VERSION:
+        raise CheckpointMismatch(
+            f"Expected a checkpoint of format_version {FORMAT_VERSION} or older. Received: {path} of format_version {version}. Update "
+            "danling to read it."
+        )
+    return dict(payload)
+
+
+def holds_format(path: Path) -> bool:
+    """Whether a file is a checkpoint of this library, by what is in it.
+
+    Raises:
+        CheckpointDamaged: If it cannot be read, or the sums inside of it are not those of its contents.
+    """
+    check_foreign(path, "size")
+    return is_own(read_file(path, mmap=True))
+
+
+def is_own(payload: Any) -> bool:
+    """Whether a payload was saved by this library."""
+    return isinstance(payload, Mapping) and "format_version" in payload
+
+
+def check_foreign(path: Path, level: str) -> None:
+    """Compare a file that need not be of this library with the sums inside of it, where it has some.
+
+    Raises:
+        CheckpointDamaged: If they differ.
+    """
+    if is_archive(path) or is_zipfile(path):
+        verify_alone(path, level, required=False)
+
+
+# The backend of single files
+
+
+def read_payload(
+    path: Path, *, template: Any = None, sections: frozenset[str] | None = None, mmap: bool = False, trust: bool = False
+) -> dict[str, Any]:
+    """Return the payload of a checkpoint file; see `Backend.read_payload`."""
+    payload = check_format(read_file(path, mmap=mmap), path)
+    return {name: value for name, value in payload.items() if sections is None or name in sections}
+
+
+def read_outline(path: Path) -> Outline:
+    """Return what is in a file of `torch.save`, of this library or of another program; see `Backend.read_outline`."""
+    check_foreign(path, "size")
+    payload = read_file(path, mmap=True)
+    plain = without_tensors(payload) if isinstance(payload, Mapping) else {}
+    return Outline("file" if is_own(payload) else "torch file", path, list(tensors_in(payload)), plain)

@@ -1,0 +1,114 @@
+"""The states of a model that is divided: shards, and parts of a pipeline under the names of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.training.model_states import ModelStates
+from danling.utils.tensors import shard_like
+
+
+class ShardedModelStates(ModelStates):
+    """Reads and writes what this rank holds of a model.
+
+    Args:
+        gather: Returns the values of all ranks that hold parts of one pipeline.
+        parts: As of `ModelStates`.
+    """
+
+    def __init__(self, *, gather: Callable[[Any], list[Any]], **parts: Any) -> None:
+        super().__init__(**parts)
+        self._gather = gather
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Load weights by canonical name into what this rank holds. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If names or shapes are not those of the model.
+        """
+        super().load_model(self._share_of(state, self.model_state()), partial=partial)
+
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore the averaged weights of what this rank holds. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If names are not those of the model.
+        """
+        weights = self._share_of(state["weights"], self.averages().weights)
+        super().load_ema({**state, "weights": weights}, partial=partial)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the state by parameter name; in a pipeline the groups name the parameters of the whole model. Called on all ranks."""
+        state = super().optimizer_state()
+        groups = self._whole_groups(state["param_groups"])
+        named = [{**group, "params": names} for group, names in zip(state["param_groups"], groups)]
+        return {"state": state["state"], "param_groups": named}
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the parameters that this rank holds, by name. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If the groups are not those of the whole model here.
+        """
+        here = dict(self.named_parameters())
+        mine = super().optimizer_state()["param_groups"]
+        stored = [group_of(state["param_groups"], names) for names in self._whole_groups(mine)]
+        groups = [{**match, "params": group["params"]} for match, group in zip(stored, mine)]
+        values = {
+            name: {key: laid_out(value, here[name]) for key, value in entry.items()}
+            for name, entry in state["state"].items()
+            if name in here
+        }
+        super().load_optimizer({"state": values, "param_groups": groups})
+
+    def template(self) -> dict[str, Any]:
+        """Return a state that says how tensors are laid out on this rank: one reads its own shards of a checkpoint."""
+        template: dict[str, Any] = {"model": self.model_state()}
+        averages = self.ema()
+        if averages is not None:
+            template["ema"] = {"weights": dict(averages.weights)}
+        if self.optimizer() is not None:
+            template["optimizer"] = {"state": dict(self.named_parameters())}
+        return template
+
+    def _share_of(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a whole model that this rank holds, laid out as they are here; names that nobody holds stay."""
+        elsewhere = set().union(*self._gather(set(here))) - here.keys()
+        return {name: laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
+
+    def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """Return the names of the parameters of each group on all ranks of the pipeline together."""
+        mine = [list(group["params"]) for group in groups]
+        parts = self._gather(mine)
+        return [sorted({name for part in parts for name in part[index]}) for index in range(len(mine))]
+
+
+def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
+    """Return the stored group of an optimizer that holds the parameters of these names and no others.
+
+    Args:
+        stored: Groups with the names of their parameters under `params`.
+        names: Of parameters.
+
+    Raises:
+        CheckpointMismatch: If there is none.
+    """
+    for group in stored:
+        if set(group["params"]) == set(names):
+            return group
+    raise CheckpointMismatch(
+        f"Expected optimizer state of this model's parameters, grouped as here. Received: {len(stored)} groups, none of which holds "
+        f"{list(names[:5])} and nothing else. Restore optim.param_groups and the model, or add 'optimizer' to "
+        "checkpoint.exclude_from_loading to start it afresh."
+    )
+
+
+def laid_out(value: Any, like: Any) -> Any:
+    """Return a whole tensor in the layout that another one of its shape has here; anything else as it is."""
+    if isinstance(value, Tensor) and isinstance(like, Tensor) and value.shape == like.shape:
+        return shard_like(value, like)
+    return value

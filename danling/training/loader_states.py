@@ -1,0 +1,90 @@
+"""The states of loaders in a checkpoint: one position for all ranks, or a state of its own on each data replica."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.data import BatchSource, DataLoader
+
+logger = logging.getLogger("danling")
+
+
+def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) -> dict[str, Any]:
+    """Return the states of loaders that differ from rank to rank, by split.
+
+    Args:
+        sources: Batches by split.
+        read_only: Leave out loaders that this rank does not read.
+    """
+    return {
+        s: source.state_dict()
+        for s, source in sources.items()
+        if source.is_rank_local and (source.reads or not read_only)
+    }
+
+
+def state_of(split: str, source: BatchSource, ranks: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return what is saved of one loader: its position, or the states of all data replicas under `ranks`.
+
+    Args:
+        split: Its split.
+        source: Its batches.
+        ranks: Index of the data replica and what `own_states` returned there, in rank order; of ranks that read the same data the
+            first one counts.
+    """
+    if not source.is_rank_local:
+        return source.state_dict()
+    return {"ranks": {str(replica): states[split] for replica, states in reversed(list(ranks)) if split in states}}
+
+
+def share_of(state: Mapping[str, Any], split: str, *, rank: int, size: int, inexact: bool) -> Mapping[str, Any] | None:
+    """Return the share of one data replica of what `state_of` returned; `None` where its loader is to start from its beginning.
+
+    Args:
+        state: The stored state.
+        split: Of the loader.
+        rank: Index of the data replica.
+        size: Number of data replicas.
+        inexact: Start anew, with a warning, what cannot be divided anew.
+
+    Raises:
+        CheckpointMismatch: If each of another number of data replicas has saved a state of its own.
+    """
+    if "ranks" not in state:
+        return state
+    ranks = state["ranks"]
+    if len(ranks) == size:
+        own: Mapping[str, Any] = ranks[str(rank)]
+        return own
+    received = f"the loader of split {split!r} keeps a state of its own on each of {len(ranks)} data replicas"
+    if inexact:
+        logger.warning("%s, and there are %d now: it starts anew.", received, size)
+        return None
+    raise CheckpointMismatch(
+        f"Expected {len(ranks)} data replicas: {received}, which cannot be divided anew. Received: {size}. Let "
+        "the library build the loader from a dataset, or exclude 'dataloaders' from loading."
+    )
+
+
+def differences_of_passes(stored: Mapping[str, Any], loaders: Mapping[str, Any]) -> list[str]:
+    """Return where another division leaves out other samples at the end of a pass, though updates have one size, one line a split.
+
+    Args:
+        stored: Stored states by split.
+        loaders: Loaders by split.
+    """
+    lines = []
+    for split, loader in loaders.items():
+        state = stored.get(split) or {}
+        before = state.get("end")
+        if before is None or not isinstance(loader, DataLoader) or state.get("length") != loader.positions.length:
+            continue
+        if before != loader.positions.end:
+            lines.append(
+                f"dataloader.batch_size: stored passes of {before} out of {loader.positions.length} samples over split {split!r}, "
+                f"now of {loader.positions.end} (drop_last leaves out what does not fill batch_size x ranks: keep that product too)"
+            )
+    return lines

@@ -1,0 +1,191 @@
+"""The states of model, criterion, averages, optimizer and schedule, by the names of the bare model, and how they are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.optim.named_state import load_named_state_dict, named_state_dict
+from danling.utils.names import canonical_name
+from danling.utils.tensors import floating_dtype
+
+from .ema import EMA
+
+NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
+
+
+class ModelStates:
+    """Reads and writes the states of a model that this rank holds whole; stacks that divide it have a class of their own.
+
+    What is handed in are callables, since a run may wrap its model and optimizer anew.
+
+    Args:
+        model: Returns the bare model.
+        named_parameters: Returns its parameters by canonical name.
+        optimizer: Returns the optimizer.
+        ema: Returns the averaged weights, `None` without them.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], nn.Module],
+        named_parameters: NamedParameters,
+        optimizer: Callable[[], Optimizer],
+        ema: Callable[[], EMA | None],
+    ) -> None:
+        self.model = model
+        self.named_parameters = named_parameters
+        self.optimizer = optimizer
+        self.ema = ema
+
+    # Model
+
+    def model_state(self) -> dict[str, Any]:
+        """Return parameters and persistent buffers by canonical name. Called on all ranks."""
+        return {canonical_name(name): value for name, value in self.model().state_dict().items()}
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If names or shapes are not those of the model.
+        """
+        model = self.model()
+        names = {canonical_name(name): name for name in model.state_dict()}
+        missing = sorted(names.keys() - state.keys())
+        unexpected = sorted(state.keys() - names.keys())
+        if unexpected or (missing and not partial):
+            raise CheckpointMismatch(
+                f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
+                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from."
+            )
+        try:
+            model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
+        except RuntimeError as error:
+            raise CheckpointMismatch(f"Expected weights of this model's shapes. Received: {error}") from error
+
+    # Averages
+
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore the averaged weights; see `TorchRunner.load_ema`. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If names are not those of the model.
+        """
+        ema = self.averages()
+        weights = state.get("weights")
+        if partial and weights is not None:
+            present = {canonical_name(name): value for name, value in self.model().state_dict().items()}
+            begun = {name: value for name, value in present.items() if name in ema.weights}
+            state = {**state, "weights": {**begun, **weights}}
+        try:
+            ema.load_state_dict(state)
+        except KeyError as error:
+            raise CheckpointMismatch(str(error.args[0])) from error
+
+    def averages(self) -> EMA:
+        """Return the averaged weights, which there must be.
+
+        Raises:
+            CheckpointMismatch: If there are none.
+        """
+        ema = self.ema()
+        if ema is None:
+            raise CheckpointMismatch(
+                "Expected averaged weights to restore. Received: none, since ema.enabled=False. Set it, or leave the state out."
+            )
+        return ema
+
+    # Optimizer
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state by parameter name. Called on all ranks."""
+        return named_state_dict(self.optimizer(), self.named_parameters())
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer's state by parameter name. Called on all ranks."""
+        load_named_state_dict(self.optimizer(), state, self.named_parameters())
+
+    # What a checkpoint is read into
+
+    def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, Any]:
+        """Return a payload whose components can be taken apart where parts of them are left out of the load.
+
+        Args:
+            payload: Of a checkpoint.
+            excluded: What the load leaves out.
+        """
+        return payload
+
+    def template(self) -> dict[str, Any] | None:
+        """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""
+        return None
+
+
+def criterion_state(criterion: Any) -> dict[str, Any]:
+    """Return the parameters and persistent buffers of a criterion; empty where it has none, or is no module."""
+    return dict(criterion.state_dict()) if isinstance(criterion, nn.Module) else {}
+
+
+def load_criterion(criterion: Any, state: Mapping[str, Any]) -> None:
+    """Restore the parameters and buffers of a criterion.
+
+    Args:
+        criterion: A module.
+        state: What `criterion_state` returned.
+
+    Raises:
+        CheckpointMismatch: If names or shapes are not those of the criterion.
+    """
+    try:
+        criterion.load_state_dict(dict(state))
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"Expected the state of this criterion. Received: {error}") from error
+
+
+def remainder_of_optimizer(
+    stored: Mapping[str, Any], excluded: Collection[str], present: Callable[[], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return what is loaded of an optimizer of which parts were left out.
+
+    Args:
+        stored: What is left of its state.
+        excluded: The dotted paths that were left out of the load.
+        present: Returns the state that the optimizer has now.
+    """
+    if "optimizer.state" in excluded:
+        # It begins anew with the options that were stored.
+        stored = {"state": {}, **stored}
+    if "optimizer.param_groups" in excluded:
+        stored = {**stored, "param_groups": present()["param_groups"]}
+    return stored
+
+
+def cast_floating(weights: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
+    """Return the weights with the floating ones in the dtype that `checkpoint.export_dtype` names; `None` keeps theirs."""
+    dtype = None if name is None else floating_dtype(name, key="checkpoint.export_dtype")
+    return {key: w.to(dtype) if dtype is not None and w.is_floating_point() else w for key, w in weights.items()}
+
+
+def weights_to_export(
+    config: Mapping[str, Any], model: Mapping[str, Tensor], ema: EMA | None, *, dtype: str | None, version: int
+) -> dict[str, Any]:
+    """Return the payload of an export.
+
+    Args:
+        config: The public configuration of the run.
+        model: Weights by canonical name.
+        ema: Averaged weights, `None` without them.
+        dtype: What floating tensors are cast to, as `checkpoint.export_dtype` names it; `None` keeps theirs.
+        version: `format_version` of the payload.
+    """
+    payload: dict[str, Any] = {"format_version": version, "runner": config, "model": cast_floating(model, dtype)}
+    if ema is not None:
+        payload["ema"] = {"weights": cast_floating(ema.weights, dtype), "num_updates": ema.num_updates}
+    return payload

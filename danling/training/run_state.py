@@ -1,0 +1,272 @@
+"""What a run saves and restores, as an ordered table of parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.exclusion import ExcludedFromLoading
+
+logger = logging.getLogger("danling")
+
+_PAYLOAD_ORDER = (
+    "format_version",
+    "runner",
+    "state",
+    "model",
+    "optimizer",
+    "dataloaders",
+    "criterion",
+    "ema",
+    "scheduler",
+)
+"""Components in the order in which they lie in a file, so that equal states of two versions give equal files."""
+
+
+class Stateful(Protocol):
+    """What saves and restores itself."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return tensors and plain values."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Restore what `state_dict` returned."""
+
+
+def _always() -> bool:
+    return True
+
+
+def _same(value: Any = None) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One entry of a state: how it is read off a run and put back.
+
+    Attributes:
+        name: Its key.
+        get: Returns what is saved: tensors and plain values.
+        set: Takes what was saved, and the dotted paths that were left out of the load.
+        exists: Whether this run has it. A part that does not exist is neither saved, nor restored, nor missed.
+        default: What is restored where a checkpoint lacks the entry; without one, `set` is not called then.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any, Collection[str]], None]
+    exists: Callable[[], bool] = _always
+    default: Callable[[], Any] | None = None
+
+    @classmethod
+    def attribute(
+        cls, holder: object, name: str, *, key: str | None = None, convert: Callable[[Any], Any] | None = None
+    ) -> StatePart:
+        """Return the part that is an attribute of an object.
+
+        Args:
+            holder: The object.
+            name: The attribute.
+            key: Name of the part; `None` takes that of the attribute.
+            convert: Copies the value, on the way out and on the way in, such as `dict`; without it `None` is what a checkpoint
+                that lacks the part restores.
+        """
+        change: Callable[..., Any] = convert or _same
+        return cls(
+            key or name,
+            get=lambda: change(getattr(holder, name)),
+            set=lambda value, _: setattr(holder, name, change(value)),
+            default=change,
+        )
+
+    @classmethod
+    def stateful(cls, name: str, held: Callable[[], Stateful | None], *, resets: bool = False) -> StatePart:
+        """Return the part that is the state of an object, or empty while there is no such object.
+
+        Args:
+            name: Name of the part.
+            held: Returns the object.
+            resets: Whether an empty state is restored too; else the object is left as it is.
+        """
+
+        def get() -> dict[str, Any]:
+            found = held()
+            return dict(found.state_dict()) if found is not None else {}
+
+        def restore(state: Any, _: Collection[str]) -> None:
+            found = held()
+            if found is not None and (state or resets):
+                found.load_state_dict(dict(state))
+
+        return cls(name, get, restore, default=dict)
+
+
+class RunState:
+    """Two tables: the components of a checkpoint (`model`, `optimizer`, ...), and what lies in its entry `state`.
+
+    Parts are saved and restored in the order of their table. A stack differs from another one in the parts it hands in.
+
+    Args:
+        components: Of a checkpoint, less `state` and `dataloaders`.
+        progress: Of the entry `state`: counters, attempts, figures, scores.
+    """
+
+    def __init__(self, components: Iterable[StatePart] = (), progress: Iterable[StatePart] = ()) -> None:
+        self._components = {part.name: part for part in components}
+        self._progress = {part.name: part for part in progress}
+        self._saved_elsewhere: frozenset[str] = frozenset()
+
+    # Components
+
+    def components(self) -> dict[str, Any]:
+        """Return the states of the components, less those that are saved elsewhere. Called on all ranks."""
+        return {part.name: part.get() for part in self._present() if part.name not in self._saved_elsewhere}
+
+    def load_components(self, payload: Mapping[str, Any], excluded: Collection[str]) -> None:
+        """Restore the components that a payload has, in the order of the table. Called on all ranks.
+
+        Args:
+            payload: What is left of the payload of a checkpoint.
+            excluded: The dotted paths that were left out of it.
+        """
+        for part in self._present():
+            if part.name in payload:
+                part.set(payload[part.name], excluded)
+
+    def names(self) -> list[str]:
+        """Return the names of the components that a full checkpoint of this run has."""
+        return [part.name for part in self._present()]
+
+    @contextmanager
+    def saved_elsewhere(self, *names: str) -> Iterator[None]:
+        """Leave components out of `components` within the context: somebody else writes them, such as an engine."""
+        before, self._saved_elsewhere = self._saved_elsewhere, frozenset(names)
+        try:
+            yield
+        finally:
+            self._saved_elsewhere = before
+
+    def _present(self) -> list[StatePart]:
+        return [part for part in self._components.values() if part.exists()]
+
+    # Progress
+
+    def progress(self) -> dict[str, Any]:
+        """Return what lies in the entry `state`. No communication: may be called on one rank."""
+        return {part.name: part.get() for part in self._progress.values() if part.exists()}
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        """Restore what `progress` returned. Called on all ranks.
+
+        Args:
+            state: The entry `state` of a checkpoint; parts that it lacks are restored from their default.
+        """
+        for part in self._progress.values():
+            if part.exists() and (part.name in state or part.default is not None):
+                part.set(state[part.name] if part.name in state else part.default and part.default(), frozenset())
+
+
+def in_order(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a payload with its components in the order in which they lie in a file, those of a user's last."""
+    known = [name for name in _PAYLOAD_ORDER if name in payload]
+    return {name: payload[name] for name in dict.fromkeys([*known, *payload])}
+
+
+def check_complete(payload: Mapping[str, Any], excluded: Collection[str], needed: Iterable[str]) -> None:
+    """Refuse a payload that lacks a component which this run has.
+
+    Args:
+        payload: What is left of the payload of a checkpoint.
+        excluded: The dotted paths that were left out of it.
+        needed: Names of the components.
+
+    Raises:
+        CheckpointMismatch: If one is missing that was not excluded.
+    """
+    missing = [name for name in needed if name not in payload and name not in excluded]
+    if missing:
+        raise CheckpointMismatch(
+            f"Expected a full checkpoint. Received one without: {', '.join(missing)}. Name them in "
+            "checkpoint.exclude_from_loading to start them afresh, or load the weights only with `pretrained`."
+        )
+
+
+def check_payload(payload: Any, what: str) -> None:
+    """Refuse what a hook returned in the place of a payload.
+
+    Args:
+        payload: The value.
+        what: What was expected of whom, for the message.
+
+    Raises:
+        ValueError: If it is no mapping.
+    """
+    if not isinstance(payload, Mapping):
+        raise ValueError(f"Expected {what}, a mapping. Received: {payload!r}. Return that of super().")
+
+
+def check_given(payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> None:
+    """Refuse a mapping that is no payload, such as bare weights.
+
+    Args:
+        payload: What a user passed to `load_checkpoint`.
+        excluded: What the load leaves out.
+
+    Raises:
+        CheckpointMismatch: If it has no entry `state`.
+    """
+    if "state" not in payload and "state" not in excluded.entries:
+        raise CheckpointMismatch(
+            f"Expected the payload of a checkpoint, with the entries 'runner' and 'state'. Received: {sorted(map(str, payload))[:8]}. "
+            "Load weights alone with `load_model`, or with `load_pretrained` from a file."
+        )
+
+
+def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) -> None:
+    """Refuse a checkpoint whose configuration means another result.
+
+    Args:
+        differences: Lines that begin with a dotted key and a colon.
+        excluded: What the load leaves out; settings that it names may differ.
+
+    Raises:
+        CheckpointMismatch: If others differ.
+    """
+    found = [line for line in differences if not excluded.allows_setting(line.partition(":")[0])]
+    if found:
+        listing = "\n  ".join(found)
+        raise CheckpointMismatch(
+            f"Expected the configuration that the checkpoint was made with. Received other values for:\n  {listing}\n"
+            "Restore them, add 'runner.' and the key to checkpoint.exclude_from_loading where you mean to change it, or start a "
+            "new run from the weights with `pretrained`."
+        )
+
+
+def check_streams(stored: Mapping[str, int], now: Mapping[str, int], *, inexact: bool) -> None:
+    """Refuse a run that would draw its random numbers otherwise than the one that was stored.
+
+    Args:
+        stored: What had random streams of its own, and how many of it.
+        now: Likewise, in this run.
+        inexact: Go on with other numbers, with a warning.
+
+    Raises:
+        CheckpointMismatch: If it may not.
+    """
+    change = f"{_described(stored)}, now {_described(now)}"
+    if not inexact:
+        raise CheckpointMismatch(
+            "Expected the degrees that the checkpoint was made with: its run has drawn random numbers (dropout, or in its datasets), "
+            f"which others would draw otherwise. Received: stored {change}. Restore them, or set parallel.allow_degree_change=true to "
+            "go on with other numbers."
+        )
+    logger.warning("parallel.allow_degree_change: not exactly the run that was stored: %s.", change)
+
+
+def _described(streams: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={number}" for name, number in streams.items())

@@ -1,0 +1,102 @@
+"""One way to save a run: what is checked before it, who writes, and at which update the last save stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+class Position(Protocol):
+    """Counters of a run."""
+
+    global_step: int
+    epoch: int
+
+
+class Manager(Protocol):
+    """What writes a full state; see `danling.checkpoints.CheckpointManager`."""
+
+    def save_checkpoint(
+        self, payload: Mapping[str, Any], *, epoch: int, global_step: int, history: bool, best: bool
+    ) -> None:
+        """Save a full state."""
+
+    def export_model(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+        """Write weights."""
+
+
+class RunSaver:
+    """Saves the full state of a run, once for each position that it is asked at.
+
+    Args:
+        manager: Returns what writes.
+        position: Returns the counters of the run.
+        state: Returns the full state. Called on all ranks.
+
+    Attributes:
+        before: Called in this order before every save; what they raise refuses it.
+        writes: Whether full checkpoints are for these ranks to write; agreed among them. Another replica group may do it.
+        instead: Called where they are not, so that all replica groups go on alike.
+        saved_at: Updates and epochs that the last save, or the checkpoint resumed from, stands at.
+    """
+
+    def __init__(
+        self,
+        *,
+        manager: Callable[[], Manager],
+        position: Callable[[], Position],
+        state: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._manager = manager
+        self._position = position
+        self._state = state
+        self.before: list[Callable[[], None]] = []
+        self.writes: Callable[[], bool] = _yes
+        self.instead: list[Callable[[], None]] = []
+        self.saved_at: tuple[int, int] | None = None
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Updates and epochs of the run as it is now."""
+        position = self._position()
+        return position.global_step, position.epoch
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last save stands where the run does."""
+        return self.saved_at == self.at
+
+    def save(self, *, history: bool = False, best: bool = False) -> None:
+        """Save the full state. Called on all ranks.
+
+        Args:
+            history: Also keep it under its history name.
+            best: Also make it `best`.
+        """
+        for check in self.before:
+            check()
+        step, epoch = self.at
+        if self.writes():
+            self._manager().save_checkpoint(self._state(), epoch=epoch, global_step=step, history=history, best=best)
+        else:
+            for action in self.instead:
+                action()
+        self.note_saved()
+
+    def export(self, weights: Callable[[], Mapping[str, Any]]) -> None:
+        """Write weights only. Called on all ranks.
+
+        Args:
+            weights: Returns them. Called on all ranks, where they are to be written.
+        """
+        if self.writes():
+            step, epoch = self.at
+            self._manager().export_model(weights(), epoch=epoch, global_step=step)
+
+    def note_saved(self) -> None:
+        """Remember that what lies on the disk stands where the run does."""
+        self.saved_at = self.at
+
+
+def _yes() -> bool:
+    return True

@@ -1,0 +1,74 @@
+"""What a checkpoint holds of loaders, one position or a state on each data replica, and what a rank takes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, TensorDataset
+
+from danling.checkpoints import CheckpointMismatch
+from danling.data import BatchSource, build_dataloader
+from danling.training.loader_states import differences_of_passes, own_states, share_of, state_of
+
+
+def test_a_position_is_one_for_all_ranks() -> None:
+    dataset = TensorDataset(torch.arange(10))
+    loader = build_dataloader(
+        dataset, {"batch_size": 2}, split="train", train=True, seed=1, rank=0, world_size=1, device=torch.device("cpu")
+    )
+    source = BatchSource(loader, split="train", rank=0, world_size=1, seed=1)
+    assert own_states({"train": source}) == {}
+    state = state_of("train", source, [(0, {}), (1, {})])
+    assert state == source.state_dict() and share_of(state, "train", rank=1, size=4, inexact=False) is state
+
+
+class Numbers(IterableDataset[int]):
+    """Counts from where it stands."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 6:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go there."""
+        self.at = state["at"]
+
+
+def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    source = BatchSource(TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1)
+    assert source.is_rank_local
+    mine = own_states({"train": source})
+    # Ranks 0 and 1 read the same data.
+    state = state_of("train", source, [(0, mine), (0, {"train": {"other": 1}}), (1, {"train": {"second": 2}})])
+    assert state == {"ranks": {"0": mine["train"], "1": {"second": 2}}}
+    assert share_of(state, "train", rank=1, size=2, inexact=False) == {"second": 2}
+    with pytest.raises(CheckpointMismatch, match="Expected 2 data replicas"):
+        share_of(state, "train", rank=0, size=3, inexact=False)
+    with caplog.at_level("WARNING", logger="danling"):
+        assert share_of(state, "train", rank=0, size=3, inexact=True) is None
+    assert "there are 3 now: it starts anew" in caplog.text
+
+
+def test_passes_that_end_elsewhere_are_named() -> None:
+    dataset = TensorDataset(torch.arange(10))
+    built = {"split": "train", "train": True, "seed": 1, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+    fours = build_dataloader(dataset, {"batch_size": 4, "drop_last": True}, **built)
+    assert isinstance(fours.state_dict(), dict)
+    stored = {"train": {"end": 9, "length": 10}}
+    (line,) = differences_of_passes(stored, {"train": fours})
+    assert line.startswith("dataloader.batch_size: stored passes of 9 out of 10 samples") and "now of 8" in line
+    assert differences_of_passes({"train": {"end": 8, "length": 10}}, {"train": fours}) == []
+    # Another dataset is refused by the loader itself.
+    assert differences_of_passes({"train": {"end": 9, "length": 12}}, {"train": fours}) == []
+    assert differences_of_passes({}, {"train": fours}) == []
+    assert differences_of_passes(stored, {"train": [1, 2]}) == []

@@ -1,0 +1,188 @@
+"""The states of a model, its averages and its optimizer: whole, in parts of a pipeline, and of a criterion. No runner takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from danling.checkpoints import CheckpointMismatch
+from danling.mesh.model_states import ShardedModelStates
+from danling.training import EMA
+from danling.training.model_states import (
+    ModelStates,
+    cast_floating,
+    criterion_state,
+    load_criterion,
+    remainder_of_optimizer,
+    weights_to_export,
+)
+
+
+class Trained:
+    """A small model after one step of Adam, with averages."""
+
+    def __init__(self, seed: int, only: str = "") -> None:
+        torch.manual_seed(seed)
+        whole = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        # A stage of a pipeline has some of the children, under the names of the whole.
+        self.model = nn.Sequential()
+        for name, child in whole.named_children():
+            if not only or name in only:
+                self.model.add_module(name, child)
+        self.averages: EMA | None = EMA(self.model, decay=0.5)
+        decayed = [p for p in self.model.parameters() if p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.ndim == 1]
+        self.adam = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.1)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        self.adam.step()
+        self.averages.update()
+
+    def parts(self) -> dict[str, Any]:
+        """Return what the states are made with."""
+
+        def named() -> Iterable[tuple[str, nn.Parameter]]:
+            return self.model.named_parameters()
+
+        return {
+            "model": lambda: self.model,
+            "named_parameters": named,
+            "optimizer": lambda: self.adam,
+            "ema": lambda: self.averages,
+        }
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether two nested states are bitwise equal."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
+
+
+def copied(state: Any) -> Any:
+    """Return a copy of a nested state."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list) else state
+
+
+def test_a_model_takes_over_the_state_of_another() -> None:
+    first, second = Trained(1), Trained(2)
+    states, others = ModelStates(**first.parts()), ModelStates(**second.parts())
+    assert not equal(states.model_state(), others.model_state())
+    others.load_model(states.model_state())
+    others.load_ema(states.averages().state_dict())
+    others.load_optimizer(states.optimizer_state())
+    assert equal(others.model_state(), states.model_state())
+    assert equal(others.averages().state_dict(), states.averages().state_dict())
+    assert equal(others.optimizer_state(), states.optimizer_state())
+    assert states.template() is None
+
+
+def test_names_and_shapes_that_do_not_fit_are_named() -> None:
+    states = ModelStates(**Trained(1).parts())
+    weights = states.model_state()
+    with pytest.raises(CheckpointMismatch, match=r"missing=\['0\.bias'\], unexpected=\['head'\]"):
+        states.load_model({**{n: v for n, v in weights.items() if n != "0.bias"}, "head": torch.ones(1)})
+    with pytest.raises(CheckpointMismatch, match="shapes"):
+        states.load_model({**weights, "0.bias": torch.ones(9)})
+    states.load_model({"0.bias": torch.full((4,), 7.0)}, partial=True)
+    assert states.model_state()["0.bias"].tolist() == [7.0] * 4
+
+
+def test_averages_of_weights_that_were_left_out_begin_at_the_models() -> None:
+    trained = Trained(1)
+    states = ModelStates(**trained.parts())
+    states.load_ema({"weights": {"0.bias": torch.zeros(4)}, "num_updates": 9}, partial=True)
+    averages = states.averages()
+    assert averages.num_updates == 9 and averages.weights["0.bias"].tolist() == [0.0] * 4
+    assert torch.equal(averages.weights["2.weight"], trained.model[2].weight)
+    trained.averages = None
+    with pytest.raises(CheckpointMismatch, match="ema.enabled=False"):
+        states.load_ema({"weights": {}, "num_updates": 0})
+
+
+def test_stages_of_a_pipeline_have_the_states_of_the_whole() -> None:
+    """Two stages read what a whole model saved, and together save what it is."""
+    whole = Trained(1)
+    saved = ModelStates(**whole.parts())
+    payload = copied(
+        {"model": saved.model_state(), "ema": saved.averages().state_dict(), "optimizer": saved.optimizer_state()}
+    )
+    stages = [Trained(2, only="01"), Trained(3, only="2")]
+    # What a gather answers each of them with: the names of tensors, or of the parameters in each group.
+    names = [set(stage.model.state_dict()) for stage in stages]
+    groups = [
+        [list(group["params"]) for group in ModelStates(**stage.parts()).optimizer_state()["param_groups"]]
+        for stage in stages
+    ]
+
+    def gather(value: Any) -> list[Any]:
+        answer: list[Any] = names if isinstance(value, set) else groups
+        return answer
+
+    states = [ShardedModelStates(gather=gather, **stage.parts()) for stage in stages]
+    found: dict[str, Any] = {"model": {}, "ema": {}, "optimizer": {}}
+    for state in states:
+        state.load_model(payload["model"])
+        state.load_ema(payload["ema"])
+        state.load_optimizer(payload["optimizer"])
+        found["model"].update(state.model_state())
+        found["ema"].update(state.averages().weights)
+        found["optimizer"].update(state.optimizer_state()["state"])
+        mine = state.optimizer_state()["param_groups"]
+        theirs = payload["optimizer"]["param_groups"]
+        assert [sorted(group["params"]) for group in mine] == [sorted(group["params"]) for group in theirs]
+        template = state.template()
+        assert template["model"].keys() == state.model_state().keys() and set(template) == {"model", "ema", "optimizer"}
+    assert equal(found["model"], payload["model"])
+    assert equal(found["ema"], payload["ema"]["weights"])
+    assert equal(found["optimizer"], payload["optimizer"]["state"])
+    with pytest.raises(CheckpointMismatch, match="unexpected"):
+        states[0].load_model({**payload["model"], "nobody's": torch.ones(1)})
+    regrouped = {**payload["optimizer"], "param_groups": payload["optimizer"]["param_groups"][:1]}
+    with pytest.raises(CheckpointMismatch, match="grouped as here"):
+        states[1].load_optimizer(regrouped)
+
+
+def test_what_is_left_of_an_optimizer() -> None:
+    stored = {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    now = {"state": {}, "param_groups": [{"lr": 0.3, "params": ["w"]}]}
+    assert remainder_of_optimizer(stored, set(), lambda: now) == stored
+    without_state = remainder_of_optimizer({"param_groups": stored["param_groups"]}, {"optimizer.state"}, lambda: now)
+    assert without_state == {"state": {}, "param_groups": stored["param_groups"]}
+    without_groups = remainder_of_optimizer({"state": stored["state"]}, {"optimizer.param_groups"}, lambda: now)
+    assert without_groups == {"state": stored["state"], "param_groups": now["param_groups"]}
+
+
+def test_the_state_of_a_criterion() -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    assert criterion_state(nn.functional.mse_loss) == criterion_state(nn.MSELoss()) == {}
+    other = nn.CrossEntropyLoss(weight=torch.zeros(2))
+    load_criterion(other, criterion_state(weighted))
+    assert other.weight is not None and other.weight.tolist() == [1.0, 2.0]
+    with pytest.raises(CheckpointMismatch, match="this criterion"):
+        load_criterion(nn.CrossEntropyLoss(weight=torch.zeros(3)), criterion_state(weighted))
+
+
+def test_an_export_casts_what_floats() -> None:
+    weights = {"w": torch.ones(2), "count": torch.tensor(3)}
+    assert cast_floating(weights, None)["w"] is weights["w"]
+    ema = EMA(nn.Linear(2, 2), decay=0.9)
+    payload = weights_to_export({"seed": 1}, weights, ema, dtype="bfloat16", version=1)
+    assert payload["model"]["w"].dtype is torch.bfloat16 and payload["model"]["count"].dtype is torch.int64
+    assert payload["ema"]["weights"]["weight"].dtype is torch.bfloat16 and payload["ema"]["num_updates"] == 0
+    assert (payload["format_version"], payload["runner"]) == (1, {"seed": 1})
+    assert "ema" not in weights_to_export({}, weights, None, dtype=None, version=1)
+    with pytest.raises(ValueError, match="export_dtype"):
+        cast_floating(weights, "int3")
