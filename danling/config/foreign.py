@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from chanfig import Config
@@ -83,7 +83,15 @@ def place_of(name: str, root: type[Config]) -> str | None:
     return _PLACES.get(plain) or " or ".join(_leaves(root).get(plain, ())) or None
 
 
-def refusal(name: str, received: str, root: type[Config], own: Iterable[str], *, mend: str = OWN_KEY) -> str:
+def refusal(
+    name: str,
+    received: str,
+    root: type[Config],
+    own: Iterable[str],
+    *,
+    mend: str = OWN_KEY,
+    secret_keys: Collection[str] = (),
+) -> str:
     """Return why a key that nobody declares or reads is refused, and the mend.
 
     Args:
@@ -92,8 +100,9 @@ def refusal(name: str, received: str, root: type[Config], own: Iterable[str], *,
         root: The class of the library's configuration.
         own: The program's own top-level keys.
         mend: What makes a key of one's own of it.
+        secret_keys: Keys besides the usual ones whose text is not shown.
     """
-    expected = f"Expected keys that are read. Received: {hide_secrets(received)}"
+    expected = f"Expected keys that are read. Received: {hide_secrets(received, secret_keys)}"
     place = place_of(name, root)
     if place is not None:
         return f"{expected}. Its place is {place}."

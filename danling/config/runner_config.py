@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from chanfig.utils import Null
 
-from danling.utils.secrets import without_secrets
+from danling.utils.secrets import hide_secrets, without_secrets
 from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
@@ -320,15 +320,17 @@ class RunnerConfig(ClosedSection):
         """
         own: OwnKeys = self.__dict__["_own_keys"]
         known = {*fields_of(type(self)), *OLDER_KEYS, *own.declared, *(name for name in self if name not in own.file)}
+        listed = [*(self.secret_keys or ()), *(settings.get("secret_keys") or ())]
         for name, text in received.items():
             head, dot, _ = str(name).partition(".")
             if head in known:
                 continue
             if not dot and not isinstance(settings.get(name), Mapping):
-                raise ValueError(refusal(head, text, RunnerConfig, known))
+                raise ValueError(refusal(head, text, RunnerConfig, known, secret_keys=listed))
             slip = slip_of(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
             if slip:
-                raise ValueError(f"Expected keys that are read. Received: {text}. Did you mean {slip!r}?")
+                shown = hide_secrets(text, listed)
+                raise ValueError(f"Expected keys that are read. Received: {shown}. Did you mean {slip!r}?")
 
     def claim(self, names: Iterable[str]) -> None:
         """Take top-level keys for read, such as those of a run that goes on.
@@ -365,7 +367,8 @@ class RunnerConfig(ClosedSection):
         for name in sorted(names):
             received = describe_received(name, dict.get(self, name))
             mend = f"Read config.{name} in __init__, declare it in a class derived from RunnerConfig, or leave it out."
-            problem = refusal(name, received, RunnerConfig, fields_of(type(self)), mend=mend)
+            known = fields_of(type(self))
+            problem = refusal(name, received, RunnerConfig, known, mend=mend, secret_keys=self.secret_keys or ())
             if not may_be_read or place_of(name, RunnerConfig) is not None:
                 raise ValueError(problem)
             warn_user(problem, UserWarning)

@@ -79,19 +79,29 @@ def _texts(value: Any, key: str, listed: Collection[str], *, secret: bool) -> It
             yield from _texts(item, key, listed, secret=secret)
 
 
-_SHOWN = re.compile(
-    r"""(?ix) ( (?: token | api_key | password | secret | credentials? ) ['")\]]* \s* [=:]\s* ) (?: '[^']*' | "[^"]*" )"""
-)
+_WORDS = ("token", "api[_-]key", "password", "secret", "credentials?")
+# A value that was cut where it is too long to be shown has no closing quote.
+_QUOTED_TEXT = r"""(?: '[^']*? (?: ' | \.{3} ) | "[^"]*? (?: " | \.{3} ) )"""
 
 
-def hide_secrets(text: str) -> str:
+def hide_secrets(text: str, listed: Collection[str] = ()) -> str:
     """Return a line for people in which the text of keys that name a secret is not shown.
 
+    Args:
+        text: Keys and values as one writes them in code, or options as on a command line.
+        listed: Further keys, see `names_secret`. A dotted one is known by its last name, since within a section it stands alone.
+
     Examples:
-        >>> hide_secrets("hub.token='abc', width=3")
-        "hub.token='...', width=3"
+        >>> hide_secrets("hub.token='abc', width=3"), hide_secrets("--hub.token abc")
+        ("hub.token='...', width=3", "--hub.token '...'")
+        >>> hide_secrets("hub={'phrase': 'abc'}", ["hub.phrase"])
+        "hub={'phrase': '...'}"
     """
-    return _SHOWN.sub(r"\1'...'", text)
+    own = [rf"(?<!\w){re.escape(key.rpartition('.')[2])}" for key in listed]
+    name = rf"""(?: {" | ".join([*_WORDS, *own])} )"""
+    in_code = re.compile(rf"""(?ix) ( {name} ['")\]]* \s* [=:]\s* ) {_QUOTED_TEXT}""")
+    as_option = re.compile(rf"(?ix) ( ^ -- \S*? {name} (?: \s+ | = ) ) .+")
+    return as_option.sub(r"\1'...'", in_code.sub(r"\1'...'", text))
 
 
 # Patches

@@ -6,7 +6,15 @@ import time
 
 import pytest
 
-from danling.utils.secrets import LEFT_OUT, names_secret, redact_patch, secret_values, without_secrets
+import danling as dl
+from danling.utils.secrets import (
+    LEFT_OUT,
+    hide_secrets,
+    names_secret,
+    redact_patch,
+    secret_values,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -129,3 +137,35 @@ def test_a_long_line_takes_no_long_time() -> None:
     start = time.process_time()
     redact_patch(patch("a.txt", "token" * 40_000, "a_" * 100_000, "secret " * 30_000, "x" * 200_000))
     assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("hub.token='abc123'", "hub.token='...'"),
+        ("hub={'phrase': 'abc123', 'width': 3}", "hub={'phrase': '...', 'width': 3}"),
+        ("phrase='abc123' in settings.yaml", "phrase='...' in settings.yaml"),
+        ("hub={'width': 3, 'phrase': 'abc123abc123...", "hub={'width': 3, 'phrase': '...'"),
+        ("--hub.phrase abc123", "--hub.phrase '...'"),
+        ("--phrase open sesame", "--phrase '...'"),
+        ("--api_key abc123", "--api_key '...'"),
+        ("--num_tokens 3", "--num_tokens 3"),
+        ("paraphrase='abc123'", "paraphrase='abc123'"),
+    ],
+)
+def test_a_message_shows_no_text_of_usual_and_of_listed_keys(text: str, shown: str) -> None:
+    assert hide_secrets(text, ["hub.phrase"]) == shown
+
+
+def test_a_refused_key_that_is_listed_as_a_secret_is_not_shown() -> None:
+    class Reading(dl.RunnerConfig):
+        pass
+
+    config = Reading(secret_keys=["phrase"], phrase="open sesame")
+    with pytest.raises(ValueError, match="Expected keys that are read") as caught:
+        config.refuse_unread(["phrase"])
+    assert "phrase='...'" in str(caught.value)
+    assert "sesame" not in str(caught.value)
+    with pytest.raises(ValueError, match="Expected keys that are read") as caught:
+        dl.RunnerConfig(secret_keys=["phrase"]).parse(["--phrase", "open", "sesame"])
+    assert "sesame" not in str(caught.value)
