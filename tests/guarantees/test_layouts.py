@@ -134,8 +134,25 @@ def _compare(one: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float 
         assert {name for rank in ranks for name in rank["gradients"][step]} == theirs.keys()
 
 
-# Combinations of what other layouts show, at about ten seconds each: left to `make test-all`.
-_SLOW = {"TP 2 x FSDP 2, tied", "CP 2 x TP 2", "PP 2, DualPipeV x FSDP 2"}
+# Further variants of what other layouts show, at about ten seconds each: left to `make test-all`.
+_SLOW = {
+    "FSDP 2, reduced every time",
+    "FSDP 2, reduced last",
+    "HSDP 2x2, reduced last",
+    "TP 2",
+    "TP 2 x FSDP 2",
+    "TP 2 x FSDP 2, tied",
+    "CP 2",
+    "CP 2 x TP 2",
+    "PP 2, GPipe",
+    "PP 2, micro-batches of 2",
+    "PP 2, InterleavedZeroBubble x FSDP 2",
+    "PP 2, DualPipeV x FSDP 2",
+    "PP 2 x TP 2",
+    "PP 2 x replicate 2",
+    "EP 2",
+    "EP 2 x TP 2",
+}
 
 
 @pytest.mark.parametrize(
@@ -147,14 +164,24 @@ def test_a_layout_equals_one_process(name: str, tmp_path: Path) -> None:
     _compare(one, ranks)
 
 
-@pytest.mark.parametrize("name", ["FSDP 2", "TP 2", "PP 2, 1F1B", "CP 2"])
+@pytest.mark.parametrize(
+    "name", ["FSDP 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP 2", "PP 2, 1F1B", "CP 2"))]
+)
 def test_a_layout_equals_one_process_in_float32(name: str, tmp_path: Path) -> None:
     """AdamW divides by the square root of second moments, so that rounding shows in weights more than in gradients."""
     one, ranks = _run(tmp_path, {**LAYOUTS[name], "model": {"dtype": "float32"}})
     _compare(one, ranks, FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["FSDP 2", "PP 2, 1F1B", "PP 2, Interleaved1F1B", "PP 2 x FSDP 2", "CP 2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FSDP 2",
+        "PP 2, Interleaved1F1B",
+        "CP 2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP 2, 1F1B", "PP 2 x FSDP 2")),
+    ],
+)
 def test_a_ragged_end_of_an_epoch_equals_one_process(name: str, tmp_path: Path) -> None:
     """19 samples: the last window of the epoch has one micro-batch, of three samples."""
     layout = LAYOUTS[name]

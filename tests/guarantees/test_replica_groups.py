@@ -131,7 +131,9 @@ def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_s
 
 
 @pytest.mark.timeout(120 + 20 * KILLS)
-@pytest.mark.parametrize(("stack", "world_size"), [("ddp", 1), ("ddp", 2), ("parallel", 2)])
+@pytest.mark.parametrize(
+    ("stack", "world_size"), [("ddp", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("parallel", 2)]
+)
 def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path: Path) -> None:
     instants = random.Random(f"{stack} {world_size}")
     with (

@@ -90,7 +90,9 @@ def gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
 
 
-@pytest.mark.parametrize("layout", ["FSDP 2", pytest.param("TP x FSDP", marks=pytest.mark.slow), "PP 2", "PP V", "EP"])
+@pytest.mark.parametrize(
+    "layout", ["FSDP 2", "PP V", "EP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP x FSDP", "PP 2"))]
+)
 def test_goes_on_bitwise_where_it_stopped(layout: str, tmp_path: Path) -> None:
     model = model_for(layout, dropout=0.2)
     uninterrupted, _ = run(tmp_path / "whole", layout, model)
@@ -103,7 +105,7 @@ def test_goes_on_bitwise_where_it_stopped(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "route",
     [
-        ["FSDP 4", "FSDP 2", "one", "FSDP 4"],
+        pytest.param(["FSDP 4", "FSDP 2", "one", "FSDP 4"], marks=pytest.mark.slow),
         ["FSDP 3", "HSDP", "FSDP 3"],
         ["DDP 2", "TP x FSDP", "PP x FSDP", "DDP 2"],
         ["TP 2", "PP V", "CP", "one"],

@@ -63,13 +63,14 @@ def ended(rank: int) -> dict[str, Any]:
     return state
 
 
+# Each number, one rank and all, each place and each mode at least once; further combinations of them are slow.
 CASES = [
     pytest.param(signal.SIGTERM, [1], "train", EPOCHS, id="SIGTERM-one-train"),
     pytest.param(signal.SIGUSR1, [0, 1], "train", STEPS, id="SIGUSR1-all-train"),
-    pytest.param(signal.SIGINT, [0, 1], "evaluate", EPOCHS, id="SIGINT-all-evaluate"),
-    pytest.param(signal.SIGTERM, [0], "evaluate", STEPS, id="SIGTERM-short-rank-evaluate"),
+    pytest.param(signal.SIGINT, [0, 1], "evaluate", EPOCHS, id="SIGINT-all-evaluate", marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, [0], "evaluate", STEPS, id="SIGTERM-short-rank-evaluate", marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, [1], "evaluate", STEPS, id="SIGINT-long-rank-evaluate"),
-    pytest.param(signal.SIGUSR1, [1], "evaluate", EPOCHS, id="SIGUSR1-one-evaluate"),
+    pytest.param(signal.SIGUSR1, [1], "evaluate", EPOCHS, id="SIGUSR1-one-evaluate", marks=pytest.mark.slow),
 ]
 
 

@@ -66,7 +66,11 @@ def test_complex_parameters_are_not_fused() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_sparse_gradients_still_work(name: str) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
+    before = embedding.weight.detach().clone()
     _descend(OPTIMIZERS.build(params=embedding.parameters(), type=name, lr=0.1), embedding.weight, embedding)
+    after = embedding.weight.detach()
+    assert after[:2].square().sum() < before[:2].square().sum()
+    assert torch.equal(after[2:], before[2:]), "rows without a gradient stay"
 
 
 def test_lists_from_a_file_become_tuples() -> None:

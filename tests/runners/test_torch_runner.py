@@ -389,7 +389,10 @@ def test_closing_twice_is_fine() -> None:
     runner = Classifier(settings())
     runner.train()
     runner.close()
+    left = {path: path.stat().st_mtime_ns for path in Path("experiments").rglob("*")}
+    assert left
     runner.close()
+    assert {path: path.stat().st_mtime_ns for path in Path("experiments").rglob("*")} == left
 
 
 @pytest.mark.parametrize(
