@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from .patience import patience
 from .process_tree import kill_tree
 
 
@@ -74,7 +75,7 @@ class Job:
             AssertionError: If it does not end in time; it is killed, and the message ends with its output.
         """
         try:
-            return Finished(self._process.wait(timeout), self.output)
+            return Finished(self._process.wait(patience(timeout)), self.output)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"{self.command} did not end in {timeout:g} s:\n{self.output}") from None
@@ -85,7 +86,7 @@ class Job:
         Raises:
             AssertionError: If the program ends first or the time is over, with its output.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + patience(timeout)
         while not condition():
             assert self.running or condition(), f"{self.command} ended too early:\n{self.output}"
             assert time.monotonic() < end, f"{self.command}: not seen in {timeout:g} s:\n{self.output}"

@@ -37,6 +37,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
+from .patience import patience
 from .process_tree import die_with_parent, kill_tree
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -154,7 +155,7 @@ def run_outcomes(
     """
     parts = _by_file(function), pickle.dumps((args, kwargs))
     with _launched(parts, world_size, init_process_group, environment or {}) as members:
-        return _collect(members, time.monotonic() + timeout, timeout, grace, stop or threading.Event())
+        return _collect(members, time.monotonic() + patience(timeout), timeout, grace, stop or threading.Event())
 
 
 @dataclass
@@ -325,7 +326,7 @@ def _call(target: Callable[..., Any], args: Any, kwargs: Any, init_process_group
     torch.set_num_threads(1)
     if not init_process_group:
         return target(*args, **kwargs)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience(30)))
     value = target(*args, **kwargs)
     # A DDP module that is still alive when the group goes can abort the process.
     gc.collect()

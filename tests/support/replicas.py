@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .job import Job
+from .patience import patience
 from .processes import Outcome, free_port, run_outcomes
 
 
@@ -126,7 +127,7 @@ class ReplicaGroup:
         Raises:
             AssertionError: If the group ends first, with what its ranks raised, or the time is over.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + patience(timeout)
         while not condition():
             if self._thread is None or not self._thread.is_alive():
                 self.values()

@@ -1,0 +1,14 @@
+"""How long a test waits before it takes something for a hang."""
+
+from __future__ import annotations
+
+import os
+
+
+def patience(seconds: float) -> float:
+    """Return a time limit for this machine at this moment: as many times longer as each core has processes to run.
+
+    Args:
+        seconds: The limit on an idle machine.
+    """
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
