@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
 )
-from danling.checkpoints.snapshot import convert
 from danling.config import RunnerConfig
 from danling.data import (
-    capture_random_state,
     derive_seed,
     preserved_random_state,
-    restore_random_state,
     seed_streams,
 )
-from danling.distributed import Verdict
 from danling.torchft import ReplicaGroups
-from danling.training import UpdateOutcome, loader_states
+from danling.torchft.healing import laid_out_like, packed, sharded_optimizer_state
+from danling.torchft.update import ReplicatedUpdate
+from danling.training import loader_states
+from danling.training.gradients import normalization_statistics
 from danling.training.model_states import load_criterion
+from danling.training.rollback import remember_forwards
 from danling.training.run_state import StatePart
-from danling.utils.tensors import is_sharded, local_part, with_local_part
 
 from .torch_groups import TorchGroups
 
@@ -43,24 +42,12 @@ UNCOMMITTED = "uncommitted"
 _ATTEMPTS_TO_READ = 3
 
 
-@dataclass(frozen=True)
-class _Before:
-    """What the forwards of an update change, as it was before them."""
-
-    streams: dict[str, Any]
-    micro_step: int
-    meters: dict[str, list[float]]
-    buffers: dict[str, Tensor]
-
-
 class TorchReplicas(TorchGroups):
     """Updates, healing and checkpoints of a replica group among others."""
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._update_open = False
-        self._has_joined = False
-        self._before: _Before | None = None
+        self.replicated: ReplicatedUpdate | None = None
         self.saver.before.append(self._save_own_loaders)
         self.saver.writes = self.writes_checkpoints
         # As a save does, so that all groups go on alike.
@@ -86,6 +73,13 @@ class TorchReplicas(TorchGroups):
             asked_to_stop=self.asked_to_stop,
         )
         self._closers.callback(self.fault_tolerance.leave)
+        self.replicated = ReplicatedUpdate(
+            self.fault_tolerance,
+            remember=self._remember_update,
+            statistics=lambda: normalization_statistics(self.unwrapped_model),
+            begin_alike=self._begin_alike,
+            catch_up=self._catch_up,
+        )
 
     # One update
 
@@ -98,18 +92,7 @@ class TorchReplicas(TorchGroups):
         Raises:
             QuorumError: If there is no agreement.
         """
-        if self.fault_tolerance is None or self._update_open:
-            return False
-        begins = self.fault_tolerance.state_dict()["step"] == 0
-        moved = self.fault_tolerance.open()
-        self._update_open = True
-        if begins:
-            moved = self._begin_alike(moved)
-        if not self._has_joined:
-            self._has_joined = True
-            moved = self._catch_up() or moved
-        self._before = self._capture()
-        return moved
+        return self.replicated is not None and self.replicated.open()
 
     def _begin_alike(self, healed: bool) -> bool:
         # At step 0 each rank takes its weights from a group of its own choice, and ranks of one group from different ones.
@@ -133,67 +116,6 @@ class TorchReplicas(TorchGroups):
         self.load_checkpoint(source)
         return True
 
-    def sum_over_replicas(self, verdict: Verdict, parameters: Sequence[nn.Parameter], averaged_over: int) -> Verdict:
-        """Add the votes and gradients of the groups that take part; each enters by its weight. Call on all ranks of the group.
-
-        Args:
-            verdict: What the ranks of this group voted. Requests stay within the group.
-            parameters: Whose gradients are summed.
-            averaged_over: Number of ranks of this group over which their reduction has taken a mean.
-
-        Returns:
-            The verdict over all groups that take part; meaningless when a collective failed, which the commit tells.
-        """
-        assert self.fault_tolerance is not None
-        present = [float(parameter.grad is not None) for parameter in parameters]
-        figures = (verdict.weight, verdict.loss, verdict.samples, verdict.nonfinite)
-        votes = torch.tensor([*(float(figure) for figure in figures), *present], dtype=torch.float64)
-        weight, loss, samples, nonfinite, *holders = self.fault_tolerance.all_reduce(votes).tolist()
-        # Each group has scaled by a reference of its own, and divided by its number of ranks: undone before the sum.
-        factor = self.window.gradient_factor(1.0, averaged_over)
-        self.fault_tolerance.reduce_gradients(parameters, [count > 0 for count in holders], factor)
-        self.fault_tolerance.average(self._statistics())
-        return Verdict(weight, loss, samples, nonfinite, verdict.requests)
-
-    def commit_over_replicas(self) -> UpdateOutcome | None:
-        """Ask whether the open update may be made. Call on all ranks of the group.
-
-        Returns:
-            `None` when it may; else its outcome, with everything as it was before the update.
-
-        Raises:
-            QuorumError: If too many in a row may not; everything is as it was before this one.
-        """
-        assert self.fault_tolerance is not None
-        self._update_open = False
-        committed = False
-        try:
-            committed = self.fault_tolerance.commit()
-        finally:
-            if not committed:
-                self._take_back()
-        if committed:
-            return None
-        step = self.state.train.global_step + 1
-        logger.warning(
-            "The replica groups did not commit update %d (failure %d); again.", step, self.fault_tolerance.failures
-        )
-        return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
-
-    def _take_back(self) -> None:
-        self.optimizer.zero_grad()
-        self.window.reset()
-        if self._before is not None:
-            self._restore(self._before)
-
-    def _statistics(self) -> list[Tensor]:
-        """Return the running means and variances of normalisation, which every forward changes."""
-        found = []
-        for module in self.unwrapped_model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-                found += [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
-        return found
-
     def _buffers(self) -> dict[str, Tensor]:
         """Return what a forward may change: the buffers of model and criterion."""
         return {
@@ -201,18 +123,18 @@ class TorchReplicas(TorchGroups):
             **{f"criterion.{i}": buffer for i, buffer in enumerate(self._criterion_tensors("buffers"))},
         }
 
-    def _capture(self) -> _Before:
-        buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        micro_step, meters = self.state.train.micro_step, self.meters.state_dict()
-        return _Before(capture_random_state(self.device), micro_step, meters, buffers)
+    def _remember_forwards(self) -> Callable[[], None]:
+        return remember_forwards(self.device, counter=self.state.train, meters=self.meters, buffers=self._buffers)
 
-    def _restore(self, before: _Before) -> None:
-        restore_random_state(before.streams, self.device)
-        self.state.train.micro_step = before.micro_step
-        self.meters.load_state_dict(before.meters)
-        for name, buffer in self._buffers().items():
-            if name in before.buffers:
-                buffer.copy_(before.buffers[name])
+    def _remember_update(self) -> Callable[[], None]:
+        put_back = self._remember_forwards()
+
+        def take_back() -> None:
+            self.optimizer.zero_grad()
+            self.window.reset()
+            put_back()
+
+        return take_back
 
     def meter_totals(self) -> dict[str, tuple[float, float]]:
         """Return sums and weights of `meters` over all ranks of the groups that take part. Call on all ranks of the group."""
@@ -234,10 +156,7 @@ class TorchReplicas(TorchGroups):
             "state": {name: part for name, part in self.run_state.progress().items() if name != "rng"},
             "dataloaders": {split: self.sources[split].state_dict() for split in self.train_splits},
         }
-        # It is read while this group makes its forward, which changes buffers and nothing else.
-        buffers = {buffer.data_ptr() for buffer in self.unwrapped_model.buffers()}
-        packed: dict[str, Any] = convert(payload, lambda tensor: _packed(tensor, buffers))
-        return packed
+        return packed(payload, self.unwrapped_model.buffers())
 
     def heal(self, state: Mapping[str, Any]) -> None:
         """Take the state of the same rank of another group.
@@ -248,13 +167,13 @@ class TorchReplicas(TorchGroups):
             state: What `healing_state` returned there.
         """
         elastic, reference = replace(self.state.elastic), self.window.agreed_reference
-        self.load_model(_like(state["model"], self.model_state_dict()))
+        self.load_model(laid_out_like(state["model"], self.model_state_dict()))
         if "criterion" in state:
             load_criterion(self.criterion, state["criterion"])
         if self.ema is not None:
-            self.load_ema({**state["ema"], "weights": _like(state["ema"]["weights"], self.ema.weights)})
+            self.load_ema({**state["ema"], "weights": laid_out_like(state["ema"]["weights"], self.ema.weights)})
         if self.optimizer is not None:
-            self.load_optimizer(self._sharded_optimizer_state(state["optimizer"]))
+            self.load_optimizer(sharded_optimizer_state(state["optimizer"], dict(self.named_parameters())))
         if self.scheduler is not None:
             self.load_scheduler(state["scheduler"])
         for split, position in state["dataloaders"].items():
@@ -269,14 +188,6 @@ class TorchReplicas(TorchGroups):
         seed_streams(seed)
         if self.is_main_process:
             logger.info("Healed from another replica group at step %d.", self.state.train.global_step)
-
-    def _sharded_optimizer_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = dict(self.named_parameters())
-        entries = {}
-        for name, own in state["state"].items():
-            parameter = parameters.get(name)
-            entries[name] = {key: _shard_like(value, parameter) for key, value in own.items()}
-        return {**state, "state": entries}
 
     def progress_parts(self) -> list[StatePart]:
         """Return what lies in the entry `state` of a checkpoint; here also where the replica groups stand."""
@@ -369,19 +280,3 @@ class TorchReplicas(TorchGroups):
         sources = {split: self.sources[split] for split in self.train_splits if split in self.sources}
         ranks = self.world.gather_objects((self.data_domain.rank, loader_states.own_states(sources, read_only=False)))
         return {split: loader_states.state_of(split, source, ranks) for split, source in sources.items()}
-
-
-def _packed(tensor: Tensor, changing: set[int]) -> Tensor:
-    local = local_part(tensor)
-    return local.clone() if local.data_ptr() in changing else local
-
-
-def _like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return plain tensors as tensors of the layout that this rank has under the same names."""
-    return {name: with_local_part(own[name], tensor) if name in own else tensor for name, tensor in state.items()}
-
-
-def _shard_like(value: Any, parameter: nn.Parameter | None) -> Any:
-    if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
-        return value
-    return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value

@@ -393,12 +393,12 @@ class TorchRunner(TorchWatch):
         """Return what takes the micro-batches of the next update back."""
         telemetry, flops = self._reporter.telemetry, self._reporter.flops
         assert telemetry is not None
-        before, tokens, counts_next = self._capture(), telemetry.tokens, flops.counts_next
+        put_back, tokens, counts_next = self._remember_forwards(), telemetry.tokens, flops.counts_next
 
         def take_back() -> None:
             self.window.reset()
             self.zero_gradients()
-            self._restore(before)
+            put_back()
             telemetry.tokens, flops.counts_next = tokens, counts_next
 
         return take_back

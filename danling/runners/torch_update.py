@@ -26,7 +26,7 @@ from danling.training import (
     unpack_batch,
 )
 
-from .torch_replicas import TorchReplicas
+from .torch_replicas import UNCOMMITTED, TorchReplicas
 
 logger = logging.getLogger("danling")
 
@@ -80,6 +80,8 @@ class TorchUpdate(TorchReplicas):
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         self.bind_reduction()
+        if self.replicated is not None:
+            self.replicated.is_open = False
         self.reduces_gradients = True
         self.window.sum_reduced = self.sums_loss
         self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
@@ -179,13 +181,12 @@ class TorchUpdate(TorchReplicas):
             requests=self._requests(),
         )
         self.complete_gradients()
-        if self.fault_tolerance is not None:
-            verdict = self.sum_over_replicas(verdict, self.parameters, self.gradient_mean_over)
-            # Asked before anything is judged: after an error between the groups there is nothing to judge.
-            refused = self.commit_over_replicas()
-            if refused is not None:
-                self._asked |= verdict.requests
-                return refused
+        agreed = self.reduction.agree(verdict, self.window, self.state.train.global_step + 1)
+        if agreed is None:
+            # To be asked again with the same batches.
+            self._asked |= verdict.requests
+            return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+        verdict = agreed
         gradients = self.unscale_gradients(verdict)
         if not gradients and self._overrides("backward"):
             self._check_gradients(verdict)
@@ -245,7 +246,8 @@ class TorchUpdate(TorchReplicas):
 
     def _chosen_reduction(self) -> GradientReduction:
         self.check_optimizer_given()
-        return self.build_reduction()
+        reduction = self.build_reduction()
+        return reduction if self.replicated is None else self.replicated.around(reduction)
 
     def build_reduction(self) -> GradientReduction:
         """Return what completes, measures, clips and applies the gradient; a stack of your own overrides this."""
@@ -296,10 +298,7 @@ class TorchUpdate(TorchReplicas):
         Args:
             verdict: What the ranks agreed on for the window.
         """
-        if self.fault_tolerance is None:
-            return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
-        # A plain sum already, since groups can be added in no other form.
-        return 1.0 / float(verdict.weight) if verdict.weight and not self.sums_loss else 1.0
+        return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
 
     @property
     def gradient_mean_over(self) -> int:

@@ -179,7 +179,6 @@ class TorchWatch(TorchFigures):
         """Signals watched, the bar open; a stop that was asked for ends in a full checkpoint."""
         self._stop_for = None
         self._save_asked = False
-        self._update_open = False
         self.begin_updates()
         self.model.train()
         limit = self.config.max_time_seconds()

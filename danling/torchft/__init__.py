@@ -5,11 +5,14 @@ from __future__ import annotations
 from .groups import QuorumError, ReplicaGroups, ReplicaSettings
 from .lighthouse import WaitAbandonedError
 from .loader_checkpoints import ReplicaLoaderCheckpoints
+from .update import ReplicatedReduction, ReplicatedUpdate
 
 __all__ = [
     "QuorumError",
     "ReplicaGroups",
     "ReplicaLoaderCheckpoints",
     "ReplicaSettings",
+    "ReplicatedReduction",
+    "ReplicatedUpdate",
     "WaitAbandonedError",
 ]

@@ -144,3 +144,12 @@ def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], l
             if len(names) == limit:
                 break
     return names
+
+
+def normalization_statistics(model: nn.Module) -> list[Tensor]:
+    """Return the running means and variances of normalisation in a model, which every forward changes."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            found += [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
+    return found

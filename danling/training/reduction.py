@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from danling.distributed import Verdict
 from danling.utils.protocols import ReductionDomain
 
 from .gradients import (
@@ -21,6 +22,7 @@ from .gradients import (
     scale_gradients,
     total_norm,
 )
+from .window import Window
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the names, free of wrapper prefixes, and parameters of model and criterion."""
@@ -56,6 +58,15 @@ class GradientReduction(Protocol):
 
     def complete(self) -> None:
         """Finish the reduction over the ranks of what the backward has left."""
+
+    def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
+        """Return the totals of all that the gradient is summed over, `None` where the update must not be made and was taken back.
+
+        Args:
+            totals: Weight, loss, samples and health of the window over the ranks of the optimizer domain.
+            window: The open window.
+            step: Number of the update, for messages.
+        """
 
     def without_gradient(self, trained: set[int]) -> list[str]:
         """Return the names of parameters without a gradient on this rank; called before the first update is applied.
@@ -141,6 +152,10 @@ class LocalReduction:
 
     def complete(self) -> None:
         """Nothing is left to be reduced."""
+
+    def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
+        """Return the totals as they are: there is nobody else."""
+        return totals
 
     def without_gradient(self, trained: set[int]) -> list[str]:
         """Return the names of trained parameters that have no gradient on this rank."""

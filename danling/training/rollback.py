@@ -1,0 +1,43 @@
+"""What the forwards of an update change besides gradients, remembered so that the update can be made again as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from danling.data import capture_random_state, restore_random_state
+from danling.metrics import Meters
+
+
+class CountsMicroSteps(Protocol):
+    """What counts the micro-batches of a run."""
+
+    micro_step: int
+
+
+def remember_forwards(
+    device: torch.device, *, counter: CountsMicroSteps, meters: Meters, buffers: Callable[[], Mapping[str, Tensor]]
+) -> Callable[[], None]:
+    """Remember random streams, buffers, meters and the count of micro-batches, and return what puts them back. No communication.
+
+    Args:
+        device: Where forwards draw random numbers.
+        counter: What counts the micro-batches.
+        meters: What a forward may add figures to.
+        buffers: Returns by name what a forward may write to; a buffer that is registered later is left as it is.
+    """
+    streams, micro_step, figures = capture_random_state(device), counter.micro_step, meters.state_dict()
+    values = {name: buffer.clone() for name, buffer in buffers().items()}
+
+    def put_back() -> None:
+        restore_random_state(streams, device)
+        counter.micro_step = micro_step
+        meters.load_state_dict(figures)
+        for name, buffer in buffers().items():
+            if name in values:
+                buffer.copy_(values[name])
+
+    return put_back
