@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +23,7 @@ from danling.training import (
     ungraded,
     unpack_batch,
 )
+from danling.training.decision import UpdateDecision
 
 from .torch_replicas import UNCOMMITTED, TorchReplicas
 
@@ -41,7 +40,6 @@ class TorchUpdate(TorchReplicas):
         self._asked: set[str] = set()
         # First of all: what an update left to be checked must not be saved.
         self.saver.before.insert(0, lambda: self.settle())
-        self._pending_check: tuple[int, Tensor, float | Tensor] | None = None
         self._samples_on_device: Tensor | None = None
         self._log_every = 1024
         self._steps_scheduler = False
@@ -191,7 +189,15 @@ class TorchUpdate(TorchReplicas):
         if not gradients and self._overrides("backward"):
             self._check_gradients(verdict)
         grad_norm = self.gradient_norm(gradients)
-        reason = self._objection(verdict, grad_norm)
+        reason = self._decision.objection(
+            verdict,
+            grad_norm,
+            step=self.state.train.global_step + 1,
+            own_nonfinite=self.window.nonfinite,
+            scales=self.precision.scaler is not None,
+            may_skip=self.config.skip_nonfinite_grad,
+            named=self.nonfinite_gradients,
+        )
         if reason is None:
             if not self._looked:
                 self._name_gradientless()
@@ -326,29 +332,9 @@ class TorchUpdate(TorchReplicas):
         """
         self.reduction.clip(grad_norm, self.config.max_grad_norm, self.config.max_grad_value)
 
-    def _objection(self, verdict: Verdict, grad_norm: Tensor) -> str | None:
-        """Why the update must not be made; `None` commits it. The same answer on all ranks."""
-        if isinstance(verdict.weight, float) and verdict.weight == 0.0:
-            return "weightless"
-        if self._is_finite(verdict, grad_norm):
-            return None
-        if self.precision.scaler is not None:
-            return "overflow"
-        if self.config.skip_nonfinite_grad:
-            return "nonfinite"
-        raise self._nonfinite_error(self.state.train.global_step + 1, self.window.nonfinite, self.nonfinite_gradients())
-
-    def _is_finite(self, verdict: Verdict, grad_norm: Tensor) -> bool:
-        if self.device.type == "cpu":
-            return not verdict.nonfinite and math.isfinite(grad_norm.item())
-        healthy = torch.isfinite(grad_norm) & (torch.as_tensor(verdict.nonfinite, device=self.device) == 0)
-        if self.precision.scaler is not None or self.config.skip_nonfinite_grad:
-            return bool(healthy)
-        # A run that may not skip has nothing to decide before the optimizer steps: it looks one update later, when the answer has
-        # long arrived, and in any case before anything is saved.
-        self.settle()
-        self._pending_check = (self.state.train.global_step + 1, healthy, self.window.nonfinite)
-        return True
+    @cached_property
+    def _decision(self) -> UpdateDecision:
+        return UpdateDecision(self.optimizer_domain, self.device)
 
     def settle(self) -> None:
         """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated.
@@ -356,37 +342,13 @@ class TorchUpdate(TorchReplicas):
         Called on all ranks.
         """
         self.read_samples()
-        pending, self._pending_check = self._pending_check, None
-        if pending is not None and not bool(pending[1]):
-            # The gradients of that update are gone.
-            raise self._nonfinite_error(pending[0], pending[2], None)
+        self._decision.raise_pending()
 
     def read_samples(self) -> None:
         """Bring the counter of samples up to date with what is counted on the device. May be called on one rank."""
         counted, self._samples_on_device = self._samples_on_device, None
         if counted is not None:
             self.state.train.samples += int(counted)
-
-    def _nonfinite_error(self, step: int, loss: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
-        """Say where an update is not finite.
-
-        Called on all ranks.
-
-        Args:
-            step: The update.
-            loss: Whether a loss of this rank was not.
-            gradients: Names of parameters whose gradient on this rank is not; `None` where they cannot be known any more.
-        """
-        found = self.optimizer_domain.gather_objects((bool(loss), gradients or []))
-        ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
-        names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
-        where = f"gradients that are not finite for {names or 'no parameter'}"
-        if gradients is None:
-            where = "gradients that have been dropped since"
-        return NonFiniteError(
-            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
-            f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
-        )
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of the first parameters whose gradient is not finite. Call on all ranks."""

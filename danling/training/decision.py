@@ -1,0 +1,103 @@
+"""Whether an update is made: the one decision, which is the same on all ranks, and what an accelerator answers only later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from danling.distributed import Verdict
+from danling.utils.protocols import ReductionDomain
+
+from .outcome import NonFiniteError
+
+
+class UpdateDecision:
+    """Decides from the totals of a window and the norm of its gradient.
+
+    On the CPU every answer is there at once. On an accelerator a run that may not skip does not wait for it: it looks one update later,
+    when the answer has long arrived, and before anything is saved.
+
+    Args:
+        domain: Ranks that share an update.
+        device: Where losses live.
+    """
+
+    def __init__(self, domain: ReductionDomain, device: torch.device) -> None:
+        self.domain = domain
+        self.device = device
+        self._pending: tuple[int, Tensor, float | Tensor] | None = None
+
+    def objection(
+        self,
+        totals: Verdict,
+        grad_norm: Tensor,
+        *,
+        step: int,
+        own_nonfinite: float | Tensor,
+        scales: bool,
+        may_skip: bool,
+        named: Callable[[], list[str]],
+    ) -> str | None:
+        """Return why the update must not be made, `None` where it is made. Call on all ranks.
+
+        Args:
+            totals: What the ranks have agreed on for the window.
+            grad_norm: 2-norm of the whole gradient, 0-dim.
+            step: Number of the update.
+            own_nonfinite: 1 where a loss of this rank is not finite, else 0.
+            scales: Whether losses are scaled for float16, where a gradient that is not finite is a scale that is too large.
+            may_skip: Whether an update that is not finite may be left out.
+            named: Returns the names of parameters whose gradient on this rank is not finite.
+
+        Raises:
+            NonFiniteError: If loss or gradient is not finite and the update must not be left out.
+        """
+        if isinstance(totals.weight, float) and totals.weight == 0.0:
+            return "weightless"
+        if self.device.type == "cpu":
+            finite = not totals.nonfinite and math.isfinite(grad_norm.item())
+        else:
+            healthy = torch.isfinite(grad_norm) & (torch.as_tensor(totals.nonfinite, device=self.device) == 0)
+            if not (scales or may_skip):
+                self.raise_pending()
+                self._pending = (step, healthy, own_nonfinite)
+                return None
+            finite = bool(healthy)
+        if finite:
+            return None
+        if scales or may_skip:
+            return "overflow" if scales else "nonfinite"
+        raise self.error(step, own_nonfinite, named())
+
+    def raise_pending(self) -> None:
+        """Raise now what was left to be checked. Call on all ranks.
+
+        Raises:
+            NonFiniteError: If the last update was not finite.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and not bool(pending[1]):
+            # The gradients of that update are gone.
+            raise self.error(pending[0], pending[2], None)
+
+    def error(self, step: int, own_nonfinite: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
+        """Return the error that says where an update is not finite. Call on all ranks.
+
+        Args:
+            step: Number of the update.
+            own_nonfinite: 1 where a loss of this rank is not finite, else 0.
+            gradients: Names of parameters whose gradient on this rank is not finite; `None` where they cannot be known any more.
+        """
+        found = self.domain.gather_objects((bool(own_nonfinite), gradients or []))
+        ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
+        names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
+        where = f"gradients that are not finite for {names or 'no parameter'}"
+        if gradients is None:
+            where = "gradients that have been dropped since"
+        return NonFiniteError(
+            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
+            f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
+        )
