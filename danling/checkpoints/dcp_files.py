@@ -7,14 +7,14 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
@@ -28,9 +28,10 @@ from danling.utils.tensors import dtype_of
 from . import storage
 from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
-from .manifest import Manifest
+from .manifest import Manifest, read_manifest
 from .outline import Entry, Outline, without_tensors
 from .policy import Record
+from .reuse import Reuse
 from .shard_index import INDEX, from_metadata, to_metadata
 from .stock_metadata import read_index
 from .target_store import SUMS
@@ -83,12 +84,22 @@ class TargetWriter(FileSystemWriter):
     Args:
         path: The target; nothing was ever written to it.
         record: What it is recorded as.
+        reuse: Tensors whose files are taken over from another target, as hard links, instead of being written.
     """
 
-    def __init__(self, path: Path, record: Record) -> None:
+    def __init__(self, path: Path, record: Record, *, reuse: Reuse | None = None) -> None:
         super().__init__(path, overwrite=False)
         self.fs: HashingFileSystem = HashingFileSystem()
         self.record = record
+        self.reuse = reuse
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the files of all ranks; beside those that are taken over, by other names."""
+        named = super().prepare_global_plan(plans)
+        if self.reuse is None:
+            return named
+        prefixes = (_StoragePrefix(f"again__{rank}_") for rank in range(len(named)))
+        return [replace(plan, storage_data=prefix) for plan, prefix in zip(named, prefixes)]
 
     def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:
         """Write the share of this rank."""
@@ -105,9 +116,10 @@ class TargetWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`, the index and the manifest; on the coordinator, when all ranks have written."""
-        super().finish(metadata, results)
         path = Path(self.path)
-        files: dict[str, tuple[int, str]] = {METADATA: self._hashing.written[f"{METADATA}.tmp"]}
+        kept, files = _taken_over(metadata, path, self.reuse) if self.reuse is not None else ([], {})
+        super().finish(metadata, [*results, kept])
+        files[METADATA] = self._hashing.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):
             files.update(result.written if isinstance(result, HashedResult) else {})
         files[INDEX] = storage.write_new_text(path / INDEX, from_metadata(metadata).text())
@@ -122,6 +134,21 @@ class TargetWriter(FileSystemWriter):
     @property
     def _hashing(self) -> HashingFileSystem:
         return self.fs
+
+
+def _taken_over(metadata: Metadata, path: Path, reuse: Reuse) -> tuple[list[WriteResult], dict[str, tuple[int, str]]]:
+    """Add tensors of another target to what is known of a new one, and link their files into it; return their places and sums."""
+    source = path.parent / reuse.target
+    manifest, other = read_manifest(source / SUMS, f"{reuse.target}/{SUMS}"), _metadata(source)
+    assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None
+    for name in reuse.names:
+        metadata.state_dict_metadata[name] = other.state_dict_metadata[name]
+        metadata.planner_data[name] = other.planner_data[name]
+    places = {index: place for index, place in other.storage_data.items() if index.fqn in reuse.names}
+    files = {place.relative_path: manifest.files[place.relative_path] for place in places.values()}
+    for name in files:
+        storage.link(source / name, path / name)
+    return [WriteResult(index, place.length, place) for index, place in places.items()], files
 
 
 class TargetReader(FileSystemReader):
@@ -184,7 +211,8 @@ def save_target(
         alone: Whether one process saves alone, and communicates nothing.
     """
     with quiet():
-        save(payload, storage_writer=writer, planner=SavePlanner(), process_group=group, no_dist=alone)
+        planner = SavePlanner(writer.reuse.names if writer.reuse is not None else frozenset())
+        save(payload, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
 def _metadata(path: Path) -> Metadata:

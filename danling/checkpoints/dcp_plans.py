@@ -97,13 +97,23 @@ class _Leaf:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting."""
+    """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting.
+
+    Args:
+        left_out: Dotted names of tensors that are not written.
+    """
+
+    def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.left_out = left_out
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the state."""
         self.state_dict, self.mappings = flatten(state_dict)
+        for name in self.left_out & self.state_dict.keys():
+            del self.state_dict[name], self.mappings[name]
         self.is_coordinator = is_coordinator
 
 

@@ -15,8 +15,9 @@ from .base import CheckpointManager
 from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointDiskError, CheckpointError
 from .policy import Record
+from .reuse import Reuse, SavedAhead, tensor_sums
 from .snapshot import SnapshotBuffers, count_bytes
-from .target_store import TargetStore
+from .target_store import SUMS, TargetStore
 from .writer_process import WriterProcess, meet
 
 logger = logging.getLogger("danling")
@@ -28,6 +29,8 @@ class _Save:
     release: Callable[[], None]
     record: Record
     names: tuple[str, ...]
+    ahead: bool = False
+    """Whether the same state is saved once more, with the figures of an evaluation."""
 
 
 class TorchDistributedCheckpointManager(CheckpointManager):
@@ -63,21 +66,50 @@ class TorchDistributedCheckpointManager(CheckpointManager):
             self._process = self.on_all(WriterProcess)
             self._buffers = SnapshotBuffers(shared=True)
         self._pending: _Save | None = None
+        self._ahead: SavedAhead | None = None
 
     # Saving
 
-    def _save(self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int) -> None:
+    def save_ahead(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+        """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
+
+        Call on all ranks. Until then a run that goes on finds this one.
+
+        Args:
+            payload: The state; tensors and plain values.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Raises:
+            CheckpointError: As `save_checkpoint`.
+        """
+        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
+
+    def is_saved_ahead(self) -> bool:
+        """Whether the last save was one ahead and is complete, which is waited for. No communication: may be called on one rank."""
+        self._executor.wait()
+        return self._ahead is not None
+
+    def _save(
+        self,
+        payload: Mapping[str, Any],
+        names: list[str],
+        *,
+        epoch: int,
+        global_step: int,
+        ahead: bool = False,
+    ) -> None:
         if self.settings.load_only:
             return
         self._surface()
         busy = any(self.domain.gather_objects(self._executor.busy))
-        deferred = busy and names == ["latest"]
+        deferred = busy and names == ["latest"] and not ahead
         if not deferred:
             self._executor.wait()
         self._give_up_pending()
         record = self.on_main(lambda: self._open_target(payload, epoch, global_step))
         held, release = self.on_all(lambda: self._prepared(payload))
-        save = _Save(held, release, record, tuple(names))
+        save = _Save(held, release, record, tuple(names), ahead)
         if not self._background:
             self.on_all(lambda: self._write(save))
         elif deferred:
@@ -95,12 +127,16 @@ class TorchDistributedCheckpointManager(CheckpointManager):
     def _write(self, save: _Save) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
         # Another process may have another working directory by then.
-        writer = TargetWriter(self.store.path(save.record.name).absolute(), save.record)
+        path, before = self.store.path(save.record.name).absolute(), self._ahead
+        self._ahead = None
         try:
+            writer = TargetWriter(path, save.record, reuse=self._reuse(save, before))
             self._upload(save.payload, writer)
+            if save.ahead:
+                self._ahead = SavedAhead(save.record.name, save.record.step, tensor_sums(save.payload))
         except CheckpointException as error:
             self._give_up(save)
-            raise _explained(error, writer.path) from None
+            raise _explained(error, path) from None
         except Exception:
             self._give_up(save)
             raise
@@ -109,6 +145,12 @@ class TorchDistributedCheckpointManager(CheckpointManager):
         if self.domain.rank == 0:
             self.store.publish(save.record.name, save.names)
             self._prune()
+
+    def _reuse(self, save: _Save, before: SavedAhead | None) -> Reuse | None:
+        if before is None or before.step != save.record.step:
+            return None
+        exists = (self.store.path(before.target) / SUMS).exists()
+        return before.reuse(save.payload, self._exchange, exists=exists)
 
     def _give_up(self, save: _Save) -> None:
         if self.domain.rank == 0:

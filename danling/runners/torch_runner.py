@@ -115,7 +115,8 @@ class TorchRunner(TorchWatch):
                     if self._stop_for or self._moved:
                         break
                 else:
-                    self._evaluate_trained(to_evaluate, "evaluate_epoch")
+                    saves_next = self._is_checkpoint_due(state.epoch + 1, final=state.epoch + 1 == self.epochs)
+                    self._evaluate_trained(to_evaluate, "evaluate_epoch", saves_next=saves_next)
                     for split in to_train:
                         self.source(split).finish_pass()
                     state.epoch += 1
@@ -244,16 +245,17 @@ class TorchRunner(TorchWatch):
     def _validate(self, splits: list[str]) -> None:
         """Evaluate in step mode, and save what follows from it."""
         step = self.state.train.global_step
-        self._evaluate_trained(splits, "evaluate_steps")
+        saves_next = self._is_checkpoint_due(step, final=step == self.steps)
+        self._evaluate_trained(splits, "evaluate_steps", saves_next=saves_next)
         self._close_result("validation")
         self._checkpoint_when_due(step, final=step == self.steps)
 
-    def _evaluate_trained(self, splits: Sequence[str], verb: str) -> None:
+    def _evaluate_trained(self, splits: Sequence[str], verb: str, *, saves_next: bool) -> None:
         """Evaluate what was trained up to here; whatever goes wrong, it is saved, and a run that goes on begins with this evaluation."""
         if not splits:
             return
         passing = (EvaluationStopped, WaitAbandonedError)
-        with keeping_trained(self._keeper(), step=self.state.train.global_step, passing=passing):
+        with keeping_trained(self._keeper(saves_next=saves_next), step=self.state.train.global_step, passing=passing):
             for split in splits:
                 self.open_result[split] = checked_figures(verb, split, getattr(self, verb)(split))
             self._check_score()
@@ -546,10 +548,12 @@ class TorchRunner(TorchWatch):
             last=self.progress >= 1 or self._stop_for is not None,
         )
 
+    def _is_checkpoint_due(self, index: int, *, final: bool) -> bool:
+        return final or index % self._checkpoint_every == 0
+
     def _checkpoint_when_due(self, index: int, *, final: bool) -> None:
-        due = index % self._checkpoint_every == 0
-        if due or final:
-            self.save_checkpoint(history=due)
+        if self._is_checkpoint_due(index, final=final):
+            self.save_checkpoint(history=index % self._checkpoint_every == 0)
         elif self._save_asked or (
             index in self.results and self.is_best and next(reversed(self.own_scores), None) == index
         ):

@@ -137,8 +137,12 @@ class TorchWatch(TorchFigures):
             raise EvaluationStopped
         return "continue" in agreed
 
-    def _keeper(self) -> Callable[[], bool]:
-        """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere."""
+    def _keeper(self, *, saves_next: bool) -> Callable[[], bool]:
+        """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere.
+
+        Args:
+            saves_next: Whether a checkpoint follows the evaluation, so that one that takes all ranks may as well begin before it.
+        """
         train, manager = self.state.train, self.checkpoint_manager
         at = (train.global_step, train.epoch)
         alone = getattr(manager, "save_alone", None)
@@ -149,6 +153,12 @@ class TorchWatch(TorchFigures):
             self.settle()
             payload = self.checkpoint_state()
             return lambda: bool(alone(payload, epoch=at[1], global_step=at[0]))
+        ahead = getattr(manager, "save_ahead", None)
+        if self.world_size > 1 and ahead is not None and saves_next and self.fault_tolerance is None:
+            self.settle()
+            ahead(self.checkpoint_state(), epoch=at[1], global_step=at[0])
+            saved: Callable[[], bool] = manager.is_saved_ahead
+            return saved
         return self._save_together
 
     def _save_together(self) -> bool:

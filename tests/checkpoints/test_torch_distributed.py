@@ -83,6 +83,77 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, mode: str) -> None:
     manager.close()
 
 
+# A save ahead of an evaluation
+
+
+def _ahead(manager: Any, step: int) -> tuple[dict[str, Any], Path]:
+    """Save ahead, and return the payload and its target."""
+    payload = _payload(step)
+    payload["model"]["1.weight"] = torch.arange(50_000.0)
+    manager.save_ahead(payload, epoch=0, global_step=step)
+    manager.wait()
+    assert manager.is_saved_ahead()
+    return payload, _targets(manager.directory)[-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest(tmp_path: Path, mode: str) -> None:
+    manager = _manager(tmp_path, async_mode=mode)
+    payload, before = _ahead(manager, 3)
+    assert _same(_manager(tmp_path).load_checkpoint("latest"), payload)
+    inode = (before / "__0_0.distcp").stat().st_ino
+    payload["state"] = {"step": 3, "pair": [torch.ones(2), 4], "figures": {1: {"val": {"loss": 0.5}}}}
+    payload["model"]["0.weight"] = torch.arange(15.0).view(5, 3)
+    manager.save_checkpoint(payload, epoch=1, global_step=3, history=True, best=True)
+    manager.close()
+    (target,) = _targets(tmp_path)
+    assert target != before
+    assert (target / "__0_0.distcp").stat().st_ino == inode
+    assert (target / "again__0_0.distcp").stat().st_size < 20_000
+    reader = _manager(tmp_path, verify="full")
+    for name in ("latest", "best", "ckpt-s000000000003"):
+        assert _same(reader.load_checkpoint(name), payload)
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", target, tmp_path / "stock"],
+        check=True,
+    )
+    stock = torch.load(tmp_path / "stock", weights_only=True)
+    assert _same(stock["model"], payload["model"])
+    assert stock["state"]["figures"] == payload["state"]["figures"]
+    _flip(target / "__0_0.distcp")
+    with pytest.raises(CheckpointDamaged, match="__0_0.distcp has another SHA-256"):
+        reader.load_checkpoint("latest")
+
+
+def test_a_save_of_another_step_takes_nothing_over(tmp_path: Path) -> None:
+    manager = _manager(tmp_path)
+    payload, _ = _ahead(manager, 3)
+    manager.save_checkpoint(payload, epoch=0, global_step=4)
+    assert not manager.is_saved_ahead()
+    (target,) = _targets(tmp_path)
+    assert not list(target.glob("again*"))
+    assert _same(manager.load_checkpoint("latest"), payload)
+
+
+def test_a_target_that_has_gone_since_is_written_anew(tmp_path: Path) -> None:
+    manager = _manager(tmp_path)
+    payload, before = _ahead(manager, 3)
+    shutil.rmtree(before)
+    manager.save_checkpoint(payload, epoch=0, global_step=3)
+    assert _same(manager.load_checkpoint("latest"), payload)
+
+
+def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
+    manager = _manager(tmp_path, keep_latest_k=2)
+    for step in range(1, 5):
+        payload, _ = _ahead(manager, step)
+        manager.save_checkpoint(payload, epoch=0, global_step=step, history=True, best=step == 1)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert names == ["best", "ckpt-s000000000001", "ckpt-s000000000003", "ckpt-s000000000004", "latest"]
+    assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4]
+    assert len(_targets(tmp_path)) == 3
+
+
 def test_retention_removes_targets_that_nothing_leads_to(tmp_path: Path) -> None:
     for step in range(1, 7):
         manager = _manager(tmp_path, keep_latest_k=2)

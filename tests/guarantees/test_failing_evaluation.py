@@ -12,7 +12,11 @@ import torch
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
+
+import danling as dl
+from danling.utils.tensors import local_part
 
 MODES: dict[str, dict[str, Any]] = {"epochs": {"epochs": 3}, "steps": {"steps": 12, "evaluate_interval": 4}}
 
@@ -178,25 +182,43 @@ class Failing(TracingRunner):
         return super().summarize(split, totals)
 
 
-def uninterrupted(root: str, mode: str) -> dict[str, Any]:
-    with Failing(settings(root, mode)) as runner:
+class ShardedFailing(Failing, dl.ParallelRunner):
+    """The same with its parameters divided."""
+
+
+def build(root: str, mode: str, **more: Any) -> Failing:
+    config = settings(root, mode, **more)
+    return ShardedFailing(config) if config.get("stack") == "parallel" else Failing(config)
+
+
+def uninterrupted(root: str, mode: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    with build(root, mode, **(more or {})) as runner:
         runner.train()
-        return {"state": whole_state(runner), "trace": runner.trace, "results": runner.results}
+        return {"state": own_state(runner), "trace": runner.trace, "results": runner.results}
+
+
+def own_state(runner: Failing) -> Any:
+    """Return the state of a run, of divided tensors what this rank holds."""
+    return tree_map(local_part_of, whole_state(runner))
+
+
+def local_part_of(leaf: Any) -> Any:
+    return local_part(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def failing(root: str, mode: str, kind: Any, rank: int, where: str, more: dict[str, Any]) -> int:
     Failing.failure, Failing.on_rank, Failing.where = kind, rank, where
-    with Failing(settings(root, mode, **more)) as runner:
+    with build(root, mode, **more) as runner:
         runner.train()
     return 0
 
 
 def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
     Failing.failure = None
-    with Failing(settings(root, mode, auto_resume=True, **more)) as runner:
+    with build(root, mode, auto_resume=True, **more) as runner:
         step = runner.state.train.global_step
         runner.train()
-        return {"from": step, "state": whole_state(runner), "trace": runner.trace, "results": runner.results}
+        return {"from": step, "state": own_state(runner), "trace": runner.trace, "results": runner.results}
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -256,6 +278,36 @@ def test_one_rank_fails_while_the_others_wait_for_it(on_rank: int, where: str, t
     )
     assert all(end.error is not None for end in ends)
     rest = run_processes(resumed, str(tmp_path / "parts"), "epochs", more, world_size=2)
+    for rank in range(2):
+        assert rest[rank]["from"] == 4
+        assert not differences(rest[rank]["state"], whole[rank]["state"])
+        assert rest[rank]["results"] == whole[rank]["results"]
+
+
+SHARDED = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("on_rank", "where", "more"),
+    [
+        (1, "step", {"checkpoint.backend": "dcp"}),
+        (0, "summary", SHARDED),
+        (1, "step", {**SHARDED, "checkpoint.async_enabled": False}),
+        pytest.param(0, "step", {"checkpoint.backend": "dcp", "ema": {"enabled": True}}, marks=pytest.mark.slow),
+        pytest.param(
+            1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["epochs", pytest.param("steps", marks=pytest.mark.slow)])
+def test_one_rank_fails_where_a_save_takes_all_of_them(
+    mode: str, on_rank: int, where: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = run_processes(uninterrupted, str(tmp_path / "whole"), mode, more, world_size=2)
+    arguments = (str(tmp_path / "parts"), mode, RuntimeError, on_rank, where, more)
+    ends = run_outcomes(failing, *arguments, world_size=2, grace=10.0)
+    assert any(end.error is not None for end in ends)
+    rest = run_processes(resumed, str(tmp_path / "parts"), mode, more, world_size=2)
     for rank in range(2):
         assert rest[rank]["from"] == 4
         assert not differences(rest[rank]["state"], whole[rank]["state"])

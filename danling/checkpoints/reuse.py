@@ -1,0 +1,79 @@
+"""What a save takes over from another one that was made of the same tensors: names, and sums of what is in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.utils.tensors import local_part
+
+from .dcp_plans import flatten
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Tensors that are not written again.
+
+    Attributes:
+        target: Name of the target beside the new one that holds them.
+        names: Their dotted names.
+    """
+
+    target: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class SavedAhead:
+    """A target that was written before an evaluation, whose figures belong to the same state.
+
+    Attributes:
+        target: Its name.
+        step: Committed updates.
+        sums: SHA-256 of what this rank holds of each tensor, by dotted name.
+    """
+
+    target: str
+    step: int
+    sums: dict[str, str]
+
+    def reuse(self, payload: Mapping[str, Any], exchange: Callable[[Any], list[Any]], *, exists: bool) -> Reuse | None:
+        """Return what a later payload has in common with it on every rank, `None` where that is nothing. Call on all ranks.
+
+        Compared is what the tensors hold, so that whatever an evaluation has written to, such as a buffer, is saved again.
+
+        Args:
+            payload: The later state, on the host.
+            exchange: Gathers a value of every rank on all of them.
+            exists: Whether the target is still there, as this rank sees it.
+        """
+        sums = tensor_sums(payload)
+        same = {name for name, value in sums.items() if exists and self.sums.get(name) == value}
+        ranks = exchange((same, sums.keys() - same))
+        names = frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
+        return Reuse(self.target, names) if names else None
+
+
+def tensor_sums(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of what this rank holds of each dense tensor of a state, with dtype and shape, by dotted name.
+
+    Args:
+        payload: The state, on the host.
+    """
+    tensors = {name: leaf for name, leaf in flatten(payload)[0].items() if isinstance(leaf, Tensor)}
+    return {name: _sum(tensor) for name, tensor in tensors.items() if local_part(tensor).layout == torch.strided}
+
+
+def _sum(tensor: Tensor) -> str:
+    local = local_part(tensor)
+    about = f"{tensor.dtype} {tuple(tensor.shape)} {tuple(local.shape)}"
+    plain = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = plain.view(torch.uint8).numpy()
+    digest = hashlib.sha256(about.encode())
+    digest.update(content.data)
+    return digest.hexdigest()
