@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 SYNC_POLICIES = ("every", "last", "last_all_reduce")
 """When the gradients of an accumulation window are reduced; see `set_gradient_sync`."""
@@ -136,3 +142,47 @@ def resolve_dtype(name: Any) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"Expected the name of a dtype, such as 'bf16'. Received: {name!r}.")
     return dtype
+
+
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+
+
+def mixed_precision_policy(given: Any) -> MixedPrecisionPolicy:
+    """Return the policy of `fsdp.mp_policy`.
+
+    Args:
+        given: A policy, a mapping of its fields with dtypes by name, or `None` for the default.
+
+    Raises:
+        ValueError: If it is none of these, or has an unknown field.
+    """
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    known = (*_DTYPES, "cast_forward_inputs")
+    settings = dict(given.items()) if isinstance(given, Mapping) else None
+    if given and (settings is None or any(name not in known for name in settings)):
+        raise ValueError(
+            f"Expected fsdp.mp_policy to be a mapping with keys out of {list(known)}. Received: {given!r}."
+        )
+    values: dict[str, Any] = {
+        name: resolve_dtype(value) if name in _DTYPES else bool(value) for name, value in (settings or {}).items()
+    }
+    return MixedPrecisionPolicy(**values)
+
+
+def offload_policy(given: Any, device: torch.device) -> OffloadPolicy | None:
+    """Return the policy of `fsdp.offload_policy`.
+
+    Args:
+        given: A policy, `"cpu"` or `True`, which keeps shards in host memory, or `None` or `False`, which does not.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if given is None or given is False or isinstance(given, OffloadPolicy):
+        return given or None
+    if given is not True and str(given).lower() != "cpu":
+        raise ValueError(f"Expected fsdp.offload_policy to be 'cpu' or none. Received: fsdp.offload_policy={given!r}.")
+    # Pinned memory exists beside an accelerator only.
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")

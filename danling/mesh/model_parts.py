@@ -86,6 +86,31 @@ def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
     return parts
 
 
+def choose_parts(model: nn.Module, num_parts: int, listed: Sequence[Sequence[str]] | None = None) -> list[list[str]]:
+    """Return the module names of each part: as listed, as the model's `pipeline_modules(num_parts)` says, or dealt out evenly.
+
+    Args:
+        model: The whole model.
+        num_parts: Number of parts.
+        listed: `parallel.module_fqns_per_model_part`.
+
+    Raises:
+        ValueError: If the model's method returns another number of parts, or the model cannot be dealt out.
+    """
+    if listed:
+        return [list(part) for part in listed]
+    own = getattr(model, "pipeline_modules", None)
+    if not callable(own):
+        return even_parts(model, num_parts)
+    parts = [list(part) for part in own(num_parts)]
+    if len(parts) != num_parts:
+        raise ValueError(
+            f"Expected `pipeline_modules({num_parts})` of {type(model).__name__} to return as many lists. Received: "
+            f"{len(parts)}. Correct it, or set parallel.module_fqns_per_model_part."
+        )
+    return parts
+
+
 def check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     """Raise where parts are not a division of the model.
 

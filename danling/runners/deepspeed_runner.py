@@ -53,11 +53,6 @@ class DeepSpeedRunner(DeepSpeedState):
 
     # Evaluation
 
-    def equalize_buffers(self) -> None:
-        if self.data_domain.size > 1:
-            for buffer in (*self.unwrapped_model.buffers(), *self._criterion_tensors("buffers")):
-                self.world.broadcast(buffer)
-
     def _pass_over(self, split: str) -> Iterator[Batch]:
         if not (self.divides_weights and self.distributed):
             yield from super()._pass_over(split)

@@ -19,15 +19,15 @@ class DeepSpeedState(DeepSpeedModel):
 
     def manager_class(self) -> Any:
         """Return what builds the checkpoint manager: tags of the engine under the library's names. Called on all ranks."""
-        return partial(DeepSpeedCheckpointManager, engine=EngineFiles(self.engine, self.engine_stage))
+        return partial(DeepSpeedCheckpointManager, engine=EngineFiles(self.engine, self.preparation.stage))
 
     def build_model_states(self) -> EngineModelStates:
         """Return how the states of a model in an engine are read and put back."""
         return EngineModelStates(
             engine=lambda: self.engine,
-            stage=lambda: self.engine_stage,
+            stage=lambda: self.preparation.stage,
             world_size=self.world_size,
-            group_names=lambda: self._group_names,
+            group_names=lambda: self.preparation.group_names,
             whole_weights=lambda: self.whole_weights(),
             keeps_master_weights=lambda: uses_bf16_weights(self.given_settings),
             trust=lambda: bool(self.config.checkpoint.trust),

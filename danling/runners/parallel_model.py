@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from danling.config.effects import idle_mesh_settings
-from danling.data import derive_seed, preserved_random_state
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches
-from danling.mesh.fsdp import find_blocks, reshard, resolve_dtype, shard
+from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, shard
+from danling.mesh.initialization import initialize_weights
 from danling.mesh.model_parts import (
     ModelParts,
     check_meta,
     check_parts,
-    copied_buffers,
-    even_parts,
+    choose_parts,
     is_meta,
     take_part,
     tie,
     tied_names,
 )
+from danling.mesh.optimizer import keep_kinds_apart, rebind_optimizer
 from danling.mesh.parameter_copies import equalize, mesh_axes
 from danling.mesh.pipeline import Pipeline
+from danling.mesh.preparation import MeshPreparation
+from danling.mesh.recomputation import recompute_blocks, recomputes
 from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
-from danling.mesh.whole import wholly
-from danling.utils.names import canonical_name
-from danling.utils.tensors import is_sharded, shard_like
 
 from .torch_runner import TorchRunner
 
@@ -52,7 +43,7 @@ class ParallelModel(TorchRunner):
 
     topology: Topology
     parallel_context: ParallelContext
-    _recomputes = False
+    preparation: MeshPreparation
 
     # Place
 
@@ -108,28 +99,11 @@ class ParallelModel(TorchRunner):
         """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
         return self.topology.axes.degree(*axes)
 
-    def idle_settings(self) -> list[str]:
-        """Return a sentence for every setting that has no effect in this run, on this mesh.
-
-        No communication: may be called on one rank.
-        """
-        found = super().idle_settings() + idle_mesh_settings(self.config, self.topology.axes.degrees)
-        asked = self.config.parallel.activation_checkpointing and not self._overrides("apply_activation_checkpointing")
-        if asked and not self._recomputes:
-            found.append(
-                "parallel.activation_checkpointing has no effect: the model has no ModuleList whose layers could be computed again. Name "
-                "classes or modules in fsdp.blocks."
-            )
-        return found
-
-    def forward_communicates(self) -> str | None:
-        """Return which axes make a forward or a backward communicate; only `replicate` does not. Called on all ranks."""
-        axes = [
-            f"parallel.axes.{axis}={self.degree(axis)}"
-            for axis in axes_with(forward_communicates=True)
-            if self.degree(axis) > 1
-        ]
-        return ", ".join(axes) or super().forward_communicates()
+    def build_preparation(self) -> MeshPreparation:
+        """Return how the ranks of the mesh hold the model. Called on all ranks."""
+        return MeshPreparation(
+            self.topology, world=self.world, config=self.config, communication=self.communication_of_groups
+        )
 
     # Model
 
@@ -146,14 +120,17 @@ class ParallelModel(TorchRunner):
         self._check_divided(parts)
         for part in parts:
             self._place(part)
-        self._note_recomputed(parts)
+        asked = self.config.parallel.activation_checkpointing and not self._overrides("apply_activation_checkpointing")
+        wraps = any(self.pipeline_domain.gather_objects(recomputes(parts)))
+        self.preparation.recomputes = wraps or not asked
         self.model = parts[0] if self.degree("pipeline") == 1 else ModelParts(parts)
         if isinstance(self.criterion, nn.Module):
             self._check_criterion(self.criterion)
             self.criterion.to(self.device)
         whole = {id(p): p for _, p in self.named_parameters()}
         equalize(self.topology, [*whole.values(), *self.model.buffers()])
-        self._rebind_optimizer(names)
+        if self.optimizer is not None:
+            rebind_optimizer(self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain)
         self._build_ema()
         self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
         if self.degree("pipeline") > 1 and not isinstance(self.pipeline, Pipeline):
@@ -263,20 +240,8 @@ class ParallelModel(TorchRunner):
         The blocks are those of FSDP: the layers of every `ModuleList`, or what `fsdp.blocks` names. Called on all ranks.
         """
         if self.config.parallel.activation_checkpointing:
-            blocks = {id(block) for block in find_blocks(part, self._blocks_here(part)).values()}
-            apply_activation_checkpointing(
-                part, checkpoint_wrapper_fn=self._computed_again, check_fn=lambda module: id(module) in blocks
-            )
-
-    def _computed_again(self, block: nn.Module) -> nn.Module:
-        # What a forward leaves in buffers it has left the first time. Compiled graphs see to that themselves.
-        if self.config.compile.enable or not any(True for _ in block.buffers()):
-            return checkpoint_wrapper(block)
-        return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
-
-    def _note_recomputed(self, parts: Sequence[nn.Module]) -> None:
-        wrapped = any(isinstance(module, CheckpointWrapper) for part in parts for module in part.modules())
-        self._recomputes = any(self.pipeline_domain.gather_objects(wrapped))
+            blocks = find_blocks(part, self._blocks_here(part)).values()
+            recompute_blocks(part, blocks, compiled=self.config.compile.enable)
 
     def _compile_part(self, part: nn.Module) -> None:
         # Block by block: one graph serves all, and FSDP's hooks stay outside.
@@ -307,20 +272,7 @@ class ParallelModel(TorchRunner):
         Raises:
             ValueError: If it is neither, or has an unknown field.
         """
-        given = self.config.fsdp.mp_policy
-        if isinstance(given, MixedPrecisionPolicy):
-            return given
-        dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
-        known = (*dtypes, "cast_forward_inputs")
-        settings = dict(given.items()) if isinstance(given, Mapping) else None
-        if given and (settings is None or any(name not in known for name in settings)):
-            raise ValueError(
-                f"Expected fsdp.mp_policy to be a mapping with keys out of {list(known)}. Received: {given!r}."
-            )
-        values: dict[str, Any] = {
-            name: resolve_dtype(value) if name in dtypes else bool(value) for name, value in (settings or {}).items()
-        }
-        return MixedPrecisionPolicy(**values)
+        return mixed_precision_policy(self.config.fsdp.mp_policy)
 
     def build_offload_policy(self) -> OffloadPolicy | None:
         """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory. Called on all ranks.
@@ -328,15 +280,7 @@ class ParallelModel(TorchRunner):
         Raises:
             ValueError: If it is anything else.
         """
-        given = self.config.fsdp.offload_policy
-        if given is None or given is False or isinstance(given, OffloadPolicy):
-            return given or None
-        if given is not True and str(given).lower() != "cpu":
-            raise ValueError(
-                f"Expected fsdp.offload_policy to be 'cpu' or none. Received: fsdp.offload_policy={given!r}."
-            )
-        # Pinned memory exists beside an accelerator only.
-        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        return offload_policy(self.config.fsdp.offload_policy, self.device)
 
     def initialize_part(self, part: nn.Module) -> None:
         """Give weights to a model, or a part, that was built on the meta device. Called on all ranks.
@@ -347,26 +291,7 @@ class ParallelModel(TorchRunner):
         Raises:
             ValueError: If a module has neither.
         """
-        place = self.topology.coordinate
-        # The seeds of a run depend on this order: modules first, then pieces of tensors.
-        apart = [place[axis] for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
-        with (
-            preserved_random_state(self.device, seed=derive_seed(self.seed, "initialization", *apart)),
-            torch.no_grad(),
-        ):
-            whole = getattr(part, "init_weights", None)
-            if callable(whole):
-                whole()
-                return
-            owners = {name: m for name, m in part.named_modules() if m._parameters or m._buffers}
-            silent = [name or type(m).__name__ for name, m in owners.items() if not hasattr(m, "reset_parameters")]
-            if silent:
-                raise ValueError(
-                    f"Expected a model that was built on the meta device to have `init_weights()`, or `reset_parameters()` on every module "
-                    f"with parameters. Received: none on {', '.join(silent[:5])}. Write it, or build the model on a real device."
-                )
-            for module in owners.values():
-                module.reset_parameters()
+        initialize_weights(part, self.topology, seed=self.seed)
 
     # Pipeline
 
@@ -375,24 +300,10 @@ class ParallelModel(TorchRunner):
 
         Their parameters must be named as in the whole model, since checkpoints are written under these names.
         """
-        self._part_names = self._choose_parts()
+        listed = self.config.parallel.module_fqns_per_model_part
+        self._part_names = choose_parts(self.model, self.stage_plan.number, listed)
         check_parts(self.model, self._part_names)
         return [self.build_pipeline_model_part(stage) for stage in self.stage_plan.indices]
-
-    def _choose_parts(self) -> list[list[str]]:
-        listed = self.config.parallel.module_fqns_per_model_part
-        if listed:
-            return [list(part) for part in listed]
-        own = getattr(self.model, "pipeline_modules", None)
-        if not callable(own):
-            return even_parts(self.model, self.stage_plan.number)
-        parts = [list(part) for part in own(self.stage_plan.number)]
-        if len(parts) != self.stage_plan.number:
-            raise ValueError(
-                f"Expected `pipeline_modules({self.stage_plan.number})` of {type(self.model).__name__} to return as many lists. Received: "
-                f"{len(parts)}. Correct it, or set parallel.module_fqns_per_model_part."
-            )
-        return parts
 
     def build_pipeline_model_part(self, stage: int) -> nn.Module:
         """Return the model of one stage: the modules of other stages become `nn.Identity`. Called on all ranks.
@@ -424,32 +335,7 @@ class ParallelModel(TorchRunner):
             device=self.device,
         )
 
-    def whole_weights(self, *, modify: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which the weights are whole; see `TorchRunner.whole_weights`. Enter on all ranks.
-
-        Args:
-            modify: Give all ranks on exit what the first rank that holds a weight has written to it.
-        """
-        return self._whole_weights(modify)
-
-    @contextmanager
-    def _whole_weights(self, modify: bool) -> Iterator[None]:
-        reshard(self.model)
-        with wholly(self.model) as pairs, torch.no_grad():
-            yield
-            if modify:
-                equalize(self.topology, [full for _, full in pairs])
-                for held, full in pairs:
-                    held.copy_(shard_like(full, held))
-
     # Optimizer
-
-    def whole_parameters(self) -> dict[str, bool] | None:
-        """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline. Called on all ranks."""
-        if self.degree("pipeline") == 1:
-            return None
-        mine = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        return {name: value for part in self.pipeline_domain.gather_objects(mine) for name, value in part.items()}
 
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over what this rank holds, each parameter once. Called on all ranks."""
@@ -457,43 +343,8 @@ class ParallelModel(TorchRunner):
         keep_kinds_apart(optimizer)
         return optimizer
 
-    def _rebind_optimizer(self, names: Mapping[int, str]) -> None:
-        """Point an optimizer that the user made in `__init__` at the parameters that stand where his were."""
-        if self.optimizer is None:
-            return
-        now = {canonical_name(name): parameter for name, parameter in self.model.named_parameters()}
-        kept = {id(parameter) for _, parameter in self.named_parameters()}
-        if self.optimizer.state:
-            raise ValueError(
-                "Expected an optimizer without a state at the end of __init__: the parallel stack replaces the parameters it was made for. "
-                f"Received: a {type(self.optimizer).__name__} that has stepped. Let the runner restore it from a checkpoint."
-            )
-        trained = 0
-        for group in self.optimizer.param_groups:
-            # A parameter of another stage has no successor here.
-            found = [now.get(names[id(p)]) if id(p) in names else p for p in group["params"]]
-            group["params"] = [p for p in found if p is not None]
-            trained += sum(id(p) in kept for p in group["params"])
-        if not sum(self.pipeline_domain.gather_objects(trained)):
-            raise ValueError(
-                f"Expected an optimizer over parameters of the model. Received: a {type(self.optimizer).__name__} that would train "
-                "nothing. Make it over self.model.parameters(), after the model is complete, or set `optim.type` and let the runner "
-                "build it."
-            )
-        keep_kinds_apart(self.optimizer)
-
 
 def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:
     return ValueError(
         f"Expected `{hook}` to return {what}. Received: {received!r}. Return that of super().{hook}(...)."
     )
-
-
-def keep_kinds_apart(optimizer: Any) -> None:
-    """Update parameters one by one where those of a group lie on different meshes, since one call cannot take them together."""
-    for group in optimizer.param_groups:
-        kinds = {p.device_mesh if is_sharded(p) else None for p in group["params"]}
-        if len(kinds) > 1:
-            for option in ("foreach", "fused"):
-                if option in group:
-                    group[option] = False

@@ -7,7 +7,6 @@ from typing import Any
 from danling.checkpoints import FileCheckpointManager, TorchDistributedCheckpointManager
 from danling.mesh import axes_with
 from danling.mesh.model_states import ShardedModelStates
-from danling.mesh.parameter_copies import equalize
 from danling.training.model_states import ModelStates
 
 from .parallel_model import ParallelModel
@@ -31,10 +30,6 @@ class ParallelState(ParallelModel):
                 "by `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`."
             )
         return FileCheckpointManager
-
-    def equalize_buffers(self) -> None:
-        """Give all ranks that share a part of the model the buffers of the first of them. Call on all ranks."""
-        equalize(self.topology, [*self.model.buffers(), *self._criterion_tensors("buffers")])
 
     keeps_streams = True
 

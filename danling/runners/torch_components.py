@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,10 @@ from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import idle_settings
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
-from danling.optim import OPTIMIZERS, SCHEDULERS, build_param_groups, needs_metric
+from danling.optim.building import build_optimizer, build_scheduler, check_metric_of_schedule, scheduler_interval
 from danling.supervision import is_out_of_memory
 from danling.training import EMA, Compilation, Coverage, LabelShift, MemoryRetry, Precision, Window
-from danling.utils.names import canonical_name
-
-from .base_runner import RESERVED_FIGURES, BaseRunner
-from .component_checks import (
+from danling.training.component_checks import (
     check_criterion,
     check_mapping,
     check_metrics,
@@ -31,12 +27,14 @@ from .component_checks import (
     check_optimizer,
     check_passes,
     check_scheduler,
-    misnamed,
+    misnamed_overrides,
 )
+from danling.training.preparation import ModelPreparation
+from danling.utils.names import canonical_name
+
+from .base_runner import RESERVED_FIGURES, BaseRunner
 
 logger = logging.getLogger("danling")
-
-_SCHEDULER_KEYS = ("interval", "monitor")
 
 
 class TorchComponents(BaseRunner):
@@ -51,14 +49,14 @@ class TorchComponents(BaseRunner):
     ballot: Ballot
     metric_set: MetricSet
 
-    # What a hook that is overridden with nothing leaves as it is.
-    _wrapped_for: int | None = None
+    preparation: ModelPreparation
 
     def prepare_components(self) -> None:
         """Move and wrap the model, build optimizer, scheduler and loaders. Called on all ranks.
 
         Bad input is refused before the first file is written.
         """
+        self.preparation = self.build_preparation()
         self._check_components()
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
@@ -77,18 +75,16 @@ class TorchComponents(BaseRunner):
     def __post_init__(self) -> None:
         """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
         super().__post_init__()
-        self._constructed = ref(self.model)
+        self.preparation.note_constructed(self.model)
         self._check_effects()
 
     memory_retry: MemoryRetry | None = None
     """Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`."""
-    _broadcasts_buffers: bool = False
-    """Whether the buffers of the first rank go to the others before an update, where DistributedDataParallel must not do it."""
 
     def _build_memory_retry(self) -> MemoryRetry | None:
         if not self.finds_micro_batch_size:
             return None
-        reason = self.forward_communicates()
+        reason = self.preparation.forward_communicates(self.unwrapped_model)
         if reason is not None:
             raise ValueError(
                 "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
@@ -97,26 +93,20 @@ class TorchComponents(BaseRunner):
             )
         return MemoryRetry(self.optimizer_domain, self.device, is_out_of_memory)
 
-    def forward_communicates(self) -> str | None:
-        """Return what makes a forward or a backward communicate, besides DistributedDataParallel; `None` where nothing does.
+    def build_preparation(self) -> ModelPreparation:
+        """Return how the stack prepares the model: what wraps it, and where its weights are whole. Called on all ranks."""
+        return ModelPreparation(self.world, communication=self.communication_of_groups)
 
-        Called on all ranks.
-        """
-        if self.config.ft.enabled:
-            return "ft.enabled=True"
-        synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.unwrapped_model.modules())
-        return "SyncBatchNorm" if synced and self.distributed else None
+    @property
+    def communication_of_groups(self) -> str | None:
+        """What makes every forward communicate: an update that replica groups agree on."""
+        return "ft.enabled=True" if self.config.ft.enabled else None
 
     def _check_wrapped(self) -> None:
-        """Refuse a model whose gradients nobody would reduce: of a `materialize_model` that does not wrap it."""
-        trained = any(parameter.requires_grad for _, parameter in self.named_parameters())
-        reduced = isinstance(self.model, DistributedDataParallel) or self._wrapped_for is not None
-        own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
-        if self.stack == "ddp" and self.distributed and trained and not reduced and not own:
-            raise ValueError(
-                "Expected `materialize_model` to wrap the model for the gradients of several ranks. Received: a model that is not wrapped. "
-                "Call super().materialize_model() in it, or self.model = self.wrap_model(self.model)."
-            )
+        if self.stack == "ddp":
+            trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
+            own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
+            self.preparation.check_reduced(self.model, trains=trains, reduced_by_user=own)
 
     def _check_effects(self) -> None:
         """Refuse a scheduler that nothing would advance, and warn of settings that nothing reads. Called on all ranks."""
@@ -139,19 +129,10 @@ class TorchComponents(BaseRunner):
         Raises:
             ValueError: If it is such a one.
         """
-        if self.scheduler is None or not needs_metric(self.scheduler):
-            return
-        kind = type(self.scheduler).__name__
-        if self.scheduler_interval() == "step":
-            raise ValueError(
-                f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which goes by a figure of evaluation. "
-                "Received: scheduler.interval='step'. Unset it."
-            )
-        if not evaluates and "monitor" not in self.config.get("scheduler", {}):
-            raise ValueError(
-                f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
-                "set scheduler.monitor to a figure of training, such as 'train.loss'."
-            )
+        monitors = "monitor" in self.config.get("scheduler", {})
+        check_metric_of_schedule(
+            self.scheduler, interval=self.scheduler_interval(), evaluates=evaluates, monitors=monitors
+        )
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting that has no effect in this run.
@@ -169,8 +150,9 @@ class TorchComponents(BaseRunner):
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
                 divides_updates=not self.train_splits or any(self.update_division(s) for s in self.train_splits),
             ),
+            *self.preparation.unused_settings(),
             *self._endless_streams(),
-            *misnamed(type(self), vars(self), self._unset()),
+            *misnamed_overrides(type(self), vars(self), self._unset()),
         ]
 
     def _endless_streams(self) -> list[str]:
@@ -243,7 +225,7 @@ class TorchComponents(BaseRunner):
         self._build_ema()
         self.compile_modules([self.model])
         self._wrap()
-        self._wrapped_for = self._trained_count()
+        self.preparation.note_wrapped(self.unwrapped_model)
         if isinstance(self.model, DistributedDataParallel):
             # As the wrapper does with the model's.
             for parameter in self._criterion_tensors("parameters"):
@@ -274,9 +256,6 @@ class TorchComponents(BaseRunner):
         for module in modules:
             self.compilation.compile(module)
 
-    _constructed: ReferenceType[nn.Module] | None = None
-    """The model as construction has left it, which optimizer, averages and gradient reduction belong to."""
-
     _said_coverage: bool = False
 
     def check_coverage(self) -> None:
@@ -289,12 +268,8 @@ class TorchComponents(BaseRunner):
         mine = Coverage.of(self.named_parameters(), self.optimized_parameters())
         whole = Coverage.joined(self.world.gather_objects(mine))
         whole.check(kind)
-        built = self._constructed() if self._constructed is not None else self.model
-        if self.model is not built and (self.distributed or self.ema is not None or self.stack != "ddp"):
-            raise ValueError(
-                f"Expected the model that the runner was constructed with, which gradients are reduced and averaged weights kept for. "
-                f"Received: another one, a {type(self.model).__name__}. Assign `self.model` in __init__."
-            )
+        if self.distributed or self.ema is not None or self.stack != "ddp":
+            self.preparation.check_constructed(self.model)
         if self.is_main_process and not self._said_coverage:
             for message in whole.warnings(kind):
                 logger.warning("%s", message)
@@ -302,21 +277,18 @@ class TorchComponents(BaseRunner):
 
     def optimized_parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def _trained_count(self) -> int:
-        return sum(parameter.requires_grad for parameter in self.unwrapped_model.parameters())
+        return self.preparation.optimized_parameters(self.optimizer)
 
     def follow_freezing(self) -> None:
         """Wrap the model anew where other parameters are trained than when it was wrapped. Call on all ranks, between updates.
 
         DistributedDataParallel reduces what required a gradient at construction, and nothing else.
         """
-        if self.distributed and self._wrapped_for is not None and self._trained_count() != self._wrapped_for:
+        if self.preparation.trainables_changed(self.unwrapped_model):
             self.model = self.unwrap(self.model)
             self._wrap()
-            self._constructed = ref(self.model)
-            self._wrapped_for = self._trained_count()
+            self.preparation.note_constructed(self.model)
+            self.preparation.note_wrapped(self.unwrapped_model)
 
     def _wrap(self) -> None:
         # DistributedDataParallel reads the compiler's setting as well.
@@ -329,18 +301,9 @@ class TorchComponents(BaseRunner):
         Args:
             model: The model, on its device.
         """
-        if not self.distributed or not any(parameter.requires_grad for parameter in model.parameters()):
-            return model
-        options = self.ddp_kwargs()
-        if self.memory_retry is not None:
-            if options.get("static_graph"):
-                raise ValueError(
-                    "Expected DistributedDataParallel without a static graph: with dataloader.micro_batch_size='auto' gradients are "
-                    "reduced after the backward. Received: static_graph=True from ddp_kwargs. Set a number, or leave static_graph out."
-                )
-            self._broadcasts_buffers = options.get("broadcast_buffers", True)
-            options = {**options, "broadcast_buffers": False}
-        return DistributedDataParallel(model, **options)
+        several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
+        options = self.ddp_kwargs() if several else {}
+        return self.preparation.wrap(model, options, reduces_later=self.memory_retry is not None)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""
@@ -352,7 +315,8 @@ class TorchComponents(BaseRunner):
         Args:
             model: The model, wrapped or not.
         """
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        # The user's `__init__` may ask before anything is prepared.
+        return self.preparation.unwrap(model) if "preparation" in vars(self) else model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion.
@@ -375,22 +339,14 @@ class TorchComponents(BaseRunner):
             modify: Give all ranks on exit what the first rank that holds a weight has written to it; else what is written is lost where
                 weights are divided, and differs from rank to rank where they are not.
         """
-        return self._equalized_weights() if modify and self.distributed else nullcontext()
-
-    @contextmanager
-    def _equalized_weights(self) -> Iterator[None]:
-        yield
-        for parameter in self.unwrapped_model.parameters():
-            self.world.broadcast(parameter.data)
+        return self.preparation.whole_weights(self.unwrapped_model, modify=modify)
 
     def equalize_buffers(self) -> None:
-        """Give all ranks the buffers of the first one. Call on all ranks.
+        """Give the ranks that share a part of the model the buffers of the first of them. Call on all ranks.
 
         DistributedDataParallel does it at the next training forward; until then those of the other ranks are their own.
         """
-        if isinstance(self.model, DistributedDataParallel):
-            for buffer in (*self.model.module.buffers(), *self._criterion_tensors("buffers")):
-                self.world.broadcast(buffer)
+        self.preparation.broadcast_buffers(self.model, self._criterion_tensors("buffers"))
 
     def _criterion_tensors(self, kind: str) -> list[Tensor]:
         return list(getattr(self.criterion, kind)()) if isinstance(self.criterion, nn.Module) else []
@@ -399,32 +355,12 @@ class TorchComponents(BaseRunner):
 
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
-        settings = dict(self.config.optim.items())
-        groups = settings.pop("param_groups", None)
-        whole = self.whole_parameters()
-        if groups:
-            bases = {name: settings.get(name) for name in ("lr", "weight_decay", "betas")}
-            params: Any = build_param_groups(self.named_parameters(), groups=groups, whole=whole, **bases)
-        else:
-            params = [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
-        if whole is not None and any(whole.values()) and not _trains_here(params):
-            return self._build_idle_optimizer(params, settings)
-        return OPTIMIZERS.build(params=params, **settings)
-
-    def _build_idle_optimizer(self, params: list[Any], settings: dict[str, Any]) -> Optimizer:
-        # Everything that is trained lies on other ranks, which torch does not foresee.
-        stand_in = nn.Parameter(torch.zeros((), device=self.device))
-        groups = params or [{"params": []}]
-        optimizer = OPTIMIZERS.build(params=[{**groups[0], "params": [stand_in]}, *groups[1:]], **settings)
-        optimizer.param_groups[0]["params"] = []
-        return optimizer
-
-    def whole_parameters(self) -> dict[str, bool] | None:
-        """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`.
-
-        Called on all ranks.
-        """
-        return None
+        return build_optimizer(
+            dict(self.config.optim.items()),
+            self.named_parameters,
+            device=self.device,
+            whole=self.preparation.whole_parameters(self.named_parameters()),
+        )
 
     def build_scheduler(self) -> Any:
         """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length. Called on all ranks.
@@ -432,18 +368,8 @@ class TorchComponents(BaseRunner):
         Returns:
             `None` without such a section.
         """
-        if not self.config.get("scheduler", None):
-            return None
-        settings = {key: value for key, value in self.config.scheduler.items() if key not in _SCHEDULER_KEYS}
-        if "type" not in settings:
-            received = ", ".join(f"scheduler.{name}={value!r}" for name, value in settings.items()) or "none"
-            raise ValueError(
-                f"Expected scheduler.type beside other keys of the section. Received: {received}. Set scheduler.type, such as to 'cosine'."
-            )
-        length = self.epochs if self.scheduler_interval(settings.get("type", "")) == "epoch" else self.steps
-        if length is not None and "total_steps" not in settings and SCHEDULERS.accepts(settings["type"], "total_steps"):
-            settings["total_steps"] = length
-        return SCHEDULERS.build(self.optimizer, **settings)
+        settings = self.config.get("scheduler", None) or {}
+        return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs)
 
     def scheduler_interval(self, name: str = "") -> str:
         """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`. No communication: may be called on one rank.
@@ -451,18 +377,11 @@ class TorchComponents(BaseRunner):
         Args:
             name: Type of a schedule that is not built yet.
         """
-        asked = self.config.scheduler.get("interval", None) if "scheduler" in self.config else None
-        if asked:
-            return str(asked)
-        metric = needs_metric(self.scheduler) if self.scheduler is not None else "plateau" in name.lower()
-        return "epoch" if metric else "step"
+        settings = self.config.scheduler if "scheduler" in self.config else {}
+        return scheduler_interval(settings, self.scheduler, name=name)
 
     # Contexts
 
     def forward_context(self) -> Any:
         """Return the context of a forward: autocast of `config.precision`. Called on all ranks."""
         return self.precision.autocast()
-
-
-def _trains_here(params: list[Any]) -> bool:
-    return any(not isinstance(entry, dict) or entry["params"] for entry in params)

@@ -36,10 +36,10 @@ from danling.training import (
     unpack_batch,
     unweighed,
 )
+from danling.training.component_checks import check_metrics
 from danling.utils.names import canonical_name
 
 from .base_runner import RESERVED_FIGURES
-from .component_checks import check_metrics
 from .runner_data import check_named_once
 from .torch_state import TorchState
 

@@ -386,7 +386,7 @@ class TorchRunner(TorchWatch):
 
     def _open_alike(self, held: int) -> None:
         """Do before an update what ranks otherwise do together within it: all of them have to come through it alone."""
-        if self._broadcasts_buffers:
+        if self.preparation.broadcasts_buffers:
             self.equalize_buffers()
         if self.window.agreed_reference is None and self.optimizer_domain.size > 1:
             self.window.agreed_reference = float(held)

@@ -177,7 +177,7 @@ def check_metrics(metrics: Any, reserved: Iterable[str]) -> None:
         )
 
 
-def misnamed(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
+def misnamed_overrides(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
     """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not.
 
     Args:

@@ -1,0 +1,43 @@
+"""Weights for a model, or a part of one, that was built on the meta device."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from danling.data import derive_seed, preserved_random_state
+
+from .axes import axes_with
+from .topology import Topology
+
+
+def initialize_weights(part: nn.Module, topology: Topology, *, seed: int) -> None:
+    """Call the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of its own.
+
+    Each coordinate draws from streams of its own; copies are made equal afterwards.
+
+    Args:
+        part: The model, whose tensors have memory and no values.
+        topology: The place of this rank.
+        seed: Base seed of the run.
+
+    Raises:
+        ValueError: If a module has neither.
+    """
+    # The seeds of a run depend on this order: modules first, then pieces of tensors.
+    axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
+    own_seed = derive_seed(seed, "initialization", *(topology.coordinate[axis] for axis in axes))
+    with preserved_random_state(topology.device, seed=own_seed), torch.no_grad():
+        whole = getattr(part, "init_weights", None)
+        if callable(whole):
+            whole()
+            return
+        owners = {name: m for name, m in part.named_modules() if m._parameters or m._buffers}
+        silent = [name or type(m).__name__ for name, m in owners.items() if not hasattr(m, "reset_parameters")]
+        if silent:
+            raise ValueError(
+                f"Expected a model that was built on the meta device to have `init_weights()`, or `reset_parameters()` on every module "
+                f"with parameters. Received: none on {', '.join(silent[:5])}. Write it, or build the model on a real device."
+            )
+        for module in owners.values():
+            module.reset_parameters()

@@ -1,0 +1,85 @@
+"""How a device mesh prepares the user's model: its weights lie in parts on the ranks, and a forward is a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danling.config import RunnerConfig
+from danling.config.effects import idle_mesh_settings
+from danling.distributed import Domain
+from danling.training.preparation import ModelPreparation, NamedParameters
+from danling.utils.tensors import shard_like
+
+from .axes import axes_with
+from .fsdp import reshard
+from .parameter_copies import equalize
+from .topology import Topology
+from .whole import wholly
+
+
+class MeshPreparation(ModelPreparation):
+    """The model as the ranks of a mesh hold it.
+
+    Args:
+        topology: The place of this rank.
+        world: All ranks.
+        config: The configuration, for the settings that have no effect.
+        communication: As `ModelPreparation`.
+    """
+
+    def __init__(
+        self, topology: Topology, *, world: Domain, config: RunnerConfig, communication: str | None = None
+    ) -> None:
+        super().__init__(world, communication=communication)
+        self.topology = topology
+        self.pipeline = topology.domain("pipeline")
+        self.config = config
+        self.recomputes = True
+        """Whether the activations of some block are computed again in the backward, where that is asked for."""
+
+    def forward_communicates(self, model: nn.Module) -> str | None:
+        """Return which axes make a forward or a backward communicate; `None` where nothing does."""
+        degrees = self.topology.axes.degrees
+        active = [axis for axis in axes_with(forward_communicates=True) if degrees[axis] > 1]
+        listed = ", ".join(f"parallel.axes.{axis}={degrees[axis]}" for axis in active)
+        return listed or super().forward_communicates(model)
+
+    def whole_parameters(self, named: NamedParameters) -> dict[str, bool] | None:
+        """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline."""
+        if self.topology.axes.degree(*axes_with(cuts_modules=True)) == 1:
+            return None
+        mine = {name: parameter.requires_grad for name, parameter in named}
+        return {name: value for part in self.pipeline.gather_objects(mine) for name, value in part.items()}
+
+    def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
+        """Return a context in which the parameters of this rank's part of the model are plain tensors of full shape."""
+        return self._whole_weights(model, modify)
+
+    @contextmanager
+    def _whole_weights(self, model: nn.Module, modify: bool) -> Iterator[None]:
+        reshard(model)
+        with wholly(model) as pairs, torch.no_grad():
+            yield
+            if modify:
+                equalize(self.topology, [full for _, full in pairs])
+                for held, full in pairs:
+                    held.copy_(shard_like(full, held))
+
+    def broadcast_buffers(self, model: Any, more: Sequence[Tensor] = ()) -> None:
+        """Give all ranks that share a part of the model the buffers of the first of them."""
+        equalize(self.topology, [*model.buffers(), *more])
+
+    def unused_settings(self) -> list[str]:
+        """Return a sentence for every setting of the mesh that has no effect in this run. May be called on one rank."""
+        found = idle_mesh_settings(self.config, self.topology.axes.degrees)
+        if not self.recomputes:
+            found.append(
+                "parallel.activation_checkpointing has no effect: the model has no ModuleList whose layers could be computed again. Name "
+                "classes or modules in fsdp.blocks."
+            )
+        return found

@@ -1,0 +1,121 @@
+"""An optimizer and a schedule out of the configuration, and what a schedule needs to advance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .optimizers import OPTIMIZERS
+from .param_groups import build_param_groups
+from .schedulers import SCHEDULERS, needs_metric
+
+_SCHEDULER_KEYS = ("interval", "monitor")
+"""Keys of the section `scheduler` that are the runner's and not the schedule's."""
+
+
+def build_optimizer(
+    settings: Mapping[str, Any],
+    named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+    *,
+    device: torch.device,
+    whole: Mapping[str, bool] | None = None,
+) -> Optimizer:
+    """Return the optimizer of the section `optim` over the parameters that require a gradient.
+
+    Args:
+        settings: The section.
+        named_parameters: Returns the parameters that this rank holds, by name.
+        device: Where a stand-in is made if this rank holds nothing that is trained, which torch does not foresee.
+        whole: All names of a model that this rank holds a part of, and whether they are trained; `None` where it holds all of it.
+    """
+    options = dict(settings)
+    groups = options.pop("param_groups", None)
+    if groups:
+        bases = {name: options.get(name) for name in ("lr", "weight_decay", "betas")}
+        params: list[Any] = build_param_groups(named_parameters(), groups=groups, whole=whole, **bases)
+    else:
+        params = [parameter for _, parameter in named_parameters() if parameter.requires_grad]
+    trains_here = any(not isinstance(entry, dict) or entry["params"] for entry in params)
+    if whole is None or trains_here or not any(whole.values()):
+        return OPTIMIZERS.build(params=params, **options)
+    return _without_parameters(params or [{"params": []}], options, device)
+
+
+def _without_parameters(groups: list[Any], options: dict[str, Any], device: torch.device) -> Optimizer:
+    """Return an optimizer with these groups, all of which are empty on this rank."""
+    stand_in = nn.Parameter(torch.zeros((), device=device))
+    optimizer = OPTIMIZERS.build(params=[{**groups[0], "params": [stand_in]}, *groups[1:]], **options)
+    optimizer.param_groups[0]["params"] = []
+    return optimizer
+
+
+def build_scheduler(settings: Mapping[str, Any], optimizer: Any, *, steps: int | None, epochs: int | None) -> Any:
+    """Return the schedule of the section `scheduler`; one over the whole run is given its length.
+
+    Args:
+        settings: The section; `None` is returned for an empty one.
+        optimizer: Whose learning rates it moves.
+        steps: Updates of the run, `None` when not known.
+        epochs: Epochs of the run, `None` in step mode.
+
+    Raises:
+        ValueError: If the section names no type.
+    """
+    if not settings:
+        return None
+    options = {key: value for key, value in settings.items() if key not in _SCHEDULER_KEYS}
+    if "type" not in options:
+        received = ", ".join(f"scheduler.{name}={value!r}" for name, value in options.items()) or "none"
+        raise ValueError(
+            f"Expected scheduler.type beside other keys of the section. Received: {received}. Set scheduler.type, such as to 'cosine'."
+        )
+    length = epochs if scheduler_interval(settings, name=options["type"]) == "epoch" else steps
+    if length is not None and "total_steps" not in options and SCHEDULERS.accepts(options["type"], "total_steps"):
+        options["total_steps"] = length
+    return SCHEDULERS.build(optimizer, **options)
+
+
+def scheduler_interval(settings: Mapping[str, Any], scheduler: Any = None, *, name: str = "") -> str:
+    """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`.
+
+    Args:
+        settings: The section `scheduler`, whose key `interval` decides.
+        scheduler: The schedule; by default one that goes by a metric advances once an epoch, others once an update.
+        name: Type of a schedule that is not built yet.
+    """
+    asked = settings.get("interval", None)
+    if asked:
+        return str(asked)
+    by_metric = needs_metric(scheduler) if scheduler is not None else "plateau" in name.lower()
+    return "epoch" if by_metric else "step"
+
+
+def check_metric_of_schedule(scheduler: Any, *, interval: str, evaluates: bool, monitors: bool) -> None:
+    """Refuse a schedule that goes by a metric which is never computed.
+
+    Args:
+        scheduler: The schedule, or `None`.
+        interval: When it advances.
+        evaluates: Whether the run evaluates a split.
+        monitors: Whether `scheduler.monitor` names the metric.
+
+    Raises:
+        ValueError: If it is such a one.
+    """
+    if scheduler is None or not needs_metric(scheduler):
+        return
+    kind = type(scheduler).__name__
+    if interval == "step":
+        raise ValueError(
+            f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which goes by a figure of evaluation. "
+            "Received: scheduler.interval='step'. Unset it."
+        )
+    if not evaluates and not monitors:
+        raise ValueError(
+            f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
+            "set scheduler.monitor to a figure of training, such as 'train.loss'."
+        )

@@ -1,0 +1,159 @@
+"""How a stack prepares the user's model: what wraps it, what is trained of it, and where its weights are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from danling.distributed import Domain
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+class ModelPreparation:
+    """The model as one process, or DistributedDataParallel over several, trains it.
+
+    A stack whose model is prepared otherwise hands over a subclass: a device mesh, an engine. The model is passed to each method, since
+    a user may replace it.
+
+    Args:
+        world: All ranks.
+        communication: What makes a forward communicate in any case, such as `"ft.enabled=True"`; `None` if nothing does.
+    """
+
+    def __init__(self, world: Domain, *, communication: str | None = None) -> None:
+        self.world = world
+        self.communication = communication
+        self.broadcasts_buffers = False
+        """Whether the buffers of the first rank go to the others before an update, where the wrapper must not do it."""
+        self._trained_when_wrapped: int | None = None
+        self._constructed: ReferenceType[nn.Module] | None = None
+
+    # Wrapping
+
+    def wrap(self, model: nn.Module, options: Mapping[str, Any], *, reduces_later: bool = False) -> nn.Module:
+        """Return the model in DistributedDataParallel when there are several ranks and something to train.
+
+        Args:
+            model: The model, on its device.
+            options: Arguments of DistributedDataParallel.
+            reduces_later: Whether gradients are reduced after the backward, so that an update can be made again.
+
+        Raises:
+            ValueError: If a static graph is asked for, which cannot be reduced later.
+        """
+        if self.world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        if not reduces_later:
+            return DistributedDataParallel(model, **options)
+        if options.get("static_graph"):
+            raise ValueError(
+                "Expected DistributedDataParallel without a static graph: with dataloader.micro_batch_size='auto' gradients are "
+                "reduced after the backward. Received: static_graph=True from ddp_kwargs. Set a number, or leave static_graph out."
+            )
+        self.broadcasts_buffers = options.get("broadcast_buffers", True)
+        return DistributedDataParallel(model, **{**options, "broadcast_buffers": False})
+
+    def unwrap(self, model: Any) -> Any:
+        """Return the user's module out of the model that training calls. May be called on one rank."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def note_wrapped(self, model: nn.Module) -> None:
+        """Note how much of a model is trained when it is wrapped: the wrapper reduces that and nothing else."""
+        self._trained_when_wrapped = _trained_count(model)
+
+    def trainables_changed(self, model: nn.Module) -> bool:
+        """Return whether the model must be wrapped anew, because other parameters are trained than when it was wrapped."""
+        noted = self._trained_when_wrapped
+        return self.world.size > 1 and noted is not None and _trained_count(model) != noted
+
+    def check_reduced(self, model: Any, *, trains: bool, reduced_by_user: bool) -> None:
+        """Refuse a model whose gradients nobody would reduce.
+
+        Args:
+            model: The model that training calls.
+            trains: Whether something of it is trained.
+            reduced_by_user: Whether the user's own hooks reduce the gradients.
+
+        Raises:
+            ValueError: If there are several ranks and no wrapper.
+        """
+        reduced = isinstance(model, DistributedDataParallel) or self._trained_when_wrapped is not None
+        if self.world.size > 1 and trains and not reduced and not reduced_by_user:
+            raise ValueError(
+                "Expected `materialize_model` to wrap the model for the gradients of several ranks. Received: a model that is not wrapped. "
+                "Call super().materialize_model() in it, or self.model = self.wrap_model(self.model)."
+            )
+
+    def note_constructed(self, model: nn.Module) -> None:
+        """Note the model that optimizer, averages and gradient reduction belong to."""
+        self._constructed = ref(model)
+
+    def check_constructed(self, model: nn.Module) -> None:
+        """Refuse another model than that of construction.
+
+        Raises:
+            ValueError: If it was replaced.
+        """
+        built = self._constructed() if self._constructed is not None else model
+        if model is not built:
+            raise ValueError(
+                f"Expected the model that the runner was constructed with, which gradients are reduced and averaged weights kept for. "
+                f"Received: another one, a {type(model).__name__}. Assign `self.model` in __init__."
+            )
+
+    # What a forward and an update find
+
+    def forward_communicates(self, model: nn.Module) -> str | None:
+        """Return what makes a forward or a backward communicate, besides DistributedDataParallel; `None` where nothing does."""
+        if self.communication is not None:
+            return self.communication
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        return "SyncBatchNorm" if synced and self.world.size > 1 else None
+
+    def optimized_parameters(self, optimizer: Any) -> list[nn.Parameter]:
+        """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def whole_parameters(self, named: NamedParameters) -> dict[str, bool] | None:
+        """Return all parameter names of a model that this rank holds a part of, and whether they are trained; else `None`."""
+        return None
+
+    def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
+        """Return a context in which every rank has the weights whole.
+
+        Args:
+            model: The user's module.
+            modify: Give all ranks on exit what the first rank that holds a weight has written to it.
+        """
+        return self._broadcast_weights(model) if modify and self.world.size > 1 else nullcontext()
+
+    @contextmanager
+    def _broadcast_weights(self, model: nn.Module) -> Iterator[None]:
+        yield
+        for parameter in model.parameters():
+            self.world.broadcast(parameter.data)
+
+    def broadcast_buffers(self, model: Any, more: Sequence[Tensor] = ()) -> None:
+        """Give all ranks the buffers of the first one, which DistributedDataParallel does at the next training forward only.
+
+        Args:
+            model: The model that training calls.
+            more: Buffers beside it, such as those of a criterion.
+        """
+        if isinstance(model, DistributedDataParallel):
+            for buffer in (*model.module.buffers(), *more):
+                self.world.broadcast(buffer)
+
+    def unused_settings(self) -> list[str]:
+        """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""
+        return []
+
+
+def _trained_count(model: nn.Module) -> int:
+    return sum(parameter.requires_grad for parameter in model.parameters())

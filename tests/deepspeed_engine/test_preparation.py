@@ -1,0 +1,59 @@
+"""What an engine refuses, and what is known of a model before there is one; the engine itself is run by the tests of the stack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from danling.deepspeed.preparation import (
+    EnginePreparation,
+    check_criterion,
+    check_dtype,
+    check_optimizer,
+    trained_names,
+)
+from danling.distributed import LocalDomain
+
+
+def preparation(async_mode: str | None = None) -> EnginePreparation:
+    """Of one process, without an engine."""
+    return EnginePreparation(LocalDomain(), LocalDomain(), stack="deepspeed", async_mode=async_mode)
+
+
+def test_before_there_is_an_engine_the_model_is_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    prepared = preparation()
+    assert prepared.wrap(model, {}) is model and prepared.unwrap(model) is model
+    assert not prepared.divides_weights and not prepared.trainables_changed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert prepared.optimized_parameters(optimizer) == list(model.parameters())
+    prepared.release()
+
+
+def test_a_forward_of_an_engine_communicates() -> None:
+    assert preparation().forward_communicates(nn.Identity()) == "stack='deepspeed'"
+
+
+@pytest.mark.parametrize(("mode", "number"), [(None, 0), ("disabled", 0), ("async", 1), ("async_with_pinned_mem", 1)])
+def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> None:
+    assert [mode in line for line in preparation(mode).unused_settings() if mode] == [True] * number
+
+
+def test_trained_names() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    assert trained_names(model) == {"0.weight", "0.bias"}
+
+
+def test_what_an_engine_refuses() -> None:
+    with pytest.raises(ValueError, match="PReLU with 1"):
+        check_criterion(nn.PReLU())
+    for criterion in (None, nn.CrossEntropyLoss(), nn.PReLU().requires_grad_(False), nn.functional.mse_loss):
+        check_criterion(criterion)
+    with pytest.raises(ValueError, match=r"float64 in weight, bias"):
+        check_dtype(nn.Linear(2, 2).double())
+    check_dtype(nn.Linear(2, 2))
+    muon = torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Muon with deepspeed.zero_optimization.stage=1"):
+        check_optimizer(muon, {"zero_optimization": {"stage": 1}})
+    check_optimizer(muon, {})

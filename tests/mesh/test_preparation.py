@@ -1,0 +1,152 @@
+"""The pieces that a model on a mesh is prepared with: policies, initialisation, recomputation, choice of parts, the optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from danling.config import RunnerConfig
+from danling.data import derive_seed
+from danling.distributed import LocalDomain
+from danling.mesh import Topology
+from danling.mesh.fsdp import mixed_precision_policy, offload_policy
+from danling.mesh.initialization import initialize_weights
+from danling.mesh.model_parts import choose_parts
+from danling.mesh.optimizer import rebind_optimizer
+from danling.mesh.preparation import MeshPreparation
+from danling.mesh.recomputation import recompute_blocks, recomputes
+
+CPU = torch.device("cpu")
+
+
+def test_policies_of_fsdp() -> None:
+    assert mixed_precision_policy(None) == MixedPrecisionPolicy()
+    given = mixed_precision_policy({"param_dtype": "bf16", "reduce_dtype": "float32", "cast_forward_inputs": False})
+    assert (given.param_dtype, given.reduce_dtype, given.cast_forward_inputs) == (torch.bfloat16, torch.float32, False)
+    own = MixedPrecisionPolicy(output_dtype=torch.float16)
+    assert mixed_precision_policy(own) is own
+    for wrong in ("bf16", {"dtype": "bf16"}):
+        with pytest.raises(ValueError, match=r"fsdp.mp_policy.*param_dtype"):
+            mixed_precision_policy(wrong)
+    assert offload_policy(None, CPU) is None and offload_policy(False, CPU) is None
+    assert offload_policy("CPU", CPU) == CPUOffloadPolicy(pin_memory=False) == offload_policy(True, CPU)
+    with pytest.raises(ValueError, match="fsdp.offload_policy='disk'"):
+        offload_policy("disk", CPU)
+
+
+def weights_on(rank: int, degrees: dict[str, int]) -> Tensor:
+    """Weights of a layer that a rank of two initialises."""
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        layer = nn.Linear(3, 3, device="meta").to_empty(device="cpu")
+        initialize_weights(layer, Topology(degrees), seed=7)
+        return layer.weight.detach().clone()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_copies_begin_alike_and_parts_apart() -> None:
+    for axis in ("replicate", "context"):
+        assert torch.equal(weights_on(0, {axis: 2}), weights_on(1, {axis: 2}))
+    for axis in ("shard", "pipeline", "tensor", "expert", "expert_tensor"):
+        assert not torch.equal(weights_on(0, {axis: 2}), weights_on(1, {axis: 2}))
+
+
+def test_the_seed_of_an_initialisation_names_modules_first() -> None:
+    # In this order the coordinates have entered the seeds of every run.
+    torch.manual_seed(derive_seed(7, "initialization", 1, 0, 0, 0, 0))
+    assert torch.equal(weights_on(1, {"pipeline": 2}), nn.Linear(3, 3).weight)
+    torch.manual_seed(derive_seed(7, "initialization", 0, 1, 0, 0, 0))
+    assert torch.equal(weights_on(1, {"shard": 2}), nn.Linear(3, 3).weight)
+
+
+def test_a_module_that_cannot_be_initialised_is_named() -> None:
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(ValueError, match="init_weights.*none on 0"):
+        initialize_weights(nn.Sequential(Silent()), Topology({}), seed=1)
+
+
+def test_a_recomputed_block_gives_the_same_gradient_and_counts_a_batch_once() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    again = copy.deepcopy(plain)
+    recompute_blocks(again, list(again.children()), compiled=False)
+    assert recomputes([plain, again]) and not recomputes([plain])
+    data = torch.randn(6, 3)
+    for model in (plain, again):
+        model(data).sum().backward()
+    for mine, other in zip(plain.parameters(), again.parameters()):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
+    for buffer, other_buffer in zip(plain.buffers(), again.buffers()):
+        assert torch.equal(buffer, other_buffer)
+
+
+def test_which_modules_are_a_stage() -> None:
+    class Named(nn.Sequential):
+        def pipeline_modules(self, number: int) -> list[list[str]]:
+            return [["0"], ["1", "2"], ["3"]][:number]
+
+    model = Named(*(nn.Linear(2, 2) for _ in range(4)))
+    assert choose_parts(model, 3) == [["0"], ["1", "2"], ["3"]]
+    assert choose_parts(model, 2, [["0", "1"], ["2", "3"]]) == [["0", "1"], ["2", "3"]]
+    assert choose_parts(nn.Sequential(*model), 2) == [["0", "1"], ["2", "3"]]
+    with pytest.raises(ValueError, match=r"pipeline_modules\(4\).*Received: 3"):
+        choose_parts(model, 4)
+
+
+def test_an_optimizer_follows_the_names_of_its_parameters() -> None:
+    before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(
+        [{"params": before[0].parameters(), "lr": 1.0}, {"params": before[1].parameters()}], 0.1
+    )
+    names = {id(parameter): name for name, parameter in before.named_parameters()}
+    # The part of another rank is gone, and what is left stands under its name.
+    now = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    rebind_optimizer(optimizer, names, now, list(now.parameters()), pipeline=LocalDomain())
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [
+        [id(p) for p in now[0].parameters()],
+        [],
+    ]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+    with pytest.raises(ValueError, match="would train nothing"):
+        rebind_optimizer(optimizer, {}, now, [], pipeline=LocalDomain())
+    now(torch.ones(1, 2)).sum().backward()
+    stepped = torch.optim.Adam(now.parameters())
+    stepped.step()
+    with pytest.raises(ValueError, match="Adam that has stepped"):
+        rebind_optimizer(stepped, names, now, list(now.parameters()), pipeline=LocalDomain())
+
+
+def test_what_communicates_and_what_has_no_effect() -> None:
+    config = RunnerConfig({"stack": "parallel", "fsdp": {"reshard_after_forward": True}})
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        reasons = {}
+        for axis in ("replicate", "shard", "context", "pipeline", "tensor"):
+            prepared = MeshPreparation(Topology({axis: 4}), world=LocalDomain(), config=config)
+            reasons[axis] = prepared.forward_communicates(nn.Identity())
+        assert reasons.pop("replicate") is None
+        assert reasons == {axis: f"parallel.axes.{axis}=4" for axis in reasons}
+    finally:
+        dist.destroy_process_group()
+    alone = MeshPreparation(Topology({}), world=LocalDomain(), config=config)
+    assert [line for line in alone.unused_settings() if "fsdp.reshard_after_forward" in line]
+    assert not [line for line in alone.unused_settings() if "activation_checkpointing" in line]
+    alone.recomputes = False
+    assert [line for line in alone.unused_settings() if "activation_checkpointing" in line]
+    model = nn.Linear(2, 2)
+    assert alone.whole_parameters(model.named_parameters()) is None
+    with alone.whole_weights(model, modify=True):
+        model.weight.fill_(3.0)
+    assert torch.all(model.weight == 3.0)
