@@ -20,6 +20,7 @@ from .randomness import (
 from .sampler import PositionedBatchSampler
 from .shares import Division
 from .source import BatchSource
+from .splits import Splits, open_source
 
 __all__ = [
     "AUTO",
@@ -31,6 +32,7 @@ __all__ = [
     "KeyedDataset",
     "PositionedBatchSampler",
     "ProxySource",
+    "Splits",
     "build_dataloader",
     "can_glance",
     "capture_random_state",
@@ -39,6 +41,7 @@ __all__ = [
     "glanced",
     "merge_settings",
     "move_to_device",
+    "open_source",
     "preserved_random_state",
     "restore_random_state",
     "seed_streams",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -142,6 +143,15 @@ class Meters:
     def reset(self) -> None:
         """Forget everything."""
         self._meters.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put aside what was taken in so far: inside, the meters begin empty, and on exit they are what they were."""
+        kept, self._meters = self._meters, {}
+        try:
+            yield
+        finally:
+            self._meters = kept
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return `[sum, weight]` by name, as floats."""

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from danling.checkpoints import CheckpointError, read_config
 from danling.checkpoints.reading import obeyed
 from danling.config import RunnerConfig
-from danling.data import derive_seed, seed_streams
+from danling.data import Splits, derive_seed, seed_streams
 from danling.distributed import (
     Domain,
     LaunchEnvironment,
@@ -106,6 +106,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.scheduler: Any = None
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
+        self._splits = Splits(lambda: self.datasets, lambda: self.dataloaders, lambda key: self.config.get(key, None))
         self.metrics: Any = None
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
@@ -181,7 +182,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     def prepare_components(self) -> None:
         """Make ready what `__init__` has set up: here the loaders. Called on all ranks, before the first file is written."""
         self.build_dataloaders()
-        self._agree_lengths()
+        self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
         self._open_sources()
         self._choose_score()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from danling.data import Batch
 from danling.deepspeed import engine as engines
 from danling.deepspeed.reduction import EngineReduction
 from danling.training import GradientReduction
@@ -53,27 +51,10 @@ class DeepSpeedRunner(DeepSpeedState):
 
     # Evaluation
 
-    def _pass_over(self, split: str) -> Iterator[Batch]:
-        if not (self.divides_weights and self.distributed):
-            yield from super()._pass_over(split)
-            return
-        yield from self._in_step(super()._pass_over(split))
-
-    def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield as many batches on every rank: one that is out of its own goes on with one that does not count."""
-        filler: Any = None
-        first = True
-        while True:
-            batch = next(batches, None)
-            have = self.data_domain.gather_objects(batch is not None)
-            if not any(have):
-                return
-            filler = batch.data if batch is not None else filler
-            if first and not all(have):
-                shared = self.data_domain.broadcast_object(filler, source=have.index(True))
-                filler = shared if batch is None else filler
-            first = False
-            yield batch if batch is not None else Batch(filler, 0, None)
+    @property
+    def _evaluates_together(self) -> bool:
+        """Whether a forward is a collective: under ZeRO 3, on several ranks."""
+        return self.divides_weights and self.distributed
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

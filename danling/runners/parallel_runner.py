@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from danling.data import PLACEHOLDER, Batch, BatchSource, ProxySource
+from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.mesh import axes_with, check_sequence
 from danling.mesh.fsdp import reshard
 from danling.mesh.reduction import MeshReduction, loss_context
@@ -33,19 +33,6 @@ class ParallelRunner(ParallelState):
     """
 
     # Data
-
-    def _source(self, split: str, loader: Any) -> BatchSource:
-        domain = self.data_domain
-        if self.placement.reads_data:
-            self._check_sampler(split, loader)
-            shared = domain.size < self.topology.axes.world_size
-            place = {"rank": domain.rank, "world_size": domain.size}
-            return (
-                super()._source(split, loader)
-                if not shared
-                else BatchSource(loader, split=split, seed=self.seed, shared=True, **place)
-            )
-        return ProxySource(loader, split=split, rank=domain.rank, world_size=domain.size, seed=self.seed)
 
     def to_device(self, data: Any) -> Any:
         """Return this rank's share of a batch, on its device; a placeholder stays one. Called on all ranks."""
@@ -72,9 +59,6 @@ class ParallelRunner(ParallelState):
             return value
         length = check_sequence(self.topology.axes, value.shape[1])
         return value.narrow(1, length * self.topology.coordinate["context"], length)
-
-    def _weigh(self, batch: Batch, data: Any) -> tuple[float | Tensor, float]:
-        return (0.0, 0.0) if data is PLACEHOLDER else super()._weigh(batch, data)
 
     def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
         batch = super()._upcoming(source, batches)
@@ -163,38 +147,10 @@ class ParallelRunner(ParallelState):
         finally:
             reshard(self.model)
 
-    def _pass_over(self, split: str) -> Iterator[Batch]:
-        batches = super()._pass_over(split)
-        if self.degree(*axes_with(divides_parameters=True, needs_transform=False)) == 1:
-            return batches
-        return self._evened(batches)
-
-    def _evened(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches until no rank has one: a rank that ran out repeats its last one, which weighs nothing.
-
-        A forward is a collective of the ranks that share the parameters, so all of them must make the same number.
-        """
-        last: Batch | None = None
-        while True:
-            batch = next(batches, None)
-            mine = batch is not None and batch.data is not PLACEHOLDER
-            lacks = last is None and not mine and self.placement.reads_data
-            flags = self.optimizer_domain.all_reduce(torch.tensor([float(mine), float(lacks)], dtype=torch.float64))
-            some_have, some_lack = flags.tolist()
-            if not some_have:
-                return
-            if some_lack:
-                offered = self.data_domain.gather_objects(batch if mine else None)
-                last = last or next((other for other in offered if other is not None), None)
-            if mine:
-                last = batch
-            elif self.placement.reads_data:
-                assert last is not None
-                batch = Batch(last.data, 0, 0)
-            else:
-                batch = batch or Batch(PLACEHOLDER, 0, 0)
-            assert batch is not None
-            yield batch
+    @property
+    def _evaluates_together(self) -> bool:
+        """Whether a forward is a collective: where parameters or stages are divided over ranks."""
+        return self.degree(*axes_with(divides_parameters=True, needs_transform=False)) > 1
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients; in a pipeline the figures are on the ranks with the last stage. Called on all ranks."""
@@ -236,9 +192,9 @@ class ParallelRunner(ParallelState):
         gathered: list[Any] = self.pipeline_domain.broadcast_object(predictions, source=self.pipeline.last_rank)
         return gathered
 
-    def _predict_batch(self, batch: Batch) -> tuple[Any, int]:
-        pred, samples = super()._predict_batch(batch)
-        return ([], 0) if pred is None and self.pipeline is not None else (pred, samples)
+    def _predict_batch(self, batch: Batch) -> list[Any]:
+        predictions = super()._predict_batch(batch)
+        return predictions if self.pipeline is None or self.stage_plan.has_last else []
 
     # Ending
 

@@ -109,7 +109,7 @@ class RunnerCheckpoints(RunnerData):
 
     def _load_attempts(self, stored: Mapping[str, Any]) -> None:
         self.state.load_elastic(stored)
-        self.hold_at_most(self.state.elastic.micro_batch_size)
+        self._hold_at_most(self.state.elastic.micro_batch_size)
 
     def _stored_results(self) -> dict[str, Any]:
         return {str(index): result for index, result in self.results.items()}

@@ -2,63 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from danling.data import (
-    AUTO,
-    BatchSource,
-    DataLoader,
-    Division,
-    build_dataloader,
-    divide_updates,
-    merge_settings,
-)
+from danling.data import BatchSource, Division, Splits, build_dataloader, open_source
 from danling.metrics import ScoreBoard
 
 from .runner_supervision import RunnerSupervision
-
-_SCORE_SPLITS = ("val", "validate", "validation", "valid", "dev")
 
 
 class RunnerData(RunnerSupervision):
     """Turns datasets and loaders by split into sources of batches."""
 
     sources: dict[str, BatchSource]
+    _splits: Splits
 
     # Splits and loaders
 
     @property
     def train_splits(self) -> list[str]:
         """Splits to train on: `config.train_splits`, else those whose name starts with `train`."""
-        return self._splits("train_splits", lambda name: name.startswith("train"))
+        return self._splits.to_train()
 
     @property
     def evaluate_splits(self) -> list[str]:
         """Splits to evaluate: `config.evaluate_splits`, else all but those to train on and those named for inference."""
-        return self._splits("evaluate_splits", lambda name: not name.startswith(("train", "infer", "predict")))
-
-    def _splits(self, key: str, chosen: Any) -> list[str]:
-        known = list(dict.fromkeys([*self.datasets, *self.dataloaders]))
-        asked = self.config.get(key, None)
-        if asked is None:
-            return [name for name in known if chosen(name)]
-        for name in asked:
-            self.check_split(name)
-        check_named_once(asked, key)
-        return list(asked)
-
-    def check_split(self, split: str) -> None:
-        """Raise a `ValueError` that lists the known splits when `split` is none of them. No communication: may be called on one rank.
-
-        Args:
-            split: The split.
-        """
-        known = list(dict.fromkeys([*self.datasets, *self.dataloaders]))
-        if split not in known:
-            raise ValueError(
-                f"Expected a split out of {known}. Received: split={split!r}. Put it into `self.datasets` or `self.dataloaders`."
-            )
+        return self._splits.to_evaluate()
 
     def build_dataloaders(self) -> None:
         """Build a loader for every dataset that has none; loaders that the user made are left alone. Called on all ranks."""
@@ -79,7 +47,7 @@ class RunnerData(RunnerSupervision):
         Raises:
             ValueError: If an option of `config.dataloader` is unknown.
         """
-        settings = self.loader_settings(split)
+        settings = self._splits.settings(split)
         rank, size = self.data_place(split)
         sampler = self.build_datasampler(split, dataset)
         if sampler is not None:
@@ -123,75 +91,28 @@ class RunnerData(RunnerSupervision):
         """
         return None
 
-    def loader_settings(self, split: str) -> dict[str, Any]:
-        """Return `config.dataloader` with the overrides of one split merged in. No communication: may be called on one rank.
-
-        Args:
-            split: The split.
-        """
-        settings = dict(self.config.dataloader.items()) if self.config.get("dataloader", None) else {}
-        own = settings.get(split)
-        names = {*self.datasets, *self.dataloaders}
-        common = {key: value for key, value in settings.items() if key not in names}
-        return merge_settings(common, dict(own.items()) if isinstance(own, Mapping) else {})
-
-    def update_division(self, split: str) -> Division | None:
-        """Return how updates of a split to train on are divided over ranks and micro-batches.
-
-        No communication: may be called on one rank.
-
-        Args:
-            split: The split.
-
-        Returns:
-            `None` where batches have a size of their own, and `accum_steps` of them make an update.
-        """
-        loader = self.dataloaders.get(split)
-        if loader is not None:
-            return loader.division if isinstance(loader, DataLoader) else None
-        settings, size = self.loader_settings(split), self.data_place(split)[1]
-        return divide_updates(settings, split=split, train=True, world_size=size, accum_steps=self.config.accum_steps)[
-            1
-        ]
-
-    def _first_division(self) -> Division | None:
-        # Asked for at every update: which splits are trained on is looked up once.
-        splits = self.train_splits if self.datasets or self.dataloaders else []
-        return self.update_division(splits[0]) if splits else None
+    def _division(self, split: str | None = None) -> Division | None:
+        """Return how updates of a split to train on, the first one unless it is named, are divided over ranks and micro-batches."""
+        if split is None:
+            split = next(iter(self.train_splits), None) if self.datasets or self.dataloaders else None
+        return self._splits.division(split, self.data_place(split)[1]) if split is not None else None
 
     @property
     def accum_steps(self) -> int:
         """Micro-batches of an update on each rank; with `dataloader.global_batch_size` of a full one on the first split."""
-        division = self._first_division()
+        division = self._division()
         return int(self.config.accum_steps) if division is None else division.micro_batches
 
     @property
-    def finds_micro_batch_size(self) -> bool:
+    def _finds_micro_batch_size(self) -> bool:
         """Whether `dataloader.micro_batch_size` of a split to train on is `"auto"`: halved when memory runs out."""
-        built = [split for split in self.train_splits if split in self.datasets] if self.datasets else []
-        return any(self.loader_settings(split).get("micro_batch_size") == AUTO for split in built)
+        return bool(self.datasets) and self._splits.find_micro_batch_size(self.train_splits)
 
-    def hold_at_most(self, samples: int | None) -> None:
-        """Cut updates so that a rank holds at most so many samples at once, and remember it. Call on all ranks.
-
-        Args:
-            samples: The number; `None` leaves the updates as they are.
-        """
+    def _hold_at_most(self, samples: int | None) -> None:
+        """Cut updates so that a rank holds at most so many samples at once, and remember it; `None` leaves them as they are."""
         self.state.elastic.micro_batch_size = samples
-        for split in self.train_splits if samples is not None and self.finds_micro_batch_size else ():
-            loader = self.dataloaders.get(split)
-            if isinstance(loader, DataLoader) and loader.division is not None:
-                loader.hold_at_most(samples or 1)
-
-    def batches_of_update(self, split: str) -> int:
-        """Return how many batches make an update on a split whose loader does not know.
-
-        No communication: may be called on one rank.
-
-        Args:
-            split: The split.
-        """
-        return self.accum_steps if self._first_division() is None else int(self.config.accum_steps)
+        if samples is not None and self._finds_micro_batch_size:
+            self._splits.hold_at_most(samples or 1, self.train_splits)
 
     @property
     def batch_size(self) -> int | None:
@@ -202,12 +123,8 @@ class RunnerData(RunnerSupervision):
         splits = self.train_splits or list(self.dataloaders)
         if not splits:
             return None
-        division = self._first_division()
-        if division is not None:
-            return division.micro_batch_size
-        loader = self.dataloaders.get(splits[0])
-        size = getattr(loader, "batch_size", None)
-        return size if size is not None else self.loader_settings(splits[0]).get("batch_size")
+        division = self._division()
+        return division.micro_batch_size if division is not None else self._splits.batch_size(splits[0])
 
     @property
     def steps(self) -> int | None:
@@ -217,32 +134,7 @@ class RunnerData(RunnerSupervision):
         """
         if self.is_step_mode:
             return self.config.steps
-        lengths = self._lengths if self._lengths is not None else self._own_lengths()
-        if None in lengths.values():
-            return None
-        return sum(length or 0 for length in lengths.values()) * (self.epochs or 0) or None
-
-    _lengths: dict[str, int | None] | None = None
-    """Updates of a pass over each split to train on, as all ranks agreed."""
-
-    def _own_lengths(self) -> dict[str, int | None]:
-        return {split: self._updates_of_pass(split) for split in self.train_splits if split in self.dataloaders}
-
-    def _updates_of_pass(self, split: str) -> int | None:
-        loader = self.dataloaders[split]
-        known = loader.num_updates if isinstance(loader, DataLoader) else None
-        length = _length(loader)
-        return known if known is not None or length is None else -(-length // self.batches_of_update(split))
-
-    def _agree_lengths(self) -> None:
-        # What follows from the length of a run, such as its schedule and when a line is logged, must be the same everywhere.
-        mine = self._own_lengths()
-        ranks = self.optimizer_domain.gather_objects(mine)
-        lengths = {split: [rank.get(split) for rank in ranks] for split in mine}
-        self._lengths = {
-            split: None if None in found else min(length for length in found if length is not None)
-            for split, found in lengths.items()
-        }
+        return (self._splits.updates(self.train_splits) or 0) * (self.epochs or 0) or None
 
     def _open_sources(self) -> None:
         self.sources = {split: self._source(split, loader) for split, loader in self.dataloaders.items()}
@@ -257,7 +149,7 @@ class RunnerData(RunnerSupervision):
         Raises:
             ValueError: If there is no such split, or no loader for it.
         """
-        self.check_split(split)
+        self._splits.check(split)
         if split not in self.dataloaders:
             self.build_dataloaders()
         if split not in self.dataloaders:
@@ -276,32 +168,17 @@ class RunnerData(RunnerSupervision):
         return added
 
     def _source(self, split: str, loader: Any) -> BatchSource:
-        self._check_sampler(split, loader)
-        rank, size = self.data_place(split)
-        return BatchSource(loader, split=split, rank=rank, world_size=size, seed=self.seed)
-
-    def _check_sampler(self, split: str, loader: Any) -> None:
-        """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
-        samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-        place = self.data_place(split)
-        for sampler in samplers:
-            number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-            if isinstance(number, int) and isinstance(rank, int) and number > 1 and (rank, number) != place:
-                raise ValueError(
-                    f"Expected the sampler of split {split!r} to take share {place[0]} of {place[1]}, as this rank reads data. Received: "
-                    f"{type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
-                    "num_replicas=self.data_domain.size, or let the library build the loader from a dataset."
-                )
+        share, shared = self.data_place(split), self.data_domain.size < self.world_size
+        return open_source(
+            loader, split=split, share=share, seed=self.seed, reads=self.placement.reads_data, shared=shared
+        )
 
     # Scores
 
     @property
     def score_split(self) -> str | None:
         """The split whose figures select the best checkpoint."""
-        if self.config.score_split is not None:
-            return str(self.config.score_split)
-        splits = self.evaluate_splits
-        return next((name for name in _SCORE_SPLITS if name in splits), splits[0] if splits else None)
+        return self._splits.to_score(self.evaluate_splits)
 
     def _choose_score(self) -> None:
         config = self.config
@@ -312,7 +189,7 @@ class RunnerData(RunnerSupervision):
         elif split is None:
             return
         else:
-            self.check_split(split)
+            self._splits.check(split)
         if split in self.train_splits and split not in self.evaluate_splits:
             raise ValueError(
                 f"Expected score_split to be a split that is evaluated: the mean over training is of weights that were left behind. "
@@ -322,28 +199,3 @@ class RunnerData(RunnerSupervision):
         self.scoreboard = ScoreBoard(
             config.score_name, mode=config.score_mode, split=split, patience=patience, min_delta=config.min_delta
         )
-
-
-def check_named_once(splits: Sequence[str], where: str) -> None:
-    """Refuse a split that is named twice: it would be trained on, or evaluated, twice.
-
-    Args:
-        splits: Names of splits.
-        where: Where they were named, for the message.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    twice = sorted({split for split in splits if list(splits).count(split) > 1})
-    if twice:
-        raise ValueError(
-            f"Expected every split of {where} once. Received: {where}={list(splits)!r}, with {', '.join(map(repr, twice))} more than once. "
-            "Name each one once."
-        )
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

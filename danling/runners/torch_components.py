@@ -82,7 +82,7 @@ class TorchComponents(BaseRunner):
     """Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`."""
 
     def _build_memory_retry(self) -> MemoryRetry | None:
-        if not self.finds_micro_batch_size:
+        if not self._finds_micro_batch_size:
             return None
         reason = self.preparation.forward_communicates(self.unwrapped_model)
         if reason is not None:
@@ -148,7 +148,7 @@ class TorchComponents(BaseRunner):
                 step_mode=self.is_step_mode,
                 positioned=all(source.kind in ("position", "sampled") for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
-                divides_updates=not self.train_splits or any(self.update_division(s) for s in self.train_splits),
+                divides_updates=not self.train_splits or any(self._division(s) for s in self.train_splits),
             ),
             *self.preparation.unused_settings(),
             *self._endless_streams(),
@@ -157,7 +157,7 @@ class TorchComponents(BaseRunner):
 
     def _endless_streams(self) -> list[str]:
         """Return a sentence for every split to train on of which nobody knows whether an epoch of it ends."""
-        lengths = self._lengths or {}
+        lengths = self._splits.lengths or {}
         unknown = [split for split in self.train_splits if not self.is_step_mode and lengths.get(split) is None]
         return [
             f"Split {split!r} is a stream of unknown length: an epoch ends when it does. For one that does not end, set `steps` instead "
@@ -190,7 +190,7 @@ class TorchComponents(BaseRunner):
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
-        self._agree_lengths()
+        self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
         self.bind_optimizer()
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:

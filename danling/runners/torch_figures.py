@@ -72,7 +72,9 @@ class TorchFigures(TorchUpdate):
         if self.window.count == 0:
             self.reduction.begin(first=not self._looked)
         data = self.to_device(batch.data)
-        weight, samples = self._weigh(batch, data)
+        weight, samples = self._batch_weights.weigh(
+            batch, data, self.batch_weight, training=True, criterion=self.criterion
+        )
         self.window.open(weight, samples)
         reporter = self._reporter
         if batch.samples != 0 and reporter.telemetry is not None:
@@ -147,9 +149,7 @@ class TorchFigures(TorchUpdate):
             processes=f"{self.world_size} {self.device.type} process{'es' if self.world_size > 1 else ''}",
             stack=f"{self.stack}, {self.config.precision or 'fp32'}",
             parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in self.named_parameters()),
-            batches=describe_batches(
-                self.batch_size, self.accum_steps, self._first_division(), distributed=self.distributed
-            ),
+            batches=describe_batches(self.batch_size, self.accum_steps, self._division(), distributed=self.distributed),
             directory=self.workspace.dir,
         )
 
@@ -170,7 +170,7 @@ class TorchFigures(TorchUpdate):
     def write_results(self) -> None:
         """Write the figures of the run, its last ones and its best ones, on the main process."""
         if self.is_main_process:
-            weights = self.evaluated_weights
+            weights = "trained" if self.ema is None else "averaged"
             latest = {"index": self.index, "weights": weights, "result": self.latest_result}
             best = {"index": self.best_index, "weights": weights, "score": self.best_score, "result": self.best_result}
             is_here = self.best_index is None or self.best_index != self._best_elsewhere

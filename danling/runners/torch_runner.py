@@ -15,9 +15,8 @@ from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.distributed import agree
 from danling.optim import needs_metric
 from danling.torchft import WaitAbandonedError
-from danling.training import UpdateOutcome, keeping_trained
+from danling.training import UpdateOutcome, checked_figures, keeping_trained
 
-from .torch_evaluation import checked_figures
 from .torch_replicas import UNCOMMITTED
 from .torch_watch import EvaluationStopped, TorchWatch
 from .verbs import Results
@@ -162,8 +161,8 @@ class TorchRunner(TorchWatch):
 
     def _alone_train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
         self.check_trainable()
-        self.check_split(split)
-        self._agree_lengths()
+        self._splits.check(split)
+        self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
         with self._session(whole=False):
             self._moved = False
             figures = call(split, *args, **kwargs)
@@ -286,11 +285,11 @@ class TorchRunner(TorchWatch):
             raise ValueError(
                 "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
             )
-        to_train = self._named_splits(train_splits, self.train_splits, "train on")
+        to_train = self._splits.choose(train_splits, self.train_splits, "train on")
         if not (self.evaluate_splits if evaluate_splits is None else evaluate_splits):
             self.check_scheduler(evaluates=False)
             return to_train, []
-        return to_train, self._named_splits(evaluate_splits, self.evaluate_splits, "evaluate")
+        return to_train, self._splits.choose(evaluate_splits, self.evaluate_splits, "evaluate")
 
     def check_trainable(self) -> None:
         """Refuse settings that nobody has read, and an optimizer that does not take the gradient as it is. Called on all ranks.
@@ -373,7 +372,7 @@ class TorchRunner(TorchWatch):
         return retry.attempt(make, self._remembered()) or self._halve(held)
 
     def _micro_steps(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> None:
-        in_update = self.batches_of_update(source.split)
+        in_update = int(self.config.accum_steps)
         batch = next(batches, None)
         while batch is not None:
             consumed.append(batch)
@@ -406,7 +405,7 @@ class TorchRunner(TorchWatch):
         return take_back
 
     def _halve(self, held: int) -> bool:
-        self.hold_at_most(held // 2)
+        self._hold_at_most(held // 2)
         if self.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "

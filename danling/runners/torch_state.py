@@ -13,6 +13,7 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.metrics import Meters
 from danling.optim.options import adopt_options, options_of
+from danling.training import BatchWeights
 from danling.training.model_states import (
     ModelStates,
     criterion_state,
@@ -40,8 +41,7 @@ class TorchState(TorchComponents):
         self.open_result: dict[str, dict[str, float]] = {}
         """Figures of the epoch that is not finished yet."""
 
-    _bare: bool | None = None
-    """Whether the batches to train on come without a target; `None` before it is known, and where `train_step` reads them otherwise."""
+    _batch_weights: BatchWeights
 
     def build_model_states(self) -> ModelStates:
         """Return how the states of model, averages and optimizer are read and put back; a stack that divides them brings its own."""
@@ -89,7 +89,12 @@ class TorchState(TorchComponents):
             *super().progress_parts(),
             StatePart("train", self._counters, lambda stored, _: self._load_counters(stored)),
             StatePart.attribute(self, "open_result", convert=dict),
-            StatePart.attribute(self, "_bare", key="bare"),
+            StatePart(
+                "bare",
+                lambda: self._batch_weights.targetless,
+                lambda s, _: self._load_targetless(s),
+                default=lambda: None,
+            ),
             StatePart("meters", lambda: self.meters.state_dict(), lambda s, _: self._load_meters(s), default=dict),
             StatePart.stateful("losses", lambda: self.losses, resets=True),
             StatePart.stateful("scores", lambda: self.scoreboard),
@@ -102,6 +107,9 @@ class TorchState(TorchComponents):
     def _load_counters(self, stored: Mapping[str, Any]) -> None:
         self.state.load_train(stored)
         self.window.agreed_reference = self.state.train.weight_reference
+
+    def _load_targetless(self, known: bool | None) -> None:
+        self._batch_weights.targetless = known
 
     def _load_meters(self, totals: Mapping[str, Any]) -> None:
         # Sums over all ranks were saved: one of those that add up takes them over.

@@ -181,7 +181,12 @@ class TorchWatch(TorchFigures):
         Args:
             whole: Whether the run ends here; a verb that was called alone saves only where it was asked to stop.
         """
-        with speaking_for(self._run_log), self._collecting(), self._watched(whole):
+        with (
+            speaking_for(self._run_log),
+            self._collecting(),
+            self._evaluation.watched(self.boundaries),
+            self._watched(whole),
+        ):
             yield
 
     @contextmanager

@@ -16,6 +16,7 @@ from .batches import (
 from .compilation import Compilation
 from .coverage import Coverage, GradientWatch, ungraded
 from .ema import EMA
+from .evaluation import Evaluation, EvaluationSums, checked_figures, even_out, try_one_batch, written_by_forward
 from .gradients import (
     average_gradients,
     clip_by_norm,
@@ -30,18 +31,23 @@ from .label_shift import LabelShift
 from .outcome import NonFiniteError, UpdateOutcome
 from .outputs import model_loss, prediction_of
 from .precision import Precision
+from .predictions import gather_predictions, split_by_sample
 from .reduction import DDPReduction, GradientReduction, LocalReduction
 from .retry import MemoryRetry
 from .safeguard import keeping_trained, preserved_tensors
 from .targets import TARGET_NAMES, shifts_labels, unweighed
+from .weighing import BatchWeights
 from .window import Window
 
 __all__ = [
     "EMA",
     "TARGET_NAMES",
+    "BatchWeights",
     "Compilation",
     "Coverage",
     "DDPReduction",
+    "Evaluation",
+    "EvaluationSums",
     "GradientReduction",
     "GradientWatch",
     "LabelShift",
@@ -53,6 +59,7 @@ __all__ = [
     "Window",
     "average_gradients",
     "call_model",
+    "checked_figures",
     "clip_by_norm",
     "clip_by_value",
     "clip_coefficient",
@@ -61,6 +68,8 @@ __all__ = [
     "criterion_loss",
     "criterion_setting",
     "criterion_weight",
+    "even_out",
+    "gather_predictions",
     "gradients_of",
     "keeping_trained",
     "model_loss",
@@ -71,8 +80,11 @@ __all__ = [
     "preserved_tensors",
     "scale_gradients",
     "shifts_labels",
+    "split_by_sample",
     "total_norm",
+    "try_one_batch",
     "ungraded",
     "unpack_batch",
     "unweighed",
+    "written_by_forward",
 ]

@@ -118,3 +118,14 @@ def test_means_over_ranks_that_saw_different_names_or_nothing(world_size: int) -
     assert [averages for averages, _ in results] == [expected] * world_size
     # The local sums are untouched.
     assert [state for _, state in results] == [{n: [v * w, w] for n, v, w in mine} for mine in values]
+
+
+def test_what_is_put_aside_comes_back_also_after_an_error() -> None:
+    meters = Meters()
+    meters.update({"a": 2.0}, weight=3)
+    with pytest.raises(KeyError), meters.aside():
+        assert not len(meters)
+        meters.update({"a": 8.0, "b": 1.0})
+        assert meters.averages() == {"a": 8.0, "b": 1.0}
+        raise KeyError
+    assert meters.averages() == {"a": 2.0} and meters["a"].weight == 3

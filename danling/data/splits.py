@@ -1,0 +1,255 @@
+"""The splits of a run: what they are called, how they are loaded, how long a pass over them is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from danling.utils.protocols import ReductionDomain
+
+from .batching import AUTO, divide_updates, merge_settings
+from .loader import DataLoader
+from .proxy import ProxySource
+from .shares import Division
+from .source import BatchSource
+
+_NOT_EVALUATED = ("train", "infer", "predict")
+_SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
+
+
+class Splits:
+    """Datasets and loaders by split, read anew at every question: a program may add some at any time.
+
+    Args:
+        datasets: Returns the datasets by split.
+        loaders: Returns the loaders by split.
+        setting: Returns a setting of the run by name, `None` where it is not set.
+
+    Attributes:
+        lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose
+            loader does not know.
+    """
+
+    def __init__(
+        self,
+        datasets: Callable[[], Mapping[str, Any]],
+        loaders: Callable[[], Mapping[str, Any]],
+        setting: Callable[[str], Any],
+    ) -> None:
+        self.lengths: dict[str, int | None] | None = None
+        self._datasets = datasets
+        self._loaders = loaders
+        self._setting = setting
+
+    # Names
+
+    @property
+    def names(self) -> list[str]:
+        """All splits, those with a dataset first."""
+        return list(dict.fromkeys([*self._datasets(), *self._loaders()]))
+
+    def check(self, split: str) -> None:
+        """Raise a `ValueError` that lists the splits when `split` is none of them."""
+        names = self.names
+        if split not in names:
+            raise ValueError(
+                f"Expected a split out of {names}. Received: split={split!r}. Put it into `self.datasets` or `self.dataloaders`."
+            )
+
+    def to_train(self) -> list[str]:
+        """Return the splits to train on: those of the setting `train_splits`, else those whose name starts with `train`."""
+        return self._listed("train_splits", lambda name: name.startswith("train"))
+
+    def to_evaluate(self) -> list[str]:
+        """Return the splits of the setting `evaluate_splits`, else all but those to train on and those named for inference."""
+        return self._listed("evaluate_splits", lambda name: not name.startswith(_NOT_EVALUATED))
+
+    def to_infer(self, evaluated: Sequence[str]) -> list[str]:
+        """Return the split that is predicted where nobody names one: the first one named for it, else the first one evaluated."""
+        named = [name for name in self.names if name.startswith(("infer", "predict"))]
+        return [*named, *evaluated][:1]
+
+    def _listed(self, key: str, default: Callable[[str], bool]) -> list[str]:
+        asked = self._setting(key)
+        if asked is None:
+            return [name for name in self.names if default(name)]
+        for name in asked:
+            self.check(name)
+        check_named_once(asked, key)
+        return list(asked)
+
+    def choose(self, asked: str | Sequence[str] | None, default: Sequence[str], verb: str) -> list[str]:
+        """Return the splits that a caller asks for.
+
+        Args:
+            asked: One split or several; `None` takes the default.
+            default: Those that are taken then.
+            verb: What is done with them, for messages.
+
+        Raises:
+            ValueError: If there is none, or one is unknown or named twice.
+        """
+        names = list(default) if asked is None else [asked] if isinstance(asked, str) else list(asked)
+        for split in names:
+            self.check(split)
+        check_named_once(names, f"the splits to {verb}")
+        if not names:
+            raise ValueError(
+                f"Expected at least one split to {verb}. Received: datasets={sorted(self._datasets())}, "
+                f"dataloaders={sorted(self._loaders())}. Put a dataset into `self.datasets`, or name the split."
+            )
+        return names
+
+    def to_score(self, evaluated: Sequence[str]) -> str | None:
+        """Return the split whose figures select the best checkpoint: that of the setting, else the one named like a validation set,
+        else the first one evaluated."""
+        asked = self._setting("score_split")
+        if asked is not None:
+            return str(asked)
+        return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
+
+    # Loaders
+
+    def settings(self, split: str) -> dict[str, Any]:
+        """Return the settings under `dataloader` with the overrides of one split merged in."""
+        section = self._setting("dataloader")
+        given = dict(section.items()) if section else {}
+        own, names = given.get(split), {*self._datasets(), *self._loaders()}
+        common = {key: value for key, value in given.items() if key not in names}
+        return merge_settings(common, dict(own.items()) if isinstance(own, Mapping) else {})
+
+    def division(self, split: str, world_size: int) -> Division | None:
+        """Return how updates of a split to train on are divided over ranks and micro-batches.
+
+        Args:
+            split: The split.
+            world_size: Number of ranks that read different data of it.
+
+        Returns:
+            `None` where batches have a size of their own, and `accum_steps` of them make an update.
+        """
+        loader = self._loaders().get(split)
+        if loader is not None:
+            return loader.division if isinstance(loader, DataLoader) else None
+        accum_steps = int(self._setting("accum_steps"))
+        settings = self.settings(split)
+        return divide_updates(settings, split=split, train=True, world_size=world_size, accum_steps=accum_steps)[1]
+
+    def batch_size(self, split: str) -> int | None:
+        """Return the batch size of a rank on a split whose updates are not divided; `None` where its loader does not say."""
+        size: int | None = getattr(self._loaders().get(split), "batch_size", None)
+        return size if size is not None else self.settings(split).get("batch_size")
+
+    def find_micro_batch_size(self, trained: Iterable[str]) -> bool:
+        """Whether the micro-batches of a split to train on are halved when memory runs out."""
+        built = [split for split in trained if split in self._datasets()]
+        return any(self.settings(split).get("micro_batch_size") == AUTO for split in built)
+
+    def hold_at_most(self, samples: int, trained: Iterable[str]) -> None:
+        """Cut the updates of splits to train on so that a rank holds at most so many samples at once."""
+        for split in trained:
+            loader = self._loaders().get(split)
+            if isinstance(loader, DataLoader) and loader.division is not None:
+                loader.hold_at_most(samples)
+
+    # Lengths
+
+    def own_lengths(self, trained: Iterable[str]) -> dict[str, int | None]:
+        """Return the updates of a pass over each split to train on, as far as the loaders of this rank know."""
+        loaders = self._loaders()
+        return {split: self._updates_of_pass(loaders[split]) for split in trained if split in loaders}
+
+    def _updates_of_pass(self, loader: Any) -> int | None:
+        known = loader.num_updates if isinstance(loader, DataLoader) else None
+        length = _length(loader)
+        return known if known is not None or length is None else -(-length // int(self._setting("accum_steps")))
+
+    def agree_lengths(self, trained: Iterable[str], domain: ReductionDomain) -> None:
+        """Agree on the lengths: a pass ends with the shortest loader. Called on all ranks of the domain.
+
+        What follows from the length of a run, such as its schedule and when a line is logged, must be the same everywhere.
+        """
+        mine = self.own_lengths(trained)
+        ranks = domain.gather_objects(mine)
+        self.lengths = {split: _shortest([rank.get(split) for rank in ranks]) for split in mine}
+
+    def updates(self, trained: Iterable[str]) -> int | None:
+        """Return the updates of one pass over all splits to train on; `None` where a loader does not know, or there are none."""
+        lengths = self.lengths if self.lengths is not None else self.own_lengths(trained)
+        known = [length for length in lengths.values() if length is not None]
+        return sum(known) or None if len(known) == len(lengths) else None
+
+
+def check_named_once(splits: Sequence[str], where: str) -> None:
+    """Refuse a split that is named twice: it would be trained on, or evaluated, twice.
+
+    Args:
+        splits: Names of splits.
+        where: Where they were named, for the message.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    twice = sorted({split for split in splits if list(splits).count(split) > 1})
+    if twice:
+        raise ValueError(
+            f"Expected every split of {where} once. Received: {where}={list(splits)!r}, with {', '.join(map(repr, twice))} more than once. "
+            "Name each one once."
+        )
+
+
+def check_share(loader: Any, split: str, share: tuple[int, int]) -> None:
+    """Refuse a sampler that divides a user's loader over other ranks than those that read different data.
+
+    Args:
+        loader: The loader.
+        split: Its split, for the message.
+        share: Which share of the split this rank reads, and how many there are.
+
+    Raises:
+        ValueError: If its sampler takes another share.
+    """
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    for sampler in samplers:
+        number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if isinstance(number, int) and isinstance(rank, int) and number > 1 and (rank, number) != share:
+            raise ValueError(
+                f"Expected the sampler of split {split!r} to take share {share[0]} of {share[1]}, as this rank reads data. Received: "
+                f"{type(sampler).__name__} with rank={rank}, num_replicas={number}. Pass rank=self.data_domain.rank and "
+                "num_replicas=self.data_domain.size, or let the library build the loader from a dataset."
+            )
+
+
+def open_source(
+    loader: Any, *, split: str, share: tuple[int, int], seed: int, reads: bool = True, shared: bool = False
+) -> BatchSource:
+    """Return the batches of a loader and the position in them.
+
+    Args:
+        loader: An iterable of batches.
+        split: Its split.
+        share: Which share of the split this rank reads, and how many there are.
+        seed: Base seed of the run.
+        reads: Whether this rank reads batches; else it counts those that others read.
+        shared: Whether other ranks read the very same batches.
+
+    Raises:
+        ValueError: If the loader cannot be iterated, or its sampler takes another share.
+    """
+    rank, world_size = share
+    if not reads:
+        return ProxySource(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+    check_share(loader, split, share)
+    return BatchSource(loader, split=split, rank=rank, world_size=world_size, seed=seed, shared=shared)
+
+
+def _shortest(lengths: Sequence[int | None]) -> int | None:
+    known = [length for length in lengths if length is not None]
+    return min(known) if len(known) == len(lengths) else None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

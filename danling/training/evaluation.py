@@ -1,0 +1,305 @@
+"""Evaluation: sums over the batches of a split that leave no trace in training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danling.data import PLACEHOLDER, Batch, BatchSource, can_glance, glanced, preserved_random_state
+from danling.distributed import all_arrive
+from danling.metrics import Meters, MetricSet, as_number
+from danling.utils.names import canonical_name
+from danling.utils.protocols import ReductionDomain
+
+from .batches import peek_target
+from .outputs import prediction_of
+from .safeguard import preserved_tensors
+
+logger = logging.getLogger("danling")
+
+BetweenBatches = Callable[[str, Iterator[Batch]], Iterator[Batch]]
+"""What is done between the batches of a split: it yields them, and may end or leave the evaluation."""
+
+_PATIENCE_SECONDS = 5.0
+"""How long a rank that fails waits to hear whether all of them do."""
+
+
+class Evaluation:
+    """What the evaluations of one run share: the mode in which they are made, and what watches their batches.
+
+    Args:
+        device: The device of the model, whose random streams are kept.
+        is_main: Whether this process says in the log which weights are evaluated.
+
+    Attributes:
+        tried: Whether the evaluations were tried before the first update.
+    """
+
+    def __init__(self, device: torch.device, *, is_main: bool = True) -> None:
+        self.tried = False
+        self._device = device
+        self._is_main = is_main
+        self._announced = False
+        self._between: BetweenBatches | None = None
+
+    @contextmanager
+    def watched(self, between: BetweenBatches) -> Iterator[None]:
+        """Evaluate inside with something done between the batches, such as listening to requests."""
+        before, self._between = self._between, between
+        try:
+            yield
+        finally:
+            self._between = before
+
+    def between(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches of a split, watched where somebody watches."""
+        return batches if self._between is None else self._between(split, batches)
+
+    @contextmanager
+    def mode(
+        self,
+        model: nn.Module,
+        bare: nn.Module,
+        *,
+        seed: int,
+        equalize: Callable[[], None],
+        averaged: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> Iterator[None]:
+        """Put the bare model into evaluation mode, with averaged weights where there are any, and streams of its own.
+
+        On exit the mode of the model, its weights and the random streams are what they were.
+
+        Args:
+            model: The model as training has it, in the wrapper of its stack.
+            bare: The model out of its wrapper, whose forward would be a collective that a rank with fewer batches misses.
+            seed: Seed of the random streams inside.
+            equalize: Makes the buffers the same on all ranks.
+            averaged: Returns the context in which the model has its averaged weights.
+        """
+        was_training = model.training
+        equalize()
+        with ExitStack() as stack:
+            stack.enter_context(preserved_random_state(self._device, seed=seed))
+            if averaged is not None:
+                stack.enter_context(averaged())
+                # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
+                equalize()
+            bare.eval()
+            try:
+                yield
+            finally:
+                model.train(was_training)
+
+    def announce_averaged(self, decay: float | None) -> None:
+        """Say once in the log that the averaged weights are evaluated.
+
+        Args:
+            decay: Of the average; `None` where it has none.
+        """
+        if self._is_main and not self._announced:
+            logger.info("Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else "")
+        self._announced = True
+
+
+class EvaluationSums:
+    """Sums and weights of the losses of one evaluation on this rank; metrics are updated beside them.
+
+    Args:
+        step: `(data) -> (prediction, loss)`, each of which may be `None`.
+        weigh: `(batch, data) -> (weight, samples)` of a batch, its data on the device.
+        to_device: Returns the data of a batch on the device.
+        metrics: What is computed beside the loss; it is reset.
+        sums_loss: Whether the loss is a sum over what its weight counts, instead of a mean.
+        undecided: Returns whether a step may still find out what the loss is averaged over; a batch that tells is weighed by it.
+
+    Attributes:
+        totals: Sums and weights by figure.
+        scored: Whether the step gave a loss.
+        metrics: As given.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        *,
+        weigh: Callable[[Batch, Any], tuple[float | Tensor, float]],
+        to_device: Callable[[Any], Any],
+        metrics: MetricSet,
+        sums_loss: bool = False,
+        undecided: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.totals = Meters()
+        self.scored = False
+        self._step = step
+        self._weigh = weigh
+        self._to_device = to_device
+        self.metrics = metrics
+        self._sums_loss = sums_loss
+        self._undecided = undecided
+        metrics.reset()
+
+    def add(self, batch: Batch) -> None:
+        """Evaluate a batch and take in its loss and its prediction.
+
+        Raises:
+            ValueError: If the step returns no pair.
+        """
+        data = self._to_device(batch.data)
+        weight, samples = self._weigh(batch, data)
+        was_undecided = self._undecided()
+        pred, loss = _as_pair(self._step(data))
+        if was_undecided and not self._undecided():
+            weight, samples = self._weigh(batch, data)
+        if loss is not None and (isinstance(weight, Tensor) or weight):
+            if self._sums_loss:
+                self.totals.add_totals("loss", loss, weight)
+            else:
+                self.totals.update({"loss": loss}, weight)
+        if self.metrics and pred is not None:
+            self.metrics.update(prediction_of(pred), peek_target(data), samples)
+        self.scored = self.scored or loss is not None
+
+    def add_all(self, batches: Iterable[Batch]) -> None:
+        """Evaluate batches without gradients."""
+        with torch.no_grad():
+            for batch in batches:
+                self.add(batch)
+
+
+def even_out(
+    batches: Iterator[Batch], *, ranks: ReductionDomain, readers: ReductionDomain, reads: bool = True
+) -> Iterator[Batch]:
+    """Yield batches until no rank has one, equally many on all: a rank that ran out repeats its last one, which weighs nothing.
+
+    Where a forward is a collective of the ranks that share parameters, all of them must make the same number.
+
+    Args:
+        batches: What this rank evaluates.
+        ranks: The ranks that have to stay together.
+        readers: The ranks that read different data; a rank that never had a batch is given one of theirs.
+        reads: Whether this rank reads data; others go on with placeholders.
+    """
+    spare = None if reads else Batch(PLACEHOLDER, 0, 0)
+    while True:
+        batch = next(batches, None)
+        is_real = batch is not None and batch.data is not PLACEHOLDER
+        has_nothing = not is_real and spare is None
+        flags = ranks.all_reduce(torch.tensor([float(is_real), float(has_nothing)], dtype=torch.float64))
+        some_have, some_lack = flags.tolist()
+        if not some_have:
+            return
+        if some_lack:
+            offered = [found for found in readers.gather_objects(batch if is_real else None) if found is not None]
+            spare = spare or (Batch(offered[0].data, 0, 0) if offered else None)
+        if batch is not None and is_real:
+            spare = Batch(batch.data, 0, 0)
+        chosen = batch or spare
+        assert chosen is not None
+        yield chosen
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one batch of a split came to before the first update.
+
+    Attributes:
+        figures: The figures; `None` where they are not defined on one batch.
+        scored: Whether the step gave a loss.
+    """
+
+    figures: dict[str, float] | None
+    scored: bool
+
+
+def try_one_batch(
+    source: BatchSource,
+    *,
+    reopen: Callable[[Any], BatchSource],
+    evaluate: Callable[[BatchSource], EvaluationSums],
+    summarize: Callable[[Meters], dict[str, float]],
+    written: Iterable[Tensor],
+) -> Trial | None:
+    """Evaluate the first batch of a split, so that an error in it comes before anything is trained; loader and buffers stay as they are.
+
+    Some figures need more than one batch, so an error of `summarize` is a warning where it comes on all ranks. Where only some ranks
+    fail, the others wait for them, and it is raised.
+
+    Args:
+        source: The batches of the split.
+        reopen: Returns another source over the same loader. How a pass began is remembered with the place in a loader of the user's, so
+            its place in training is not moved.
+        evaluate: Evaluates the first batch of a source.
+        summarize: Returns the figures of its sums.
+        written: Tensors that a forward may write to.
+
+    Returns:
+        `None` where batches are given once, and none was read.
+    """
+    if not can_glance(source):
+        return None
+    with glanced(source.loader), preserved_tensors(written):
+        sums = evaluate(source if source.kind == "position" else reopen(source.loader))
+        try:
+            return Trial(summarize(sums.totals), sums.scored)
+        except Exception as error:
+            if not all_arrive(f"tried/{source.split}", seconds=_PATIENCE_SECONDS):
+                raise
+            logger.warning(
+                "Of one batch, the figures of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
+                "else mend the metric or `summarize` now.",
+                source.split,
+                type(error).__name__,
+                error,
+            )
+            return Trial(None, sums.scored)
+        finally:
+            sums.metrics.reset()
+
+
+def written_by_forward(
+    model: nn.Module, others: Iterable[Tensor] = (), averaged: Mapping[str, Tensor] | None = None
+) -> list[Tensor]:
+    """Return the tensors that a forward may write to: the buffers of the model, and what is averaged of them.
+
+    Args:
+        model: The bare model.
+        others: Buffers besides, such as those of a criterion.
+        averaged: Averaged parameters and buffers of the model by canonical name.
+    """
+    names = [canonical_name(name) for name, _ in model.named_buffers()]
+    return [*model.buffers(), *others, *((averaged or {})[name] for name in names if name in (averaged or {}))]
+
+
+def checked_figures(hook: str, split: str, figures: Any) -> dict[str, float]:
+    """Return what a hook gave for a split as floats: it goes into checkpoints and files, which hold nothing else.
+
+    Args:
+        hook: Name of the hook, for the message.
+        split: The split.
+        figures: What it returned.
+
+    Raises:
+        ValueError: If these are no figures by name.
+    """
+    if not isinstance(figures, Mapping):
+        raise ValueError(
+            f"Expected `{hook}` to return figures by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "
+            f"those of super().{hook}(...), or a mapping such as {{'loss': 0.5}}."
+        )
+    return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
+
+
+def _as_pair(returned: Any) -> tuple[Any, Any]:
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1]
+    received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"{type(returned).__name__}"
+    raise ValueError(
+        f"Expected `evaluate_step` to return the prediction and the loss, each of which may be None. Received: {received}. "
+        "End it with `return pred, loss`."
+    )

@@ -1,0 +1,76 @@
+"""What every batch counts: its weight, its samples, and whether the batches to train on come with a target."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.data import PLACEHOLDER, Batch, preserved_random_state
+
+from .batches import count_samples, criterion_setting, peek_target
+from .targets import unweighed
+
+logger = logging.getLogger("danling")
+
+
+class BatchWeights:
+    """Weighs batches, and remembers what the batches to train on look like.
+
+    Args:
+        learns: Whether the batches to train on are looked at for a target; not where a step of the user's own takes them apart.
+        warns: Whether this process warns once of a criterion that leaves some targets out, and batches in which no target is found.
+
+    Attributes:
+        targetless: Whether the batches to train on come without a target; `None` before one was seen.
+    """
+
+    def __init__(self, *, learns: bool = True, warns: bool = True) -> None:
+        self.targetless: bool | None = None
+        self._learns = learns
+        self._warns = warns
+
+    def weigh(
+        self,
+        batch: Batch,
+        data: Any,
+        weight: Callable[[Any, Any], float | Tensor],
+        *,
+        training: bool = False,
+        criterion: Any = None,
+    ) -> tuple[float | Tensor, float]:
+        """Return the weight and the number of samples of a batch; padding, and data that other ranks read, has neither.
+
+        Args:
+            batch: The batch as its source gave it.
+            data: Its data, on the device.
+            weight: `(data, target) -> weight` of the mean-reduced loss.
+            training: Whether the batch is trained on.
+            criterion: The criterion, or `None`.
+        """
+        if batch.samples == 0 or data is PLACEHOLDER:
+            return 0.0, 0.0
+        samples = count_samples(data) if batch.samples is None else batch.samples
+        target = peek_target(data)
+        if training and self.targetless is None and self._learns:
+            self.targetless = target is None
+        if training and target is None and self._warns:
+            self._warns = False
+            if criterion_setting(criterion, "ignore_index") is not None:
+                logger.warning("%s", unweighed(data))
+        return weight(data, target), samples
+
+    def look_at(self, dataset: Any, device: torch.device) -> None:
+        """Look for a target in the first sample of a dataset to train on, if no batch was seen; the random streams stay as they are.
+
+        Args:
+            dataset: A map-style dataset, whose samples are those of the batches.
+            device: The device whose random streams are kept too.
+        """
+        if self.targetless is None and self._learns:
+            with preserved_random_state(device), suppress(Exception):
+                self.targetless = peek_target(dataset[0]) is None

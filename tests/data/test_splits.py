@@ -1,0 +1,177 @@
+"""Splits by themselves: their names, settings, divisions and lengths, and the shares of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from danling.data import PLACEHOLDER, DataLoader, Splits, build_dataloader, open_source
+
+
+class Run:
+    """What a program has set up, which it may change at any time."""
+
+    def __init__(self, *datasets: str, **settings: Any) -> None:
+        self.datasets: dict[str, Any] = {name: points(12) for name in datasets}
+        self.loaders: dict[str, Any] = {}
+        self.settings = {"accum_steps": 1, **settings}
+        self.splits = Splits(lambda: self.datasets, lambda: self.loaders, self.settings.get)
+
+
+def points(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)))
+
+
+def built(settings: dict[str, Any], count: int = 12) -> Any:
+    return build_dataloader(points(count), settings, split="train", train=True, seed=0)
+
+
+class Gathered:
+    """A domain whose other ranks answer what they are given."""
+
+    rank = 0
+
+    def __init__(self, *others: Any) -> None:
+        self.size, self._others = 1 + len(others), others
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+def test_splits_are_told_by_their_names() -> None:
+    splits = Run("train", "train_extra", "test", "val", "inference", "predict_all").splits
+    assert splits.to_train() == ["train", "train_extra"]
+    assert splits.to_evaluate() == ["test", "val"]
+    assert splits.to_infer(splits.to_evaluate()) == ["inference"]
+    assert splits.to_score(splits.to_evaluate()) == "val"
+    assert Run("train", "test").splits.to_infer(["test"]) == ["test"]
+    assert Run("train").splits.to_infer([]) == []
+
+
+def test_settings_go_before_names() -> None:
+    splits = Run("a", "b", "c", train_splits=["b"], evaluate_splits=["c", "a"], score_split="a").splits
+    assert (splits.to_train(), splits.to_evaluate(), splits.to_score(["c"])) == (["b"], ["c", "a"], "a")
+    assert Run("a", train_splits=[], evaluate_splits=[]).splits.to_train() == []
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "scored"),
+    [(["test", "dev", "validation"], "validation"), (["test", "other"], "test"), ([], None)],
+    ids=str,
+)
+def test_the_split_that_is_scored(evaluated: list[str], scored: str | None) -> None:
+    assert Run().splits.to_score(evaluated) == scored
+
+
+def test_what_is_added_later_is_seen_at_once() -> None:
+    run = Run("train")
+    assert run.splits.to_train() == ["train"] and run.splits.own_lengths(["train"]) == {}
+    run.datasets["train_more"] = points(4)
+    run.loaders["val"] = [1, 2]
+    assert (run.splits.to_train(), run.splits.to_evaluate()) == (["train", "train_more"], ["val"])
+    run.datasets = {"other": points(4)}  # another mapping, not another entry
+    assert run.splits.names == ["other", "val"]
+    run.loaders["train"] = built({"global_batch_size": 4})
+    division = run.splits.division("train", 1)
+    assert division is not None and division.samples == 4
+    run.loaders["train"] = [1, 2, 3]
+    assert run.splits.division("train", 1) is None and run.splits.own_lengths(["train"]) == {"train": 3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("nowhere", r"Expected a split out of \['train', 'val'\]. Received: split='nowhere'"),
+        (["val", "val"], "Expected every split of the splits to evaluate once"),
+        ([], "Expected at least one split to evaluate"),
+    ],
+)
+def test_a_wrong_choice_is_named(asked: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run("train", "val").splits.choose(asked, [], "evaluate")
+
+
+def test_a_choice_is_one_or_several_or_the_default() -> None:
+    splits = Run("train", "val").splits
+    assert splits.choose("val", [], "evaluate") == ["val"]
+    assert splits.choose(("val", "train"), [], "evaluate") == ["val", "train"]
+    assert splits.choose(None, ["train"], "evaluate") == ["train"]
+    for key in ("train_splits", "evaluate_splits"):
+        twice = Run("a", **{key: ["a", "a"]}).splits
+        with pytest.raises(ValueError, match=f"every split of {key} once"):
+            twice.to_train() if key == "train_splits" else twice.to_evaluate()
+
+
+def test_a_split_has_the_common_settings_and_its_own() -> None:
+    section = {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "val": {"num_workers": 0}, "shuffle": None}
+    splits = Run("train", "val", dataloader=section).splits
+    assert splits.settings("train") == {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "shuffle": None}
+    assert splits.settings("val") == {"batch_size": 8, "num_workers": 0, "shuffle": None}
+    assert Run("train").splits.settings("train") == {}
+
+
+def test_an_update_of_a_given_size_is_divided_over_the_ranks() -> None:
+    run = Run("train", dataloader={"global_batch_size": 12}, accum_steps=2)
+    division = run.splits.division("train", 3)
+    assert division is not None
+    assert (division.samples, division.world_size, division.micro_batches, division.micro_batch_size) == (12, 3, 2, 2)
+    plain = Run("train", dataloader={"batch_size": 5})
+    assert plain.splits.division("train", 3) is None and plain.splits.batch_size("train") == 5
+    plain.loaders["train"] = TorchDataLoader(points(6), batch_size=2)
+    assert plain.splits.batch_size("train") == 2
+    assert Run("train").splits.batch_size("train") is None
+
+
+def test_micro_batches_are_held_back_where_their_size_is_to_be_found() -> None:
+    run = Run("train", "val", dataloader={"global_batch_size": 8, "micro_batch_size": "auto"})
+    assert run.splits.find_micro_batch_size(["train"])
+    assert not run.splits.find_micro_batch_size(["of a loader"])
+    loader = run.loaders["train"] = built({"global_batch_size": 8, "micro_batch_size": "auto"})
+    run.loaders["train_more"] = [1, 2]
+    assert isinstance(loader, DataLoader)
+    run.splits.hold_at_most(3, ["train", "train_more", "gone"])
+    division = run.splits.division("train", 1)
+    assert division is not None and division.micro_batch_size == 3
+    assert not Run("train", dataloader={"batch_size": 8}).splits.find_micro_batch_size(["train"])
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_a_run_is_as_long_as_its_shortest_loader() -> None:
+    run = Run("train", "train_more", accum_steps=2)
+    run.loaders = {"train": [1, 2, 3], "train_more": built({"global_batch_size": 4})}
+    trained = run.splits.to_train()
+    assert run.splits.own_lengths(trained) == {"train": 2, "train_more": 3}
+    assert run.splits.updates(trained) == 5
+    domain: Any = Gathered({"train": 1, "train_more": 3}, {"train": 4, "train_more": 2})
+    run.splits.agree_lengths(trained, domain)
+    assert run.splits.lengths == {"train": 1, "train_more": 2} and run.splits.updates(trained) == 3
+    unknown: Any = Gathered({"train": None, "train_more": 3})
+    run.splits.agree_lengths(trained, unknown)
+    assert run.splits.lengths == {"train": None, "train_more": 3} and run.splits.updates(trained) is None
+
+
+def test_a_stream_has_no_length_and_no_loader_no_updates() -> None:
+    run = Run("train")
+    assert run.splits.updates(["train"]) is None
+    run.loaders["train"] = TorchDataLoader(Endless(), batch_size=2)
+    assert run.splits.own_lengths(["train"]) == {"train": None} and run.splits.updates(["train"]) is None
+
+
+def test_a_sampler_that_takes_another_share_is_refused() -> None:
+    dataset = points(8)
+    loader = TorchDataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
+    with pytest.raises(ValueError, match="Expected the sampler of split 'train' to take share 0 of 2"):
+        open_source(loader, split="train", share=(0, 2), seed=0)
+    assert open_source(loader, split="train", share=(1, 4), seed=0).reads
+    # A rank that reads nothing does not divide anything.
+    proxy = open_source(loader, split="train", share=(0, 2), seed=0, reads=False)
+    assert not proxy.reads and next(iter(proxy.batches())).data is PLACEHOLDER
