@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.kill import run_python
-from support.torchrun import run_torchrun
+from support.programs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--optim.lr", "3e-2")
@@ -41,20 +41,20 @@ def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> N
 
 
 def test_goes_on_by_itself_and_by_path(text: list[str]) -> None:
-    run_python(EXAMPLES / "gpt.py", "--steps", "8", *text)
-    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "12", "--auto_resume", "true", *text)
+    run_program(EXAMPLES / "gpt.py", "--steps", "8", *text)
+    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "12", "--auto_resume", "true", *text)
     assert exit_code == 0, output
     assert "step 12:" in output
     assert "step 8:" not in output
     (latest,) = Path("experiments/gpt").glob("*/checkpoints/latest.pth")
-    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "16", "--resume", str(latest), *text)
+    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "16", "--resume", str(latest), *text)
     assert exit_code == 0, output
     assert "step 16:" in output
     assert "step 12:" not in output
 
 
 def test_runs_on_two_processes(text: list[str]) -> None:
-    exit_code, output = run_torchrun(EXAMPLES / "gpt.py", "--steps", "40", *text)
+    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "40", *text, nproc_per_node=2)
     assert exit_code == 0, output
     validation, entropy = bits_in(output)
     assert validation < entropy
@@ -73,7 +73,7 @@ def test_runs_on_two_processes(text: list[str]) -> None:
 def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...], text: list[str]) -> None:
     degrees = [argument for axis in axes for argument in (f"--parallel.axes.{axis}", "2")]
     arguments = ("--steps", "40", *text, "--stack", "parallel", *degrees, *options)
-    exit_code, output = run_torchrun(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2 ** len(axes))
+    exit_code, output = run_program(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2 ** len(axes))
     assert exit_code == 0, output
     validation, entropy = bits_in(output)
     assert validation < entropy
