@@ -292,6 +292,12 @@ class StatefulCursor(LiveCursor):
             self._generators().set_states(pending["generators"])
         return pending["loader"] is not None
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass; a state that was loaded from the middle of the very same one is given up."""
+        if epoch == self.epoch and self.consumed and not isinstance(self.loader, StreamLoader):
+            self._pending = None
+        super().set_epoch(epoch)
+
     def _carried(self) -> dict[str, Any]:
         if isinstance(self.loader, StreamLoader):
             return {"generators": self.loader.carried(), "generators_found": {}}
