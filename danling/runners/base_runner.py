@@ -23,14 +23,12 @@ from danling.distributed import (
     LaunchEnvironment,
     LocalDomain,
     Placement,
-    agree,
     destroy_process_group,
     init_process_group,
     select_device,
 )
 from danling.metrics import Meters, ScoreBoard
 from danling.reporting import Printer, RunLog, close_run_log, open_run_log, speaking_for
-from danling.supervision import EXIT_CODES
 from danling.utils.secrets import secret_values, without_secrets
 from danling.workspace import Workspace
 from danling.workspace.litter import remove_litter
@@ -82,7 +80,6 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
 
     stack: str = "base"
     _run_log: RunLog
-    _stop_asked: str | None
 
     # For those who override `set_seed` with a way of their own.
     seed: int = 0
@@ -334,10 +331,11 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         Raises:
             SystemExit: On exit, where a signal asked for a stop: 143, or 130 after SIGINT.
         """
-        self._stop_asked = None
-        with speaking_for(self._run_log), self._collecting():
+        session = self._session
+        with speaking_for(self._run_log), session.collecting():
             self.open_trackers()
             self.init_signal_handlers()
+            session.begin()
             try:
                 yield
                 if not self.saver.is_saved:
@@ -345,27 +343,17 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
                 self.checkpoint_manager.wait()
                 self.boundary()
             finally:
-                if self.signals is not None:
-                    self.signals.uninstall()
+                session.uninstall_signals()
                 self._reporter.flush()
-        if self._stop_asked is not None:
-            logger.info("Stopped by a signal at step %d; the full state is saved.", self.state.train.global_step)
-            raise SystemExit(EXIT_CODES[self._stop_asked])
+        session.exit_if_signalled(self.state.train.global_step)
 
     def boundary(self) -> bool:
         """Return whether the loop is to end, since a signal came on any rank. Call it after every update, on all ranks.
 
         The heart beats and garbage is collected here, when it is due. One small collective on several ranks.
         """
-        train = self.state.train
-        if self.heartbeat is not None:
-            self.heartbeat.beat(train.global_step, train.epoch)
-        if self.gc_pacer is not None:
-            self.gc_pacer.step()
-        asked = self.signals.request if self.signals is not None else None
-        agreed = agree(self.world, () if asked is None else (asked,))
-        self._stop_asked = next((name for name in EXIT_CODES if name in agreed), self._stop_asked)
-        return self._stop_asked is not None
+        self._session.updated(self.state.train.global_step, self.state.train.epoch)
+        return self._session.agree_to_stop(self.world)
 
     # Sources
 

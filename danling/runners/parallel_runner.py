@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from danling.data import PLACEHOLDER, Batch, BatchSource
+from danling.data import PLACEHOLDER, Batch
 from danling.mesh import axes_with, check_sequence
 from danling.mesh.fsdp import reshard
 from danling.mesh.reduction import MeshReduction, loss_context
-from danling.training import GradientReduction, peek_target, unpack_batch
+from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.utils.tensors import whole
 
 from .parallel_state import ParallelState
@@ -60,16 +61,14 @@ class ParallelRunner(ParallelState):
         length = check_sequence(self.topology.axes, value.shape[1])
         return value.narrow(1, length * self.topology.coordinate["context"], length)
 
-    def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
-        batch = super()._upcoming(source, batches)
-        # Where a forward is a collective, the ranks must close the window together.
-        alone = self.degree(*axes_with(forward_communicates=True)) == 1
-        return batch if alone or self._ends_together(source) or self._all_have(source, batch) else None
-
-    def _ends_together(self, source: BatchSource) -> bool:
-        # Where a stage reads nothing, it knows the end of a loader of the library only.
-        blind = self.pipeline is not None and self.pipeline.has_blind_ranks
-        return source.even and (source.kind == "position" or not blind)
+    @cached_property
+    def _passes(self) -> PassAgreement:
+        return PassAgreement(
+            self.optimizer_domain,
+            self.data_domain,
+            blind=self.pipeline is not None and self.pipeline.has_blind_ranks,
+            collective_forward=self.degree(*axes_with(forward_communicates=True)) > 1,
+        )
 
     # One update
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from danling.reporting import BUILT_IN_TRACKERS, Reporter, Tracker, TrackerPlace
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
+from danling.training import TrainingSession
 from danling.workspace import Workspace
 
 from .facts import RunnerFacts
@@ -23,10 +24,9 @@ class RunnerSupervision(RunnerFacts):
     checkpoint_manager: Any
     _closers: ExitStack
 
-    # What a hook that is overridden with nothing leaves as it is.
-    heartbeat: Heartbeat | None = None
-    gc_pacer: GcPacer | None = None
-    signals: SignalWatcher | None = None
+    @cached_property
+    def _session(self) -> TrainingSession:
+        return TrainingSession()
 
     # What is seen of the run
 
@@ -98,10 +98,12 @@ class RunnerSupervision(RunnerFacts):
         """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
         self._open_built_in_tracker("wandb")
 
+    # What watches it
+
     def init_signal_handlers(self) -> None:
-        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends. Called on all ranks."""
-        self.signals = SignalWatcher()
-        self.signals.install()
+        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends."""
+        self._session.signals = SignalWatcher()
+        self._session.signals.install()
 
     _heartbeat_is: tuple[Any, ...] | None = None
     """What the heartbeat was begun with."""
@@ -111,31 +113,32 @@ class RunnerSupervision(RunnerFacts):
         wanted = (self.workspace.dir, *self.config.heartbeat.items())
         if wanted == self._heartbeat_is:
             return
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
+        if self._session.heartbeat is not None:
+            self._session.heartbeat.stop()
         self._heartbeat_is = wanted
         self.init_heartbeat()
 
     def init_heartbeat(self) -> None:
-        """Start the heartbeat file of this rank when `config.heartbeat.enabled`, before `__init__` builds a model. Called on all ranks."""
+        """Start the heartbeat file of this rank when `config.heartbeat.enabled`, before `__init__` builds a model."""
         settings = self.config.heartbeat
-        self.heartbeat = None
+        self._session.heartbeat = None
         if settings.enabled:
             directory = self.workspace.dir / settings.dir_name
-            self.heartbeat = Heartbeat(directory, rank=self.rank, interval_seconds=settings.interval_seconds)
-            self._closers.callback(self.heartbeat.stop)
+            heartbeat = Heartbeat(directory, rank=self.rank, interval_seconds=settings.interval_seconds)
+            self._session.heartbeat = heartbeat
+            self._closers.callback(heartbeat.stop)
 
     def init_garbage_collection(self) -> None:
-        """Pace Python's garbage collection in training, evaluation and inference when `config.gc.interval` is set. Called on all ranks."""
+        """Pace Python's garbage collection in training, evaluation and inference when `config.gc.interval` is set."""
         settings = self.config.gc
-        self.gc_pacer = None
+        self._session.gc_pacer = None
         if settings.interval is not None:
-            self.gc_pacer = GcPacer(
+            self._session.gc_pacer = GcPacer(
                 settings.interval, generation=settings.generation, disable_automatic=settings.disable_automatic
             )
 
-    def _collecting(self) -> AbstractContextManager[Any]:
-        return self.gc_pacer.active() if self.gc_pacer is not None else nullcontext()
+    def _collecting(self) -> AbstractContextManager[None]:
+        return self._session.collecting()
 
     def _paced(self, batches: Iterator[_T]) -> Iterator[_T]:
-        return batches if self.gc_pacer is None else self.gc_pacer.paced(batches)
+        return self._session.paced(batches)

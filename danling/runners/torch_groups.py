@@ -24,13 +24,6 @@ class TorchGroups(TorchEvaluation):
         self.replica_loaders: ReplicaLoaderCheckpoints | None = None
         self._writer: FileLock | None = None
 
-    def asked_to_stop(self) -> bool:
-        """Whether this rank has been asked to stop since the last boundary, as by a signal.
-
-        No communication: may be called on one rank.
-        """
-        return False
-
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config`.
 

@@ -36,9 +36,6 @@ from .torch_groups import TorchGroups
 
 logger = logging.getLogger("danling")
 
-UNCOMMITTED = "uncommitted"
-"""Reason of an update that the replica groups did not commit: it is made again from the same batches."""
-
 _ATTEMPTS_TO_READ = 3
 
 
@@ -70,7 +67,7 @@ class TorchReplicas(TorchGroups):
             group=self.world,
             state_dict=self.healing_state,
             load_state_dict=self.heal,
-            asked_to_stop=self.asked_to_stop,
+            asked_to_stop=self._session.asked_to_stop,
         )
         self._closers.callback(self.fault_tolerance.leave)
         self.replicated = ReplicatedUpdate(

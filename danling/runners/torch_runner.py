@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
 from typing import Any
 
-from danling.config import RunnerConfig
-from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
-from danling.distributed import agree
+from danling.data import Batch, BatchSource, DataLoader
 from danling.optim import needs_metric
 from danling.torchft import WaitAbandonedError
-from danling.training import UpdateOutcome, checked_figures, keeping_trained
+from danling.training import (
+    EvaluationStopped,
+    PassAgreement,
+    UpdateOutcome,
+    checked_figures,
+    keeping_trained,
+    monitored_metric,
+    patience_exhausted,
+    run_window,
+    schedule_advances,
+    updates_of_pass,
+    warning_of_score,
+)
+from danling.training.boundaries import Boundary
 
-from .torch_replicas import UNCOMMITTED
-from .torch_watch import EvaluationStopped, TorchWatch
+from .torch_watch import TorchWatch
 from .verbs import Results
 
 logger = logging.getLogger("danling")
@@ -46,11 +54,7 @@ class TorchRunner(TorchWatch):
         >>> MyRunner({"epochs": 3, "optim": {"type": "adamw"}}).train()  # doctest: +SKIP
     """
 
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
-        super().__init__(config)
-        self._compared: set[str] = set()
-
-    _moved: bool = False
+    _position_jumped: bool = False
     """Whether another replica group's state was taken over that stands in another pass than the loops."""
 
     # Train
@@ -100,28 +104,39 @@ class TorchRunner(TorchWatch):
                 "`epochs` instead."
             )
         state = self.state.train
-        if state.epoch >= (self.epochs or 0) or self._gave_up():
+        if state.epoch >= (self.epochs or 0) or self._patience_exhausted():
             return self.results
-        with self._session():
+        with self._training():
             if not self.open_result:
                 self._try_evaluations(to_evaluate)
-            while state.epoch < (self.epochs or 0) and not self._stop_for:
-                self._moved = False
-                for split in to_train:
-                    if not self._is_trained(split):
-                        figures = self.train_epoch(split)
-                        self._keep_figures(split, figures)
-                    if self._stop_for or self._moved:
-                        break
-                else:
-                    saves_next = self._is_checkpoint_due(state.epoch + 1, final=state.epoch + 1 == self.epochs)
+            while state.epoch < (self.epochs or 0) and not self._session.stop_reason:
+                if self._train_splits(to_train):
+                    final = state.epoch + 1 == self.epochs
+                    saves_next = self._boundaries.checkpoint_due(state.epoch + 1, final=final)
                     self._evaluate_trained(to_evaluate, "evaluate_epoch", saves_next=saves_next)
-                    for split in to_train:
-                        self.source(split).finish_pass()
-                    state.epoch += 1
-                    self._close_result("epoch")
-                    self._checkpoint_when_due(state.epoch, final=state.epoch == self.epochs)
+                    self._finish_epoch(to_train, "epoch")
+                    self._save_if_due(state.epoch, final=state.epoch == self.epochs)
         return self.results
+
+    def _train_splits(self, splits: Sequence[str]) -> bool:
+        """Train what is left of the pass over each split; `False` where it was left half-way."""
+        self._position_jumped = False
+        for split in splits:
+            if not self._is_trained(split):
+                self._keep_metrics(split, self.train_epoch(split))
+            if self._is_interrupted():
+                return False
+        return True
+
+    def _is_interrupted(self) -> bool:
+        """Whether the loops are to leave the pass: it is to stop, or the state stands in another one."""
+        return self._session.stop_reason is not None or self._position_jumped
+
+    def _finish_epoch(self, splits: Sequence[str], boundary: Boundary) -> None:
+        for split in splits:
+            self.source(split).finish_pass()
+        self.state.train.epoch += 1
+        self._close_result(boundary)
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train what is left of one pass over one split. Call on all ranks.
@@ -138,51 +153,46 @@ class TorchRunner(TorchWatch):
         """
         for outcome in self._updates(split):
             self._after_update(outcome)
-            if self._stop_for:
+            if self._session.stop_reason:
                 return {}
-        if self._moved:
+        if self._position_jumped:
             return {}
         self.open_result[split] = self._training_figures()
         return self.open_result[split]
 
-    def _keep_figures(self, split: str, figures: Any) -> None:
-        if self._stop_for or self._moved:
+    def _keep_metrics(self, split: str, metrics: Any) -> None:
+        if self._is_interrupted():
             return  # half-way through the pass
-        if figures is None:
+        if metrics is None:
             self.open_result.setdefault(split, {})
         else:
-            self.open_result[split] = checked_figures("train_epoch", split, figures)
+            self.open_result[split] = checked_figures("train_epoch", split, metrics)
 
     def _called_alone(self, verb: str) -> bool:
         """Whether no loop has called one of the verbs of `danling.runners.alone`."""
         if verb == "train_epoch":
-            return not self._in_session
+            return not self._session.running
         return not self._in_train_step if verb == "train_step" else super()._called_alone(verb)
 
     def _alone_train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
         self.check_trainable()
         self._splits.check(split)
         self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
-        with self._session(whole=False):
-            self._moved = False
-            figures = call(split, *args, **kwargs)
-            self._keep_figures(split, figures)
-            if not (self._stop_for or self._moved):
+        with self._training(whole=False):
+            self._position_jumped = False
+            metrics = call(split, *args, **kwargs)
+            self._keep_metrics(split, metrics)
+            if not self._is_interrupted():
                 self._close_pass(split)
-        return figures
+        return metrics
 
     def _close_pass(self, split: str) -> None:
         """Count the epoch, where every split to train on has had its pass."""
         if split not in self.train_splits:
             self.source(split).finish_pass()
             del self.open_result[split]
-            return
-        if any(other not in self.open_result for other in self.train_splits):
-            return
-        for other in self.train_splits:
-            self.source(other).finish_pass()
-        self.state.train.epoch += 1
-        self._close_result("alone")
+        elif all(other in self.open_result for other in self.train_splits):
+            self._finish_epoch(self.train_splits, "alone")
 
     def train_steps(
         self, train_splits: str | Sequence[str] | None = None, evaluate_splits: str | Sequence[str] | None = None
@@ -208,46 +218,53 @@ class TorchRunner(TorchWatch):
                 "`steps` instead."
             )
         state = self.state.train
-        if (state.global_step >= (self.steps or 0) and not self.open_result) or self._gave_up():
+        if (state.global_step >= (self.steps or 0) and not self.open_result) or self._patience_exhausted():
             return self.results
-        with self._session():
+        with self._training():
             if self.open_result:
                 # The run was stopped in an evaluation, which is made first.
                 self._validate(to_evaluate)
             else:
                 self._try_evaluations(to_evaluate)
-            while state.global_step < (self.steps or 0) and not self._stop_for:
-                self._moved = False
-                for split in to_train:
-                    if self._is_trained(split):
-                        continue
-                    for outcome in self._updates(split):
-                        self._after_update(outcome)
-                        if outcome.committed and self.evaluation_due():
-                            self.open_result[split] = self._training_figures()
-                            self._validate(to_evaluate)
-                        elif outcome.committed:
-                            self._checkpoint_when_due(state.global_step, final=False)
-                        if self._stop_for or state.global_step == self.steps:
-                            break
-                    else:
-                        if not self._moved:
-                            self.source(split).finish_pass()
-                            continue
-                    break
-                else:
+            while state.global_step < (self.steps or 0) and not self._session.stop_reason:
+                if self._train_pass(to_train, to_evaluate):
                     state.epoch += 1
                     if self.scheduler is not None and self.scheduler_interval() == "epoch":
                         self._advance_scheduler("pass", {})
         return self.results
 
+    def _train_pass(self, splits: Sequence[str], to_evaluate: list[str]) -> bool:
+        """Train what is left of one pass over all splits, evaluating on the way; `False` where it was left half-way."""
+        self._position_jumped = False
+        for split in splits:
+            if self._is_trained(split):
+                continue
+            for outcome in self._updates(split):
+                self._after_step(split, outcome, to_evaluate)
+                if self._session.stop_reason or self.state.train.global_step == self._boundaries.last_step:
+                    return False
+            if self._position_jumped:
+                return False
+            self.source(split).finish_pass()
+        return True
+
+    def _after_step(self, split: str, outcome: UpdateOutcome, to_evaluate: list[str]) -> None:
+        """What happens at an update boundary of step mode."""
+        self._after_update(outcome)
+        step = self.state.train.global_step
+        if outcome.committed and self._boundaries.evaluation_due(step):
+            self.open_result[split] = self._training_figures()
+            self._validate(to_evaluate)
+        elif outcome.committed:
+            self._save_if_due(step, final=False)
+
     def _validate(self, splits: list[str]) -> None:
         """Evaluate in step mode, and save what follows from it."""
         step = self.state.train.global_step
-        saves_next = self._is_checkpoint_due(step, final=step == self.steps)
+        saves_next = self._boundaries.checkpoint_due(step, final=step == self.steps)
         self._evaluate_trained(splits, "evaluate_steps", saves_next=saves_next)
         self._close_result("validation")
-        self._checkpoint_when_due(step, final=step == self.steps)
+        self._save_if_due(step, final=step == self.steps)
 
     def _evaluate_trained(self, splits: Sequence[str], verb: str, *, saves_next: bool) -> None:
         """Evaluate what was trained up to here; whatever goes wrong, it is saved, and a run that goes on begins with this evaluation."""
@@ -266,7 +283,7 @@ class TorchRunner(TorchWatch):
             board.check(self.open_result)
         named = not self._scores_itself or "monitor" in self.config.get("scheduler", {})
         if named and self.scheduler is not None and not self._steps_scheduler and needs_metric(self.scheduler):
-            self.monitored(self.open_result)
+            self._monitored(self.open_result)
 
     def _is_trained(self, split: str) -> bool:
         """Whether the pass that the state stands in is over for one of the splits."""
@@ -275,9 +292,9 @@ class TorchRunner(TorchWatch):
             return train.global_step >= (self.steps or 0) or self.source(split).epoch > train.epoch
         return train.epoch >= (self.epochs or 0) or split in self.open_result
 
-    def _gave_up(self) -> bool:
+    def _patience_exhausted(self) -> bool:
         since = self.evaluations_since_best if self.scoreboard is not None else 0
-        return since > 0 and since >= self.config.patience
+        return patience_exhausted(since, self.config.patience)
 
     def _check_ready(self, train_splits: Any, evaluate_splits: Any) -> tuple[list[str], list[str]]:
         self.check_trainable()
@@ -311,77 +328,64 @@ class TorchRunner(TorchWatch):
             )
         self.check_coverage()
 
-    # One update
+    # One pass
+
+    @cached_property
+    def _passes(self) -> PassAgreement:
+        return PassAgreement(self.optimizer_domain, self.data_domain)
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
-        """The one batch loop: yield the outcome of every update of what is left of the pass over `split`."""
+        """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
         source = self.source(split)
         self.bind_reduction()
-        batches = self._reporter.timed(source.batches())
-        found = source.consumed > 0
-        while True:
-            batch = next(batches, None)
-            if not self._all_have(source, batch):
-                break
-            assert batch is not None
-            found = True
-            if split not in self._compared:
-                self._compare(source, batch)
-            if self.open_update():
-                self._reporter.forget_samples(self.state.train.samples)
-                if self._is_trained(split):
-                    self._moved = True
-                    return
-                batches = source.batches()
-                continue
-            consumed: list[Batch] = []
-            if not self._make_batches(source, chain([batch], batches), consumed):
-                batches = self._reporter.timed(source.batches())
-                continue
-            outcome = self.step()
-            if not isinstance(outcome, UpdateOutcome):
-                raise ValueError(
-                    f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
-                )
-            if outcome.reason == UNCOMMITTED:
-                batches = chain(consumed, batches)
-                continue
-            source.commit(consumed)
+        for outcome in updates_of_pass(
+            source,
+            agreement=self._passes,
+            timed=self._reporter.timed,
+            state_replaced=self._takes_state_over,
+            is_over=partial(self._jumps_out_of, split),
+            run=partial(self._run_window, source, int(self.config.accum_steps)),
+            step=self.step,
+        ):
             if self._reporter.telemetry is not None:
                 self._reporter.telemetry.stepped(committed=outcome.committed)
             yield outcome
-        if not found:
-            raise ValueError(
-                f"Expected at least one batch on every rank in split {split!r}. Received: an empty loader on some rank. Check the "
-                "dataset, and `drop_last` against the batch size."
+
+    def _takes_state_over(self) -> bool:
+        """Agree with the other replica groups on the next update; tell whether the state is that of another group now."""
+        if self.fault_tolerance is None or not self.open_update():
+            return False
+        self._reporter.forget_samples(self.state.train.samples)
+        return True
+
+    def _jumps_out_of(self, split: str) -> bool:
+        """Note whether the state that was taken over stands behind the pass over `split`."""
+        self._position_jumped = self._is_trained(split)
+        return self._position_jumped
+
+    def _run_window(self, source: BatchSource, size: int, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
+        retry, loader = self.memory_retry, source.loader
+
+        def run() -> None:
+            run_window(
+                batches,
+                consumed,
+                size=size,
+                following=lambda: self._passes.next_of_window(source, batches),
+                run=self._run_microbatch,
             )
 
-    def _make_batches(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
-        make = partial(self._micro_steps, source, batches, consumed)
-        retry, loader = self.memory_retry, source.loader
         held = loader.held_at_once if retry is not None and isinstance(loader, DataLoader) else 0
         if retry is None or held == 0:
-            make()
+            run()
             return True
-        self._open_alike(held)
-        if held == 1:
-            # There is nothing left to halve: the error is the user's, with its traceback.
-            make()
-            return True
-        return retry.attempt(make, self._remembered()) or self._halve(held)
+        return retry.run(run, held=held, prepare=self._open_alike, remember=self._remembered, shrink=self._shrink)
 
-    def _micro_steps(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> None:
-        in_update = int(self.config.accum_steps)
-        batch = next(batches, None)
-        while batch is not None:
-            consumed.append(batch)
-            closes = len(consumed) == in_update if batch.closes is None else batch.closes
-            upcoming = None if closes else self._upcoming(source, batches)
-            # A rank that may run out of memory reduces once all have come through.
-            self.reduces_gradients = upcoming is None and self.memory_retry is None
-            self._micro_step(batch)
-            batch = upcoming
+    def _run_microbatch(self, batch: Batch, closes: bool) -> None:
+        # A rank that may run out of memory reduces once all have come through.
+        self.reduces_gradients = closes and self.memory_retry is None
+        self._micro_step(batch)
 
     def _open_alike(self, held: int) -> None:
         """Do before an update what ranks otherwise do together within it: all of them have to come through it alone."""
@@ -404,50 +408,18 @@ class TorchRunner(TorchWatch):
 
         return take_back
 
-    def _halve(self, held: int) -> bool:
-        self._hold_at_most(held // 2)
+    def _shrink(self, held: int, samples: int) -> None:
+        """Go on with smaller micro-batches, and say so."""
+        self._hold_at_most(samples)
         if self.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
                 "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
                 self.state.train.global_step + 1,
                 held,
-                held // 2,
-                held // 2,
+                samples,
+                samples,
             )
-        return False
-
-    def _compare(self, source: BatchSource, batch: Batch | None) -> None:
-        """Say once where ranks that should read different data read the same."""
-        self._compared.add(source.split)
-        if self._ends_together(source) or batch is None or self.data_domain.size == 1:
-            return
-        seen = self.data_domain.gather_objects(source.described(batch) if batch.data is not PLACEHOLDER else None)
-        if seen[0] is not None and seen.count(seen[0]) == len(seen) and self.is_main_process:
-            logger.warning(
-                "All ranks read the same data in split %r. A loader of your own, or over a stream, is not divided for you: divide "
-                "it by self.data_domain.rank and self.data_domain.size, or put a map-style dataset into `self.datasets`.",
-                source.split,
-            )
-
-    def _all_have(self, source: BatchSource, batch: Batch | None) -> bool:
-        if self._ends_together(source):
-            return batch is not None
-        # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
-        ended = agree(self.optimizer_domain, () if batch is not None else ("exhausted",))
-        if ended and batch is not None:
-            logger.warning(
-                "Another rank has no batch left in split %r: this pass ends early on rank %d.", source.split, self.rank
-            )
-        return not ended
-
-    def _ends_together(self, source: BatchSource) -> bool:
-        """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
-        return source.even or self.optimizer_domain.size == 1
-
-    def _upcoming(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
-        """Return the next batch of the open window, `None` where the pass ends."""
-        return next(batches, None)
 
     # Boundaries
 
@@ -460,7 +432,7 @@ class TorchRunner(TorchWatch):
         self.meters.reset()
         return figures
 
-    def _close_result(self, boundary: str) -> None:
+    def _close_result(self, boundary: Boundary) -> None:
         """Record the figures of an epoch or an evaluation, and decide what follows from them; the same on all ranks."""
         result, self.open_result = self.open_result, {}
         self.results[self.index] = result
@@ -471,8 +443,8 @@ class TorchRunner(TorchWatch):
             self._say_not_finite(scores.scores[self.index])
         if self.scheduler is not None and not self._steps_scheduler:
             self._advance_scheduler(boundary, result)
-        if scores is not None and self._gave_up():
-            self._stop_for = "patience"
+        if scores is not None and self._patience_exhausted():
+            self._session.stop_reason = "patience"
             if self.best_score is None:
                 logger.info("Stopping early: no evaluation had a score that can be the best.")
             else:
@@ -490,53 +462,29 @@ class TorchRunner(TorchWatch):
     """Whether a score that is not finite was warned of; once is enough."""
 
     def _say_not_finite(self, score: float) -> None:
-        if self._said_not_finite or math.isfinite(score) or self.scoreboard is None:
+        board = self.scoreboard
+        if board is None or self._said_not_finite:
             return
-        self._said_not_finite = True
-        if self.is_main_process:
-            logger.warning(
-                "Expected the score %s.%s to be finite. Received: %s at %s.%s See to it that the metric is defined on the whole "
-                "split, or set score_name to another figure.",
-                self.scoreboard.split,
-                self.scoreboard.name,
-                score,
-                self.index,
-                " NaN is never the best, and counts against patience." if math.isnan(score) else "",
-            )
+        warning = warning_of_score(f"{board.split}.{board.name}", score, self.index)
+        self._said_not_finite = warning is not None
+        if warning is not None and self.is_main_process:
+            logger.warning("%s", warning)
 
-    def _advance_scheduler(self, boundary: str, result: dict[str, dict[str, float]]) -> None:
-        interval = self.scheduler_interval()
-        if boundary == "alone" and (interval != "epoch" or needs_metric(self.scheduler)):
-            return  # what goes by an evaluation waits for one
-        if interval == "epoch" and boundary == ("pass" if needs_metric(self.scheduler) else "validation"):
-            return  # without figures a metric scheduler has nothing to go by, and a validation ends no epoch for the others
-        if needs_metric(self.scheduler):
-            self.scheduler.step(self.monitored(result))
+    def _advance_scheduler(self, boundary: Boundary, result: dict[str, dict[str, float]]) -> None:
+        by_metric = needs_metric(self.scheduler)
+        if not schedule_advances(boundary, interval=self.scheduler_interval(), by_metric=by_metric):
+            return
+        if by_metric:
+            self.scheduler.step(self._monitored(result))
         else:
             self.scheduler.step()
 
-    def monitored(self, result: dict[str, dict[str, float]]) -> float:
-        """Return the figure that a metric scheduler watches: `scheduler.monitor`, else the score.
-
-        No communication: may be called on one rank.
-
-        Args:
-            result: Figures by split.
-
-        Raises:
-            ValueError: If it is not among the figures.
-        """
+    def _monitored(self, result: dict[str, dict[str, float]]) -> float:
+        """Return the metric that a schedule watches: `scheduler.monitor`, else the score."""
         asked = self.config.scheduler.get("monitor", None)
         if not asked and self.index in self.own_scores:
             return self.own_scores[self.index]
-        path = str(asked or f"{self.score_split}.{self.config.score_name}")
-        split, _, name = path.partition(".")
-        if name not in result.get(split, {}):
-            present = [f"{key}.{figure}" for key, figures in result.items() for figure in figures]
-            raise ValueError(
-                f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}."
-            )
-        return result[split][name]
+        return monitored_metric(result, str(asked or f"{self.score_split}.{self.config.score_name}"))
 
     def _report(self, result: dict[str, dict[str, float]]) -> None:
         self._reporter.log_result(
@@ -544,17 +492,10 @@ class TorchRunner(TorchWatch):
             step=self.state.train.global_step,
             title=f"{'step' if self.is_step_mode else 'epoch'} {self.index}",
             trained=self.train_splits,
-            last=self.progress >= 1 or self._stop_for is not None,
+            last=self.progress >= 1 or self._session.stop_reason is not None,
         )
 
-    def _is_checkpoint_due(self, index: int, *, final: bool) -> bool:
-        return final or index % self._checkpoint_every == 0
-
-    def _checkpoint_when_due(self, index: int, *, final: bool) -> None:
-        if self._is_checkpoint_due(index, final=final):
-            self.save_checkpoint(history=index % self._checkpoint_every == 0)
-        elif self._save_asked or (
-            index in self.results and self.is_best and next(reversed(self.own_scores), None) == index
-        ):
-            self.save_checkpoint()
-        self._save_asked = False
+    def _save_if_due(self, index: int, *, final: bool) -> None:
+        session = self._session
+        self._boundaries.save_if_due(index, final=final, requested=session.save_requested)
+        session.save_requested = False

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from danling.config import RunnerConfig
 from danling.distributed import Verdict
 from danling.training import (
+    UNCOMMITTED,
     DDPReduction,
     GradientReduction,
     LocalReduction,
@@ -25,11 +26,9 @@ from danling.training import (
 )
 from danling.training.decision import UpdateDecision
 
-from .torch_replicas import UNCOMMITTED, TorchReplicas
+from .torch_replicas import TorchReplicas
 
 logger = logging.getLogger("danling")
-
-_NOTHING: frozenset[str] = frozenset()
 
 
 class TorchUpdate(TorchReplicas):
@@ -37,7 +36,6 @@ class TorchUpdate(TorchReplicas):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._asked: set[str] = set()
         # First of all: what an update left to be checked must not be saved.
         self.saver.before.insert(0, lambda: self.settle())
         self._samples_on_device: Tensor | None = None
@@ -46,18 +44,6 @@ class TorchUpdate(TorchReplicas):
         self._rates: list[float] = []
         """Learning rates of the update that is logged next: those it was made with."""
 
-    _in_session = False
-    """Whether a loop trains."""
-
-    def _requests(self) -> frozenset[str]:
-        """What this rank asks the others for; taken once an update."""
-        asked = frozenset(self._asked) if self._asked else _NOTHING
-        self._asked.clear()
-        return asked
-
-    def _heed(self, requests: frozenset[str]) -> None:
-        """Do what any rank asked for; overridden by the loops."""
-
     def prepare_updates(self) -> None:
         """Read once what every update needs to know; the loops call it, and `train_step` where it is called alone. Called on all ranks.
 
@@ -65,7 +51,7 @@ class TorchUpdate(TorchReplicas):
             ValueError: If there is no optimizer, or updates are agreed on with other replica groups, which only the loops do.
         """
         self.check_optimizer_given()
-        if self._in_session:
+        if self._session.running:
             return
         if self.fault_tolerance is not None:
             raise ValueError(
@@ -145,7 +131,7 @@ class TorchUpdate(TorchReplicas):
         Raises:
             ValueError: If none was opened since the last update.
         """
-        if self.window.count == 0 and not self._in_session:
+        if self.window.count == 0 and not self._session.running:
             raise ValueError(
                 "Expected a micro-batch, whose weight the gradient is divided by. Received: none since the last update. Call "
                 "`train_step(batch)` first, which calls `backward`, then `step()`; or `train_epoch(split)`, which calls them all."
@@ -176,13 +162,13 @@ class TorchUpdate(TorchReplicas):
             loss=self.window.loss,
             samples=self.window.samples,
             nonfinite=self.window.nonfinite,
-            requests=self._requests(),
+            requests=self._session.local_requests(),
         )
         self.complete_gradients()
         agreed = self.reduction.agree(verdict, self.window, self.state.train.global_step + 1)
         if agreed is None:
             # To be asked again with the same batches.
-            self._asked |= verdict.requests
+            self._session.request(*verdict.requests)
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
         verdict = agreed
         gradients = self.unscale_gradients(verdict)
@@ -206,7 +192,7 @@ class TorchUpdate(TorchReplicas):
             self.optimizer_step()
         outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
         self._conclude(outcome)
-        self._heed(verdict.requests)
+        self._session.apply_requests(verdict.requests)
         return outcome
 
     _looked: bool = False

@@ -13,6 +13,13 @@ from .batches import (
     peek_target,
     unpack_batch,
 )
+from .boundaries import (
+    Boundaries,
+    monitored_metric,
+    patience_exhausted,
+    schedule_advances,
+    warning_of_score,
+)
 from .compilation import Compilation
 from .coverage import Coverage, GradientWatch, ungraded
 from .ema import EMA
@@ -28,13 +35,15 @@ from .gradients import (
     total_norm,
 )
 from .label_shift import LabelShift
-from .outcome import NonFiniteError, UpdateOutcome
+from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .outputs import model_loss, prediction_of
+from .passes import PassAgreement, run_window, updates_of_pass
 from .precision import Precision
 from .predictions import gather_predictions, split_by_sample
 from .reduction import DDPReduction, GradientReduction, LocalReduction
 from .retry import MemoryRetry
 from .safeguard import keeping_trained, preserved_tensors
+from .session import EvaluationStopped, SessionEnd, TrainingSession
 from .targets import TARGET_NAMES, shifts_labels, unweighed
 from .weighing import BatchWeights
 from .window import Window
@@ -42,11 +51,14 @@ from .window import Window
 __all__ = [
     "EMA",
     "TARGET_NAMES",
+    "UNCOMMITTED",
     "BatchWeights",
+    "Boundaries",
     "Compilation",
     "Coverage",
     "DDPReduction",
     "Evaluation",
+    "EvaluationStopped",
     "EvaluationSums",
     "GradientReduction",
     "GradientWatch",
@@ -54,7 +66,10 @@ __all__ = [
     "LocalReduction",
     "MemoryRetry",
     "NonFiniteError",
+    "PassAgreement",
     "Precision",
+    "SessionEnd",
+    "TrainingSession",
     "UpdateOutcome",
     "Window",
     "average_gradients",
@@ -74,11 +89,15 @@ __all__ = [
     "keeping_trained",
     "model_loss",
     "model_weight",
+    "monitored_metric",
     "nonfinite_parameters",
+    "patience_exhausted",
     "peek_target",
     "prediction_of",
     "preserved_tensors",
+    "run_window",
     "scale_gradients",
+    "schedule_advances",
     "shifts_labels",
     "split_by_sample",
     "total_norm",
@@ -86,5 +105,7 @@ __all__ = [
     "ungraded",
     "unpack_batch",
     "unweighed",
+    "updates_of_pass",
+    "warning_of_score",
     "written_by_forward",
 ]

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+UNCOMMITTED = "uncommitted"
+"""Reason of an update that the replica groups did not commit: it is made again from the same batches."""
+
 
 @dataclass(slots=True)
 class UpdateOutcome:

@@ -27,6 +27,40 @@ class MemoryRetry:
         self.device = device
         self.ran_out = ran_out
 
+    def run(
+        self,
+        make: Callable[[], None],
+        *,
+        held: int,
+        prepare: Callable[[int], None],
+        remember: Callable[[], Callable[[], None]],
+        shrink: Callable[[int, int], None],
+    ) -> bool:
+        """Make the micro-batches of an update; where memory ran out on any rank, have them halved. Call on all ranks.
+
+        Args:
+            make: Makes all micro-batches of this rank, without communication.
+            held: Samples that a rank holds at once.
+            prepare: Does before the update, and is told `held`, what ranks otherwise do together within it.
+            remember: Returns what puts back what `make` changes.
+            shrink: Is told how many samples were held and how many are to be held from now on.
+
+        Returns:
+            Whether they were made; `False` where they are to be read again in smaller ones.
+
+        Raises:
+            Exception: What `make` raises; also that memory ran out, where there is nothing left to halve.
+        """
+        prepare(held)
+        if held == 1:
+            # The error is the user's, with its traceback.
+            make()
+            return True
+        if self.attempt(make, remember()):
+            return True
+        shrink(held, held // 2)
+        return False
+
     def attempt(self, make: Callable[[], None], take_back: Callable[[], None]) -> bool:
         """Return whether all ranks have made it; where one has not, it is taken back on all. Call on all ranks.
 

@@ -1,0 +1,303 @@
+"""The session of a training: what asks it to stop or to save, what watches it, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+from danling.distributed import Domain, agree
+from danling.supervision import EXIT_CODES, GcPacer, Heartbeat, SignalWatcher
+
+logger = logging.getLogger("danling")
+
+_T = TypeVar("_T")
+
+STOPS = ("terminate", "interrupt", "user_signal", "stop")
+"""Requests that end a training; where ranks ask for several, the first one of these stands."""
+
+BY_SIGNAL = ("terminate", "interrupt", "user_signal")
+"""Those that came as a signal, after which the process ends."""
+
+ENDINGS = {
+    "terminate": "Stopped by SIGTERM",
+    "interrupt": "Stopped by SIGINT",
+    "user_signal": "Stopped by SIGUSR1",
+    "stop": "Stopped",
+    "patience": "Stopped early",
+}
+"""What is said of a training that ended for a reason."""
+
+
+class EvaluationStopped(Exception):
+    """Leaves an evaluation that all ranks have agreed to stop in; it is made anew when the run is resumed."""
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    """What a session calls when its training ends, in this order.
+
+    Attributes:
+        pending: Raises the error that an update has left pending, and returns the requests of its last vote. Called on all ranks.
+        finish: Saves and says the ending; not called where the session goes on in another one. Called on all ranks.
+        failed: Is told of an exception, which goes on its way afterwards.
+        close: Closes what was opened for the training, however it ended.
+        abandons: Exceptions by which a wait for other replica groups is given up, since this one is asked to stop.
+    """
+
+    pending: Callable[[], frozenset[str]]
+    finish: Callable[[], None]
+    failed: Callable[[Exception], None]
+    close: Callable[[], None]
+    abandons: tuple[type[Exception], ...] = ()
+
+
+class TrainingSession:
+    """Listens for requests, keeps the heartbeat, paces garbage collection, and carries a training to its end.
+
+    One session serves a runner for its whole life. Requests may be made at any time and on any rank; they are applied at the boundaries
+    between updates and between the batches of an evaluation, where all ranks agree on them.
+
+    Args:
+        clock: Seconds, monotonic.
+
+    Attributes:
+        running: Whether a loop of the library trains.
+        stop_reason: Why the training ends after the update that is under way: one of `STOPS`, or `"patience"`; `None` while it goes on.
+            The same on all ranks.
+        save_requested: Whether a checkpoint was asked for. The same on all ranks.
+        updated_once: Whether this process has made its first update.
+        signals: Watches for signals while a training runs; `None` where nobody does.
+        heartbeat: Is told of every update; `None` without one.
+        gc_pacer: Collects garbage at boundaries; `None` where Python decides.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.running = False
+        self.stop_reason: str | None = None
+        self.save_requested = False
+        self.updated_once = False
+        self.signals: SignalWatcher | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.gc_pacer: GcPacer | None = None
+        self._requested: set[str] = set()
+        self._clock = clock
+        self._deadline = math.inf
+
+    # Requests
+
+    def request(self, *names: str) -> None:
+        """Ask all ranks for something at the next boundary. May be called on one rank.
+
+        Args:
+            *names: Such as `"stop"` or `"save"`.
+        """
+        self._requested.update(names)
+
+    def poll_signals(self) -> None:
+        """Turn a signal that was received, or time that is over, into a request of this rank."""
+        if self.signals is not None and self.signals.received is not None:
+            self._requested.add(self.signals.request or "terminate")
+        if self._clock() >= self._deadline:
+            self._requested.add("stop")
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was asked to stop since the last boundary: by a signal, by a request, or by the time. No communication."""
+        self.poll_signals()
+        return not self._requested.isdisjoint(STOPS)
+
+    def local_requests(self) -> frozenset[str]:
+        """Return what this rank asks the others for, once. No communication."""
+        self.poll_signals()
+        taken = frozenset(self._requested)
+        self._requested.clear()
+        return taken
+
+    def apply_requests(self, agreed: frozenset[str]) -> None:
+        """Do at the next boundary what any rank asked for.
+
+        Args:
+            agreed: What the ranks agreed on, the same on all of them.
+        """
+        if agreed:
+            self.stop_reason = _first_stop(agreed)
+            self.save_requested = "save" in agreed
+
+    def agree_to_stop(self, domain: Domain) -> bool:
+        """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective.
+
+        Args:
+            domain: All ranks.
+        """
+        self.stop_reason = _first_stop(agree(domain, self.local_requests())) or self.stop_reason
+        return self.stop_reason is not None
+
+    # Watching
+
+    def updated(self, step: int, epoch: int) -> None:
+        """Tell the heartbeat and the garbage collection that an update was made or skipped.
+
+        Args:
+            step: Updates committed.
+            epoch: Completed epochs.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.beat(step, epoch)
+        if self.gc_pacer is not None:
+            self.gc_pacer.step()
+
+    def beat(self, step: int, epoch: int) -> None:
+        """Tell the heartbeat that this process makes progress.
+
+        Args:
+            step: Updates committed.
+            epoch: Completed epochs.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.beat(step, epoch)
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Return the context in which garbage is collected at boundaries only, where that is paced."""
+        return self.gc_pacer.active() if self.gc_pacer is not None else nullcontext()
+
+    def paced(self, batches: Iterator[_T]) -> Iterator[_T]:
+        """Return batches that are evaluated, with garbage collected after every so many of them.
+
+        Args:
+            batches: The batches.
+        """
+        return batches if self.gc_pacer is None else self.gc_pacer.paced(batches)
+
+    def between_batches(
+        self, batches: Iterator[_T], *, domain: Domain, pending: frozenset[str], seen: Callable[[int], None]
+    ) -> Iterator[_T]:
+        """Yield the batches of an evaluation; all ranks agree before each one whether to go on.
+
+        A rank whose batches have come to their end goes on voting until those of all ranks have.
+
+        Args:
+            batches: What this rank evaluates.
+            domain: Ranks that evaluate together.
+            pending: Requests of the last update that have not been applied yet.
+            seen: Is told the number of each batch, from 0.
+
+        Raises:
+            EvaluationStopped: On all ranks, when one was asked to stop.
+        """
+        self._requested |= pending & {"save"}
+        done = 0
+        while self._goes_on(batch := next(batches, None), domain, pending):
+            seen(done)
+            done += 1
+            if batch is not None:
+                yield batch
+
+    def _goes_on(self, batch: object, domain: Domain, pending: frozenset[str]) -> bool:
+        self.poll_signals()
+        votes = self._requested.intersection(STOPS) | ({"continue"} if batch is not None else set())
+        agreed = agree(domain, votes)
+        stop = _first_stop({*agreed, *pending, self.stop_reason})
+        if stop is not None:
+            self.stop_reason = stop
+            self._requested.difference_update(STOPS)
+            raise EvaluationStopped
+        return "continue" in agreed
+
+    # One training
+
+    def begin(self, *, max_seconds: float | None = None) -> None:
+        """Begin a training: forget how an earlier one ended.
+
+        Args:
+            max_seconds: Seconds after which the run is to stop; `None` for no limit.
+        """
+        self.stop_reason = None
+        self.save_requested = False
+        self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
+
+    @contextmanager
+    def opened(self, end: SessionEnd, *, domain: Domain, whole: bool = True) -> Iterator[None]:
+        """Train inside. What goes on after the last update is done on exit.
+
+        Args:
+            end: What is called at the end.
+            domain: Ranks that train together.
+            whole: Whether the run ends here; otherwise it is finished only where it was asked to stop.
+
+        Raises:
+            SystemExit: On exit, after a signal: 143, or 130 after SIGINT.
+        """
+        self.running = True
+        try:
+            try:
+                yield
+            except EvaluationStopped:
+                logger.debug("An evaluation was left; it is made anew when the run is resumed.")
+            except end.abandons:
+                self.apply_requests(agree(domain, self.local_requests()))
+            self.running = False
+            # What was asked for in the last update, which an accelerator hands out with the next one.
+            pending = end.pending()
+            self.stop_reason = self.stop_reason or _first_stop(pending)
+            if self.stop_reason is not None or whole:
+                end.finish()
+        except Exception as error:
+            end.failed(error)
+            raise
+        finally:
+            self.running = False
+            self.uninstall_signals(keep=domain.size > 1)
+            end.close()
+        self._redeliver_signal()
+
+    def hear_late_signals(self, domain: Domain) -> str:
+        """Apply a signal that came after the last boundary, as in the last save: there is no other one to apply it at.
+
+        Args:
+            domain: Ranks that train together.
+
+        Returns:
+            What is to be said of the ending.
+        """
+        received = self.signals.request if self.signals is not None else None
+        late = agree(domain, () if received is None else (received,))
+        self.stop_reason = next((name for name in BY_SIGNAL if name in {*late, self.stop_reason}), self.stop_reason)
+        return ENDINGS.get(str(self.stop_reason), "Finished")
+
+    def exit_if_signalled(self, step: int) -> None:
+        """End the process after a signal, with its exit code.
+
+        Args:
+            step: Updates committed and saved.
+
+        Raises:
+            SystemExit: If a signal ended the training.
+        """
+        if self.stop_reason in EXIT_CODES:
+            logger.info("Stopped by a signal at step %d; the full state is saved.", step)
+            raise SystemExit(EXIT_CODES[self.stop_reason])
+
+    def uninstall_signals(self, *, keep: bool = False) -> None:
+        """Put the program's own handlers back.
+
+        Args:
+            keep: Leave those of the session after a signal: where torchrun ends the ranks that are left when the first one has gone,
+                they end by the code of the signal too.
+        """
+        if self.signals is not None and not (keep and self.stop_reason in BY_SIGNAL):
+            self.signals.uninstall()
+
+    def _redeliver_signal(self) -> None:
+        """Send this process once more a signal that came too late to be applied, now that the program's own handlers are back."""
+        if self.signals is not None and self.signals.received is not None and self.stop_reason not in BY_SIGNAL:
+            signal.raise_signal(self.signals.received)
+
+
+def _first_stop(requests: Iterable[str | None]) -> str | None:
+    asked = set(requests)
+    return next((name for name in STOPS if name in asked), None)
