@@ -463,9 +463,16 @@ def test_the_timeout_of_training_acts() -> None:
 
 def test_base_runner_verbs_are_not_implemented() -> None:
     with dl.BaseRunner() as runner:
-        for verb in ("train", "train_step", "backward", "step", "evaluate", "infer"):
+        for verb, data in (
+            ("train", ()),
+            ("step", ()),
+            ("evaluate", ()),
+            ("infer", ()),
+            ("train_step", (1,)),
+            ("backward", (1,)),
+        ):
             with pytest.raises(NotImplementedError, match=verb):
-                getattr(runner, verb)()
+                getattr(runner, verb)(*data)
 
 
 def test_mapping_inputs_are_passed_by_name() -> None:

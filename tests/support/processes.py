@@ -155,7 +155,9 @@ def run_outcomes(
     """
     parts = _by_file(function), pickle.dumps((args, kwargs))
     with _launched(parts, world_size, init_process_group, environment or {}) as members:
-        return _collect(members, time.monotonic() + patience(timeout), timeout, grace, stop or threading.Event())
+        return _collect(
+            members, time.monotonic() + patience(timeout), timeout, patience(grace), stop or threading.Event()
+        )
 
 
 @dataclass
