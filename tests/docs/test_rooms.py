@@ -29,3 +29,7 @@ def test_arrows_that_follow_from_others_are_left_out() -> None:
     rooms = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
     assert draw_rooms.floors_of(rooms) == [["c"], ["b"], ["a"]]
     assert draw_rooms.without_shortcuts(rooms) == {"a": {"b"}, "b": {"c"}, "c": set()}
+
+
+def test_the_picture_is_that_of_the_source() -> None:
+    assert draw_rooms.main(["--check"]) == 0
