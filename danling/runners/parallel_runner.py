@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.optim import Optimizer
 
+from danling.checkpoints import FileCheckpointManager, TorchDistributedCheckpointManager
 from danling.data import PLACEHOLDER, Batch
-from danling.mesh import axes_with, check_sequence
-from danling.mesh.fsdp import reshard
+from danling.distributed import Domain, LaunchEnvironment, Placement
+from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
+from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, reshard, shard
+from danling.mesh.initialization import initialize_weights
+from danling.mesh.model_parts import (
+    ModelParts,
+    check_meta,
+    check_parts,
+    choose_parts,
+    is_meta,
+    take_part,
+    tie,
+    tied_names,
+)
+from danling.mesh.model_states import ShardedModelStates
+from danling.mesh.optimizer import keep_kinds_apart, rebind_optimizer
+from danling.mesh.parameter_copies import equalize, mesh_axes
+from danling.mesh.pipeline import Pipeline
+from danling.mesh.preparation import MeshPreparation
+from danling.mesh.recomputation import recompute_blocks, recomputes
 from danling.mesh.reduction import MeshReduction, loss_context
+from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
+from danling.training.model_states import ModelStates
 from danling.utils.tensors import whole
 
-from .parallel_state import ParallelState
+from .torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
 
 
-class ParallelRunner(ParallelState):
+class ParallelRunner(TorchRunner):
     """Trains on a mesh of processes: FSDP2, HSDP, tensor, context, pipeline and expert parallelism, in any combination.
 
     The degrees stand under `parallel.axes`; their product is the number of processes. A script for `TorchRunner` runs unchanged as
@@ -32,6 +58,338 @@ class ParallelRunner(ParallelState):
     Examples:
         >>> runner = MyRunner({"stack": "parallel", "parallel.axes.shard": 4, "steps": 100})  # doctest: +SKIP
     """
+
+    stack = "parallel"
+
+    topology: Topology
+    parallel_context: ParallelContext
+    preparation: MeshPreparation
+
+    # Place
+
+    def init_distributed(self) -> None:
+        """Check the axes before anything is allocated, then join the process group and build the mesh. Called on all ranks."""
+        launch, settings = LaunchEnvironment.read(), self.config.parallel
+        axes = Axes.resolve(self._degrees(), world_size=launch.world_size)
+        self.stage_plan = StagePlan.of(
+            axes,
+            rank=launch.rank,
+            schedule=settings.pipeline_schedule,
+            listed=len(settings.module_fqns_per_model_part or ()),
+        )
+        check_resharding(axes, self.config.fsdp.reshard_after_forward)
+        super().init_distributed()
+        check_schedule(self.stage_plan.schedule, self.device)
+        self.topology = self.build_topology()
+        if not isinstance(self.topology, Topology):
+            return  # which is refused
+        self.init_model_parallel_groups()
+        if not hasattr(self, "parallel_context"):
+            raise ValueError(
+                "Expected `init_model_parallel_groups` to make the groups that training needs. Received: none. Call "
+                "super().init_model_parallel_groups() in it."
+            )
+
+    def build_placement(self) -> Placement:
+        """Return the place of this rank on the mesh. Called on all ranks."""
+        if not isinstance(getattr(self, "topology", None), Topology):
+            hook = "build_topology" if self._overrides("build_topology") else "init_distributed"
+            raise ValueError(
+                f"Expected `{hook}` to give this rank a place on the mesh. Received: none. Return, or call, that of super()."
+            )
+        return self.topology.placement(reads_data=self.stage_plan.reads_data, has_loss=self.stage_plan.has_last)
+
+    def _degrees(self) -> dict[str, int]:
+        degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
+        if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
+            degrees["shard"] = -1
+        return degrees
+
+    def build_topology(self) -> Topology:
+        """Return the place of this rank on the parallel axes; override it for a mesh of your own. Called on all ranks."""
+        device_type = self.config.parallel.mesh_device_type
+        return Topology(self._degrees(), device=self.device, mesh_device_type=device_type)
+
+    def init_model_parallel_groups(self) -> None:
+        """Make the process groups that training needs besides those of single axes. Called on all ranks."""
+        self.parallel_context = ParallelContext(self.topology)
+        self.pipeline_domain: Domain = self.topology.domain("pipeline")
+
+    def degree(self, *axes: str) -> int:
+        """Return the degree of an axis, or the product over several. No communication: may be called on one rank."""
+        return self.topology.axes.degree(*axes)
+
+    def build_preparation(self) -> MeshPreparation:
+        """Return how the ranks of the mesh hold the model. Called on all ranks."""
+        return MeshPreparation(
+            self.topology, world=self.world, config=self.config, communication=self.communication_of_groups
+        )
+
+    # Model
+
+    def materialize_model(self) -> None:
+        """Cut, transform, checkpoint, compile, shard and initialise the model, in this order. Call on all ranks."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        check_meta(self.model)
+        self._check_micro_batches()
+        parts = self._built_parts() if self.degree("pipeline") > 1 else [self.model]
+        for part in parts:
+            if not is_meta(part):
+                part.to(self.device)
+            self._transform(part)
+        self._check_divided(parts)
+        for part in parts:
+            self._place(part)
+        asked = self.config.parallel.activation_checkpointing and not self._overrides("apply_activation_checkpointing")
+        wraps = any(self.pipeline_domain.gather_objects(recomputes(parts)))
+        self.preparation.recomputes = wraps or not asked
+        self.model = parts[0] if self.degree("pipeline") == 1 else ModelParts(parts)
+        if isinstance(self.criterion, nn.Module):
+            self._check_criterion(self.criterion)
+            self.criterion.to(self.device)
+        whole = {id(p): p for _, p in self.named_parameters()}
+        equalize(self.topology, [*whole.values(), *self.model.buffers()])
+        if self.optimizer is not None:
+            rebind_optimizer(self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain)
+        self._build_ema()
+        self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
+        if self.degree("pipeline") > 1 and not isinstance(self.pipeline, Pipeline):
+            raise _returned_nothing("bind_pipeline_modules", "the pipeline that runs the model parts", self.pipeline)
+
+    def _built_parts(self) -> list[nn.Module]:
+        parts = self.build_pipeline_model_parts()
+        if not isinstance(parts, Sequence) or len(parts) != len(self.stage_plan.indices):
+            raise _returned_nothing(
+                "build_pipeline_model_parts", f"a list of {len(self.stage_plan.indices)} model parts", parts
+            )
+        if not all(isinstance(part, nn.Module) for part in parts):
+            raise _returned_nothing("build_pipeline_model_part", "a module for each stage", list(parts))
+        return list(parts)
+
+    def _check_micro_batches(self) -> None:
+        """Refuse a setting that no full batch can be cut by; the last batch of an epoch is cut as it comes."""
+        settings = self.config.parallel
+        if self.degree("pipeline") == 1 or self.batch_size is None:
+            return
+        for split in self.train_splits:
+            division = self._division(split)
+            if division is not None and not division.is_even:
+                raise ValueError(
+                    f"Expected dataloader.global_batch_size to divide into equal micro-batches in a pipeline, whose batches have one size. "
+                    f"Received: dataloader.global_batch_size={division.samples} over {division.world_size} data replicas x "
+                    f"{division.micro_batches} micro-batches for split {split!r}. Choose a multiple of "
+                    f"{division.world_size * division.micro_batches}, or change accum_steps or dataloader.micro_batch_size."
+                )
+        size, number = int(settings.pipeline_microbatch_size), settings.pipeline_n_microbatches
+        check_micro_batches(self.topology.axes, self.batch_size, micro_batch_size=size, number=number)
+
+    def _transform(self, part: nn.Module) -> None:
+        if any(self.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
+            self.parallelize_model(part)
+
+    def _place(self, part: nn.Module) -> None:
+        self.apply_activation_checkpointing(part)
+        self._compile_part(part)
+        if self.degree("shard") > 1:
+            mesh = self.topology.view("replicate", "shard")
+            assert mesh is not None
+            shard(part, mesh, find_blocks(part, self._blocks_here(part)).values(), **(self.fsdp_kwargs() or {}))
+        if is_meta(part):
+            ties = tied_names(part)
+            part.to_empty(device=self.device)
+            tie(part, ties)
+            self.initialize_part(part)
+
+    def _blocks_here(self, part: nn.Module) -> Sequence[str] | None:
+        # Other stages hold blocks of their own.
+        wanted = self.config.fsdp.blocks
+        if wanted is None or self.degree("pipeline") == 1:
+            return wanted
+        present = {name for name, _ in part.named_modules()} | {type(module).__name__ for module in part.modules()}
+        return [name for name in wanted if name in present]
+
+    def parallelize_model(self, model: nn.Module) -> None:
+        """Apply tensor, context and expert parallelism to a model, or to one of its pipeline parts, in place. Called on all ranks.
+
+        The default calls `model.parallelize(parallel_context)`. What is divided must become a DTensor over the mesh of its axis
+        (`parallel_context.mesh("tensor")`); a plain parameter is taken as the same on all ranks of these axes, where every rank must
+        compute its whole gradient.
+
+        Args:
+            model: The model, or a part of it.
+
+        Raises:
+            ValueError: If the model has no such method.
+        """
+        transform = getattr(model, "parallelize", None)
+        if not callable(transform):
+            active = ", ".join(
+                f"{axis}={self.degree(axis)}" for axis in axes_with(needs_transform=True) if self.degree(axis) > 1
+            )
+            raise ValueError(
+                f"Expected a model that knows how to be divided over {active}. Received: {type(model).__name__} without a method "
+                "`parallelize(parallel_context)`. Write one, or override `parallelize_model`."
+            )
+        transform(self.parallel_context)
+
+    def _check_divided(self, parts: Sequence[nn.Module]) -> None:
+        """Refuse an axis over which nothing was divided: its ranks would all do the same work."""
+        wanted = [axis for axis in axes_with(divides_parameters=True, needs_transform=True) if self.degree(axis) > 1]
+        if not wanted:
+            return
+        mine = {axis for part in parts for parameter in part.parameters() for axis in mesh_axes(parameter)}
+        found = set().union(*self.pipeline_domain.gather_objects(mine))
+        whole = [axis for axis in wanted if axis not in found]
+        if whole:
+            hook = "parallelize_model" if self._overrides("parallelize_model") else "parallelize"
+            raise ValueError(
+                f"Expected `{hook}` to divide parameters over {', '.join(whole)}. Received: a model none of whose parameters is a "
+                f"DTensor over the mesh of {whole[0]!r}; {self.topology.axes.describe()}. Divide some, or set the degree to 1."
+            )
+
+    def _check_criterion(self, criterion: nn.Module) -> None:
+        if self.degree("pipeline") > 1 and any(True for _ in criterion.parameters()):
+            raise ValueError(
+                f"Expected a criterion without parameters in a pipeline: only the last stage computes the loss. Received: "
+                f"{type(criterion).__name__}. Make its parameters part of the model's last module."
+            )
+
+    def apply_activation_checkpointing(self, part: nn.Module) -> None:
+        """Wrap the blocks of a model part when `parallel.activation_checkpointing`, so that their activations are computed again.
+
+        The blocks are those of FSDP: the layers of every `ModuleList`, or what `fsdp.blocks` names. Called on all ranks.
+        """
+        if self.config.parallel.activation_checkpointing:
+            blocks = find_blocks(part, self._blocks_here(part)).values()
+            recompute_blocks(part, blocks, compiled=self.config.compile.enable)
+
+    def _compile_part(self, part: nn.Module) -> None:
+        # Block by block: one graph serves all, and FSDP's hooks stay outside.
+        if self.config.compile.enable:
+            self.compile_modules(find_blocks(part, self._blocks_here(part)).values() or [part])
+
+    # FSDP
+
+    def fsdp_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `fully_shard`; override it to add some. Called on all ranks.
+
+        In a pipeline the gathered parameters stay until the backward.
+        """
+        kwargs: dict[str, Any] = {"mp_policy": self.build_mixed_precision_policy() or MixedPrecisionPolicy()}
+        offload = self.build_offload_policy()
+        if offload is not None:
+            kwargs["offload_policy"] = offload
+        reshard = self.config.fsdp.reshard_after_forward
+        if self.degree("pipeline") > 1:
+            reshard = False
+        if reshard is not None:
+            kwargs["reshard_after_forward"] = reshard
+        return kwargs
+
+    def build_mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        """Return the policy of `fsdp.mp_policy`: a policy, or a mapping of its fields with dtypes by name. Called on all ranks.
+
+        Raises:
+            ValueError: If it is neither, or has an unknown field.
+        """
+        return mixed_precision_policy(self.config.fsdp.mp_policy)
+
+    def build_offload_policy(self) -> OffloadPolicy | None:
+        """Return the policy of `fsdp.offload_policy`: a policy, or `"cpu"`, which keeps shards in host memory. Called on all ranks.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        return offload_policy(self.config.fsdp.offload_policy, self.device)
+
+    def initialize_part(self, part: nn.Module) -> None:
+        """Give weights to a model, or a part, that was built on the meta device. Called on all ranks.
+
+        The default calls the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of
+        its own. Each coordinate draws from streams of its own; copies are made equal afterwards.
+
+        Raises:
+            ValueError: If a module has neither.
+        """
+        initialize_weights(part, self.topology, seed=self.seed)
+
+    # Pipeline
+
+    def build_pipeline_model_parts(self) -> list[nn.Module]:
+        """Return the model parts of this rank, one a stage; override it for a builder of your own. Called on all ranks.
+
+        Their parameters must be named as in the whole model, since checkpoints are written under these names.
+        """
+        listed = self.config.parallel.module_fqns_per_model_part
+        self._part_names = choose_parts(self.model, self.stage_plan.number, listed)
+        check_parts(self.model, self._part_names)
+        return [self.build_pipeline_model_part(stage) for stage in self.stage_plan.indices]
+
+    def build_pipeline_model_part(self, stage: int) -> nn.Module:
+        """Return the model of one stage: the modules of other stages become `nn.Identity`. Called on all ranks.
+
+        So the model's `forward` must be a chain of its modules, each of which takes what the one before it returned.
+        """
+        return take_part(self.model, self._part_names[stage], keep=len(self.stage_plan.indices) > 1)
+
+    def build_pipeline_schedule(self) -> Any:
+        """Return the schedule class of `parallel.pipeline_schedule`. Called on all ranks."""
+        return self.stage_plan.schedule
+
+    def bind_pipeline_modules(self, parts: Sequence[nn.Module]) -> Pipeline:
+        """Return the pipeline that runs model parts as stages. Called on all ranks."""
+        settings = self.config.parallel
+        schedule = self.build_pipeline_schedule()
+        if schedule is None:
+            raise _returned_nothing("build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None)
+        if schedule in V_SCHEDULES and self.evaluate_splits:
+            logger.debug("Evaluation runs the stages of %s forward only.", schedule.__name__)
+        return Pipeline(
+            parts,
+            self.stage_plan.indices,
+            num_stages=self.stage_plan.number,
+            domain=self.pipeline_domain,
+            schedule=schedule,
+            microbatch_size=int(settings.pipeline_microbatch_size),
+            n_microbatches=settings.pipeline_n_microbatches,
+            device=self.device,
+        )
+
+    # Optimizer
+
+    def build_optimizer(self) -> Optimizer:
+        """Return the optimizer of `config.optim` over what this rank holds, each parameter once. Called on all ranks."""
+        optimizer = super().build_optimizer()
+        keep_kinds_apart(optimizer)
+        return optimizer
+
+    def manager_class(self) -> Any:
+        """Return the class of the checkpoint manager: DCP, or files where every rank holds the whole model. Called on all ranks.
+
+        Raises:
+            ValueError: If files are asked for, and a rank holds only a part.
+        """
+        if self.config.checkpoint.backend != "file":
+            return TorchDistributedCheckpointManager
+        if self.topology.axes.world_size != self.degree(*axes_with(divides_parameters=False)):
+            raise ValueError(
+                "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "
+                f"{self.topology.axes.describe()}. Unset it; the export of the weights, checkpoint.last_save_model_only, can be converted "
+                "by `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`."
+            )
+        return FileCheckpointManager
+
+    keeps_streams = True
+
+    def build_model_states(self) -> ModelStates:
+        """Return how the states of shards, and of parts of a pipeline, are read and put back."""
+        return ShardedModelStates(
+            gather=lambda value: self.pipeline_domain.gather_objects(value),
+            model=lambda: self.unwrapped_model,
+            named_parameters=lambda: self.named_parameters(),
+            optimizer=lambda: self.optimizer,
+            ema=lambda: self.ema,
+        )
 
     # Data
 
@@ -209,6 +567,12 @@ class ParallelRunner(ParallelState):
         self.model = self.ema = self.optimizer = self.scheduler = None
         self.pipeline = None
         self.__dict__.pop("reduction", None)
+
+
+def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:
+    return ValueError(
+        f"Expected `{hook}` to return {what}. Received: {received!r}. Return that of super().{hook}(...)."
+    )
 
 
 def _whole(pred: Any) -> Any:
