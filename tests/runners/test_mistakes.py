@@ -206,8 +206,8 @@ MODEL: dict[str, Mistake] = {
     "trackers": (lambda: train(trackers=[]), "where 'trackers' is a name of the library's"),
     "batch_weight": (lambda: train(batch_weight=2.0), "where 'batch_weight' is a name of the library's"),
     "a private method": (
-        lambda: train(runner_class=toy(_log=lambda self: None)),
-        "where '_log' is a name of the library's",
+        lambda: train(runner_class=toy(_closers=lambda self: None)),
+        "where '_closers' is a name of the library's",
     ),
     "training after close": (
         lambda: _closed().train(),
