@@ -11,6 +11,8 @@ from danling.checkpoints.errors import CheckpointMismatch
 from danling.training.model_states import ModelStates
 from danling.utils.tensors import shard_like
 
+from .optimizer import keep_kinds_apart
+
 
 class ShardedModelStates(ModelStates):
     """Reads and writes what this rank holds of a model.
@@ -64,6 +66,8 @@ class ShardedModelStates(ModelStates):
             if name in here
         }
         super().load_optimizer({"state": values, "param_groups": groups})
+        # A stage whose parameters lie on one mesh may have written how its group is stepped.
+        keep_kinds_apart(self.optimizer())
 
     def template(self) -> dict[str, Any]:
         """Return a state that says how tensors are laid out on this rank: one reads its own shards of a checkpoint."""

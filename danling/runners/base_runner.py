@@ -52,7 +52,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
     runs once, after the outermost `__init__`. When construction fails half-way, what was opened is closed again.
 
-    Construct on all ranks.
+    Every method is called on all ranks, unless its own text says otherwise. So is the constructor.
 
     Attributes:
         config: The runner's own copy of the configuration; the caller's object is never changed.

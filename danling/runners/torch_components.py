@@ -210,7 +210,7 @@ class TorchComponents(BaseRunner):
 
     def _overrides(self, hook: str) -> bool:
         """Whether a hook is the user's own."""
-        return not getattr(type(self), hook).__module__.startswith("danling.")
+        return not getattr(getattr(type(self), hook), "__module__", "").startswith("danling.")
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other where a stack does, before the scheduler is built. Call on all ranks."""

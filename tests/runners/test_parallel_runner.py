@@ -506,7 +506,8 @@ def test_what_a_pipeline_cannot_hand_on_is_refused_on_every_rank(
 
 
 def test_an_error_in_a_stage_reaches_every_rank(tmp_path: Path) -> None:
-    outcomes = run_outcomes(train_broken, settings(tmp_path, PIPELINE), "stubborn", 4, world_size=2, timeout=40)
+    ended = run_outcomes(train_broken, settings(tmp_path, PIPELINE), "stubborn", 4, world_size=2, timeout=40)
+    outcomes = sorted(ended, key=lambda outcome: outcome.rank)
     assert isinstance(outcomes[1].error, RuntimeError), "the user's own error, where it was raised"
     assert isinstance(outcomes[0].error, ValueError)
     assert all("the third layer is not to be called" in str(outcome.error) for outcome in outcomes)
