@@ -98,7 +98,7 @@ class TargetWriter(FileSystemWriter):
         named = super().prepare_global_plan(plans)
         if self.reuse is None:
             return named
-        prefixes = (_StoragePrefix(f"again__{rank}_") for rank in range(len(named)))
+        prefixes = (_StoragePrefix(f"{self.record.sequence}__{rank}_") for rank in range(len(named)))
         return [replace(plan, storage_data=prefix) for plan, prefix in zip(named, prefixes)]
 
     def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:

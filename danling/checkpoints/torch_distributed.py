@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .base import CheckpointManager
 from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointDiskError, CheckpointError
+from .manifest import complaints, read_manifest
 from .policy import Record
 from .reuse import Reuse, SavedAhead, tensor_sums
 from .snapshot import SnapshotBuffers, count_bytes
@@ -147,10 +148,16 @@ class TorchDistributedCheckpointManager(CheckpointManager):
             self._prune()
 
     def _reuse(self, save: _Save, before: SavedAhead | None) -> Reuse | None:
-        if before is None or before.step != save.record.step:
+        if before is None or before.step != save.record.step or "latest" not in save.names:
             return None
-        exists = (self.store.path(before.target) / SUMS).exists()
-        return before.reuse(save.payload, self._exchange, exists=exists)
+        return before.reuse(save.payload, self._exchange, exists=self._is_whole(before.target))
+
+    def _is_whole(self, name: str) -> bool:
+        target = self.store.path(name)
+        try:
+            return not complaints(read_manifest(target / SUMS, f"{name}/{SUMS}"), target, "size")
+        except (CheckpointError, OSError):
+            return False
 
     def _give_up(self, save: _Save) -> None:
         if self.domain.rank == 0:

@@ -24,6 +24,7 @@ class Splits:
         datasets: Returns the datasets by split.
         loaders: Returns the loaders by split.
         setting: Returns a setting of the run by name, `None` where it is not set.
+        accum_steps: Returns the micro-batches of an update that is not divided; by default the setting of that name.
 
     Attributes:
         lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose
@@ -35,11 +36,14 @@ class Splits:
         datasets: Callable[[], Mapping[str, Any]],
         loaders: Callable[[], Mapping[str, Any]],
         setting: Callable[[str], Any],
+        *,
+        accum_steps: Callable[[], int] | None = None,
     ) -> None:
         self.lengths: dict[str, int | None] | None = None
         self._datasets = datasets
         self._loaders = loaders
         self._setting = setting
+        self._accum_steps = accum_steps or (lambda: int(setting("accum_steps")))
 
     # Names
 
@@ -162,7 +166,7 @@ class Splits:
     def _updates_of_pass(self, loader: Any) -> int | None:
         known = loader.num_updates if isinstance(loader, DataLoader) else None
         length = _length(loader)
-        return known if known is not None or length is None else -(-length // int(self._setting("accum_steps")))
+        return known if known is not None or length is None else -(-length // self._accum_steps())
 
     def agree_lengths(self, trained: Iterable[str], domain: ReductionDomain) -> None:
         """Agree on the lengths: a pass ends with the shortest loader. Called on all ranks of the domain.

@@ -103,7 +103,12 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.scheduler: Any = None
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
-        self._splits = Splits(lambda: self.datasets, lambda: self.dataloaders, lambda key: self.config.get(key, None))
+        self._splits = Splits(
+            lambda: self.datasets,
+            lambda: self.dataloaders,
+            lambda key: self.config.get(key, None),
+            accum_steps=lambda: self._undivided_accum_steps(),
+        )
         self.metrics: Any = None
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
@@ -306,6 +311,8 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process."""
         config = self.config
+        # A user may name code and configuration otherwise, which the identity of the run is made of.
+        self._run_place.code_id, self._run_place.config_id = self.code_id, self.config_id
         self._run_place.enter()
         self.id = self._run_place.id
         self.workspace = self.locate_workspace()

@@ -133,8 +133,8 @@ class RunnerCheckpoints(RunnerData):
             {
                 "format_version": FORMAT_VERSION,
                 "runner": self.config.public(),
-                "state": self.run_state.progress(),
-                **self.component_states(),
+                "state": {**self.state.state_dict(), **self.run_state.progress()},
+                **self.run_state.completed(self.component_states()),
                 "dataloaders": {s: loader_states.state_of(s, source, states) for s, source in sources.items()},
             }
         )
@@ -298,6 +298,7 @@ class RunnerCheckpoints(RunnerData):
             fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
             self.load_dataloaders({**payload["dataloaders"], **fresh})
         if "state" in payload:
+            self.state.load_state_dict(payload["state"])
             self.run_state.load_progress(payload["state"])
             self._load_random_state(payload["state"].get("rng", {}))
 

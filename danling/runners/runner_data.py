@@ -103,6 +103,11 @@ class RunnerData(RunnerSupervision):
         division = self._division()
         return int(self.config.accum_steps) if division is None else division.micro_batches
 
+    def _undivided_accum_steps(self) -> int:
+        """Micro-batches of an update that is not divided: as configured at this moment, or as a property of the user's says."""
+        own = type(self).accum_steps is not RunnerData.accum_steps
+        return self.accum_steps if own else int(self.config.accum_steps)
+
     @property
     def _finds_micro_batch_size(self) -> bool:
         """Whether `dataloader.micro_batch_size` of a split to train on is `"auto"`: halved when memory runs out."""

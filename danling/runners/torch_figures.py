@@ -124,6 +124,8 @@ class TorchFigures(TorchUpdate):
         known = (self.flops_per_token() or self.flops_per_sample()) is not None
         countable = self.stack == "ddp" and not self.config.compile.enable
         reporter.flops.begin(self.peak_flops(), known=known, countable=countable)
+        # It may have been changed since a tracker was added, which made the reporter.
+        reporter.seconds_between_lines = self.config.log_seconds
         reporter.begin(
             step=train.global_step,
             samples=train.samples,

@@ -241,7 +241,7 @@ class TorchRunner(TorchWatch):
                 continue
             for outcome in self._updates(split):
                 self._after_step(split, outcome, to_evaluate)
-                if self._session.stop_reason or self.state.train.global_step == self._boundaries.last_step:
+                if self._session.stop_reason or self.state.train.global_step == self.steps:
                     return False
             if self._position_jumped:
                 return False
@@ -344,7 +344,7 @@ class TorchRunner(TorchWatch):
             timed=self._reporter.timed,
             state_replaced=self._takes_state_over,
             is_over=partial(self._jumps_out_of, split),
-            run=partial(self._run_window, source, int(self.config.accum_steps)),
+            run=partial(self._run_window, source),
             step=self.step,
         ):
             if self._reporter.telemetry is not None:
@@ -363,7 +363,7 @@ class TorchRunner(TorchWatch):
         self._position_jumped = self._is_trained(split)
         return self._position_jumped
 
-    def _run_window(self, source: BatchSource, size: int, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+    def _run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
         retry, loader = self.memory_retry, source.loader
 
@@ -371,7 +371,7 @@ class TorchRunner(TorchWatch):
             run_window(
                 batches,
                 consumed,
-                size=size,
+                size=self._undivided_accum_steps(),
                 following=lambda: self._passes.next_of_window(source, batches),
                 run=self._run_microbatch,
             )

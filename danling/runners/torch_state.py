@@ -164,6 +164,7 @@ class TorchState(TorchComponents):
         template = self.model_states.template()
         if template is None:
             return super().read_checkpoint(checkpoint)
+        template["model"] = self.model_state_dict()
         payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint, template=template)
         return payload
 

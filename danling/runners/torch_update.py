@@ -290,6 +290,9 @@ class TorchUpdate(TorchReplicas):
         Args:
             verdict: What the ranks agreed on for the window.
         """
+        if self.replicated is not None:
+            # A plain sum already, since groups can be added in no other form.
+            return 1.0 / float(verdict.weight) if verdict.weight and not self.window.sum_reduced else 1.0
         return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
 
     @property
@@ -346,10 +349,11 @@ class TorchUpdate(TorchReplicas):
         Raises:
             ValueError: If there is no optimizer; in float16, if it is called alone, since `step` takes the scale out of the gradient.
         """
-        reduction = self.reduction
+        if self.reduction.optimizer is not self.optimizer:
+            self.reduction = self._chosen_reduction()
         if self.precision.scaler is not None and self.window.count == 0:
             self.check_micro_batch_open()
-        reduction.apply(self.state.train.global_step + 1)
+        self.reduction.apply(self.state.train.global_step + 1)
 
     def zero_gradients(self) -> None:
         """Drop the gradient of the window, whether it was applied or not.

@@ -139,7 +139,7 @@ class TorchWatch(TorchFigures):
             log_every=self.log_interval,
             evaluate_every=self.config.evaluate_interval or every,
             checkpoint_every=every,
-            last_step=self.steps,
+            last_step=lambda: self.steps,
             save=self.save_checkpoint,
             is_best=self._has_best_at,
         )

@@ -135,7 +135,6 @@ class ReplicatedReduction:
         self.update = update
         self.optimizer: Any = inner.optimizer
         self.mean_over = inner.mean_over
-        self._divides = True
 
     def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
         """Add totals and gradients of the groups that take part, and ask whether the update may be made.
@@ -161,15 +160,14 @@ class ReplicatedReduction:
             parameters, [count > 0 for count in holders], window.gradient_factor(1.0, self.inner.mean_over)
         )
         groups.average(self.update.statistics())
-        self._divides = not window.sum_reduced
         # Asked before anything is judged: after an error between the groups there is nothing to judge.
         if not self.update.commit(step):
             return None
         return Verdict(weight, loss, samples, nonfinite, totals.requests)
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
-        """Divide the gradient by the weight of all groups: it is a plain sum already, since groups can be added in no other form."""
-        return self.inner.unscale(1.0 / float(weight) if weight and self._divides else 1.0, weight)
+        """Divide the gradient, which is a plain sum already, since groups can be added in no other form."""
+        return self.inner.unscale(factor, weight)
 
     # What the groups change nothing of
 

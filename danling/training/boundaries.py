@@ -27,7 +27,7 @@ class Boundaries:
         log_every: Updates between log lines.
         evaluate_every: Updates between evaluations of step mode.
         checkpoint_every: Epochs, or updates in step mode, between periodic checkpoints.
-        last_step: Update after which training ends; `None` when it is not known.
+        last_step: Returns the update after which training ends, `None` when it is not known; it may change while training goes on.
         save: Saves the full state. Called on all ranks.
         is_best: Tells whether the evaluation at an index gave the best score so far.
     """
@@ -38,14 +38,14 @@ class Boundaries:
         log_every: int,
         evaluate_every: int,
         checkpoint_every: int,
-        last_step: int | None,
+        last_step: Callable[[], int | None],
         save: SaveCheckpoint,
         is_best: Callable[[int], bool],
     ) -> None:
         self.log_every = log_every
         self.evaluate_every = evaluate_every
         self.checkpoint_every = checkpoint_every
-        self.last_step = last_step
+        self._last_step = last_step
         self._save = save
         self._is_best = is_best
 
@@ -63,7 +63,7 @@ class Boundaries:
         Args:
             step: Updates committed.
         """
-        return step % self.evaluate_every == 0 or step == self.last_step
+        return step % self.evaluate_every == 0 or step == self._last_step()
 
     def checkpoint_due(self, index: int, *, final: bool = False) -> bool:
         """Whether a checkpoint is saved whatever the evaluation gives.

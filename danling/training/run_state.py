@@ -127,6 +127,15 @@ class RunState:
         """Return the states of the components, less those that are saved elsewhere. Called on all ranks."""
         return {part.name: part.get() for part in self._present() if part.name not in self._saved_elsewhere}
 
+    def completed(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return states of components with those that a stack of the user's has left out of them. Called on all ranks.
+
+        Args:
+            states: State by component.
+        """
+        missing = (part for part in self._present() if part.name not in {*states, *self._saved_elsewhere})
+        return {**states, **{part.name: part.get() for part in missing}}
+
     def load_components(self, payload: Mapping[str, Any], excluded: Collection[str]) -> None:
         """Restore the components that a payload has, in the order of the table. Called on all ranks.
 

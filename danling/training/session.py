@@ -134,7 +134,10 @@ class TrainingSession:
         Args:
             domain: All ranks.
         """
-        self.stop_reason = _first_stop(agree(domain, self.local_requests())) or self.stop_reason
+        self.poll_signals()
+        asked = self._requested.intersection(STOPS)
+        self._requested -= asked
+        self.stop_reason = _first_stop(agree(domain, asked)) or self.stop_reason
         return self.stop_reason is not None
 
     # Watching
@@ -250,7 +253,7 @@ class TrainingSession:
             end.failed(error)
             raise
         finally:
-            self.running = False
+            self.running, self._deadline = False, math.inf
             self.uninstall_signals(keep=domain.size > 1)
             end.close()
         self._redeliver_signal()

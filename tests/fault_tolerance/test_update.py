@@ -83,7 +83,7 @@ def test_two_groups_make_the_update_of_all_their_samples() -> None:
     mine_alone = Verdict(window.weight, window.loss, window.samples, window.nonfinite, frozenset({"save"}))
     totals = reduction.agree(mine_alone, window, 1)
     assert totals is not None and (totals.weight, totals.samples, totals.requests) == (8.0, 8.0, frozenset({"save"}))
-    norm = reduction.norm(reduction.unscale(123.0, totals.weight))
+    norm = reduction.norm(reduction.unscale(1 / 8, totals.weight))
     whole_loss = whole(torch.cat([mine, theirs])).square().mean()
     whole_loss.backward()
     assert float(totals.loss) / 8 == pytest.approx(whole_loss.item())

@@ -22,7 +22,7 @@ def boundaries(best: set[int] | None = None, **given: Any) -> tuple[Boundaries, 
     def save(*, history: bool = False) -> None:
         saves.append(history)
 
-    options = {"log_every": 5, "evaluate_every": 4, "checkpoint_every": 3, "last_step": 10, **given}
+    options = {"log_every": 5, "evaluate_every": 4, "checkpoint_every": 3, "last_step": lambda: 10, **given}
     return Boundaries(**options, save=save, is_best=lambda index: index in (best or ())), saves
 
 
@@ -30,7 +30,7 @@ def test_lines_and_evaluations_are_due_at_their_intervals_and_an_evaluation_at_t
     found, _ = boundaries()
     assert [step for step in range(1, 11) if found.log_due(step)] == [5, 10]
     assert [step for step in range(1, 11) if found.evaluation_due(step)] == [4, 8, 10]
-    endless, _ = boundaries(last_step=None)
+    endless, _ = boundaries(last_step=lambda: None)
     assert [step for step in range(1, 11) if endless.evaluation_due(step)] == [4, 8]
 
 
@@ -61,7 +61,7 @@ def test_whether_an_evaluation_was_the_best_is_not_asked_where_a_save_is_due_any
         log_every=1,
         evaluate_every=1,
         checkpoint_every=1,
-        last_step=None,
+        last_step=lambda: None,
         save=lambda *, history=False: None,
         is_best=ask,
     )
