@@ -277,7 +277,9 @@ def _from_scratch(wish: Wish) -> Claim:
         try:
             # Of several that start at once, one makes it.
             if claimed.make(run) and (wish.only_looks or _try_lock(claimed, run, wish.part)):
-                return _with_notice(wish, claimed, number)
+                # Another one may have taken it over before it was locked, and have come to its end.
+                if wish.part is not None or not wish.holds_run(run):
+                    return _with_notice(wish, claimed, number)
         except BaseException:
             claimed.release()
             raise

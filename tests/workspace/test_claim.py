@@ -65,6 +65,25 @@ def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, m
     assert [first.dir.name, second.dir.name] == ["id", "id-2"]
 
 
+def test_a_directory_that_another_has_trained_in_before_it_was_locked_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of a directory and its lock another start may take it over, train, and end."""
+    make = Claim.make
+
+    def slow(self: Claim, directory: Path) -> bool:
+        made = make(self, directory)
+        monkeypatch.setattr(Claim, "make", make)
+        other = entered(tmp_path)
+        assert other.dir == directory
+        log(other)
+        other.release()
+        return made
+
+    monkeypatch.setattr(Claim, "make", slow)
+    assert entered(tmp_path).dir == tmp_path / "id-2"
+
+
 def test_a_release_leaves_no_empty_directory(tmp_path: Path) -> None:
     taken = entered(tmp_path / "lin" / "deeper")
     assert taken.dir.is_dir()
