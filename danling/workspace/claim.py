@@ -276,10 +276,10 @@ def _from_scratch(wish: Wish) -> Claim:
         claimed = Claim(run, wish.id, wish=wish)
         try:
             # Of several that start at once, one makes it.
-            if claimed.make(run) and (wish.only_looks or _try_lock(claimed, run, wish.part)):
-                # Another one may have taken it over before it was locked, and have come to its end.
-                if wish.part is not None or not wish.holds_run(run):
-                    return _with_notice(wish, claimed, number)
+            mine = claimed.make(run) and (wish.only_looks or _try_lock(claimed, run, wish.part))
+            # Another one may have taken it over before it was locked, and have come to its end.
+            if mine and (wish.part is not None or not wish.holds_run(run)):
+                return _with_notice(wish, claimed, number)
         except BaseException:
             claimed.release()
             raise
