@@ -193,7 +193,7 @@ def test_a_product_that_ends_its_passes_elsewhere_is_refused(tmp_path: Path) -> 
             r"at least the number of ranks .*, 2\. Received: dataloader.global_batch_size=1\.",
         ),
         ({"global_batch_size": 4, "batch_size": 2}, {}, r"not both\. Received: batch_size=2, global_batch_size=4"),
-        ({"global_batch_size": "many"}, {}, r"global_batch_size to be a positive integer\. Received: .*'many'"),
+        ({"global_batch_size": "many"}, {}, r"global_batch_size to be an integer or none\. Received: .*'many'"),
         ({"global_batch_size": 4, "micro_batch_size": 0}, {}, r"micro_batch_size to be a positive integer or 'auto'"),
         (
             {"batch_size": 4, "micro_batch_size": 2},
