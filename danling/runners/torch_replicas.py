@@ -148,9 +148,10 @@ class TorchReplicas(TorchGroups):
 
         Called on each rank by itself.
         """
+        progress = {**self.state.state_dict(), **self.run_state.progress()}
         payload: dict[str, Any] = {
             **self.run_state.components(),
-            "state": {name: part for name, part in self.run_state.progress().items() if name != "rng"},
+            "state": {name: part for name, part in progress.items() if name != "rng"},
             "dataloaders": {split: self.sources[split].state_dict() for split in self.train_splits},
         }
         return packed(payload, self.unwrapped_model.buffers())
@@ -176,6 +177,7 @@ class TorchReplicas(TorchGroups):
         for split, position in state["dataloaders"].items():
             if self.replica_loaders is None or not self.sources[split].is_rank_local:
                 self.sources[split].load_state_dict(position)
+        self.state.load_state_dict(state["state"])
         self.run_state.load_progress(state["state"])
         # What the other group has counted is added by the other group.
         self.meters.reset()

@@ -240,23 +240,25 @@ class TorchRunner(TorchWatch):
             if self._is_trained(split):
                 continue
             for outcome in self._updates(split):
-                self._after_step(split, outcome, to_evaluate)
-                if self._session.stop_reason or self.state.train.global_step == self.steps:
+                ended = self._after_step(split, outcome, to_evaluate)
+                if ended or self._session.stop_reason:
                     return False
             if self._position_jumped:
                 return False
             self.source(split).finish_pass()
         return True
 
-    def _after_step(self, split: str, outcome: UpdateOutcome, to_evaluate: list[str]) -> None:
-        """What happens at an update boundary of step mode."""
+    def _after_step(self, split: str, outcome: UpdateOutcome, to_evaluate: list[str]) -> bool:
+        """Do what is due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
         self._after_update(outcome)
         step = self.state.train.global_step
-        if outcome.committed and self._boundaries.evaluation_due(step):
+        final = step == self.steps
+        if outcome.committed and self._boundaries.evaluation_due(step, final=final):
             self.open_result[split] = self._training_figures()
             self._validate(to_evaluate)
         elif outcome.committed:
             self._save_if_due(step, final=False)
+        return final
 
     def _validate(self, splits: list[str]) -> None:
         """Evaluate in step mode, and save what follows from it."""

@@ -152,7 +152,7 @@ class TorchUpdate(TorchReplicas):
         if self.window.count == 0:
             self.check_micro_batch_open()
         self.window.close_batch()
-        if self.window.unscaled and type(self).backward.__module__.startswith("danling."):
+        if self.window.unscaled and not self._overrides("backward"):
             raise ValueError(
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.window.unscaled} of "
                 f"{self.window.count} without. Replace `loss.backward()`: the window weighs the loss and notes whether it is finite."

@@ -139,7 +139,6 @@ class TorchWatch(TorchFigures):
             log_every=self.log_interval,
             evaluate_every=self.config.evaluate_interval or every,
             checkpoint_every=every,
-            last_step=lambda: self.steps,
             save=self.save_checkpoint,
             is_best=self._has_best_at,
         )
@@ -236,10 +235,12 @@ class TorchWatch(TorchFigures):
         # A skipped update is work that was done as well, on all ranks.
         session.updated(step, train.epoch)
         self._reporter.stepped(step)
-        # Where an evaluation is due first, the checkpoint follows it, so that a resumed run does not leave the evaluation out.
-        if session.save_requested and not (self.is_step_mode and outcome.committed and boundaries.evaluation_due(step)):
-            self.save_checkpoint()
-            session.save_requested = False
+        if session.save_requested:
+            # Where an evaluation is due first, the checkpoint follows it, so that a resumed run does not leave the evaluation out.
+            evaluates = self.is_step_mode and outcome.committed
+            if not (evaluates and boundaries.evaluation_due(step, final=step == self.steps)):
+                self.save_checkpoint()
+                session.save_requested = False
 
     def _tighten_timeout(self) -> None:
         if self.compilation is not None and self.is_main_process:

@@ -27,7 +27,6 @@ class Boundaries:
         log_every: Updates between log lines.
         evaluate_every: Updates between evaluations of step mode.
         checkpoint_every: Epochs, or updates in step mode, between periodic checkpoints.
-        last_step: Returns the update after which training ends, `None` when it is not known; it may change while training goes on.
         save: Saves the full state. Called on all ranks.
         is_best: Tells whether the evaluation at an index gave the best score so far.
     """
@@ -38,14 +37,12 @@ class Boundaries:
         log_every: int,
         evaluate_every: int,
         checkpoint_every: int,
-        last_step: Callable[[], int | None],
         save: SaveCheckpoint,
         is_best: Callable[[int], bool],
     ) -> None:
         self.log_every = log_every
         self.evaluate_every = evaluate_every
         self.checkpoint_every = checkpoint_every
-        self._last_step = last_step
         self._save = save
         self._is_best = is_best
 
@@ -57,13 +54,14 @@ class Boundaries:
         """
         return step % self.log_every == 0
 
-    def evaluation_due(self, step: int) -> bool:
+    def evaluation_due(self, step: int, *, final: bool = False) -> bool:
         """Whether step mode evaluates after an update.
 
         Args:
             step: Updates committed.
+            final: Whether the run ends here.
         """
-        return step % self.evaluate_every == 0 or step == self._last_step()
+        return final or step % self.evaluate_every == 0
 
     def checkpoint_due(self, index: int, *, final: bool = False) -> bool:
         """Whether a checkpoint is saved whatever the evaluation gives.

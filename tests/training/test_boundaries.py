@@ -22,16 +22,15 @@ def boundaries(best: set[int] | None = None, **given: Any) -> tuple[Boundaries, 
     def save(*, history: bool = False) -> None:
         saves.append(history)
 
-    options = {"log_every": 5, "evaluate_every": 4, "checkpoint_every": 3, "last_step": lambda: 10, **given}
+    options = {"log_every": 5, "evaluate_every": 4, "checkpoint_every": 3, **given}
     return Boundaries(**options, save=save, is_best=lambda index: index in (best or ())), saves
 
 
 def test_lines_and_evaluations_are_due_at_their_intervals_and_an_evaluation_at_the_end() -> None:
     found, _ = boundaries()
     assert [step for step in range(1, 11) if found.log_due(step)] == [5, 10]
-    assert [step for step in range(1, 11) if found.evaluation_due(step)] == [4, 8, 10]
-    endless, _ = boundaries(last_step=lambda: None)
-    assert [step for step in range(1, 11) if endless.evaluation_due(step)] == [4, 8]
+    assert [step for step in range(1, 11) if found.evaluation_due(step, final=step == 10)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if found.evaluation_due(step)] == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +53,8 @@ def test_a_checkpoint_is_saved_once_where_anything_asks_for_it(
 
 
 def test_whether_an_evaluation_was_the_best_is_not_asked_where_a_save_is_due_anyway() -> None:
+    saves: list[bool] = []
+
     def ask(index: int) -> bool:
         raise AssertionError("asked")
 
@@ -61,11 +62,11 @@ def test_whether_an_evaluation_was_the_best_is_not_asked_where_a_save_is_due_any
         log_every=1,
         evaluate_every=1,
         checkpoint_every=1,
-        last_step=lambda: None,
-        save=lambda *, history=False: None,
+        save=lambda *, history=False: saves.append(history),
         is_best=ask,
     )
     found.save_if_due(7)
+    assert saves == [True]
 
 
 @pytest.mark.parametrize(
