@@ -300,6 +300,8 @@ def _enter(
     directory: str,
     init_process_group: bool,
 ) -> None:
+    # A full collection, of which every run makes some, would go through (and so copy) all that the server has loaded.
+    gc.freeze()
     die_with_parent()
     os.setpgid(0, 0)
     # What it starts itself, such as workers of a loader, starts as in any other program: not by a server of its own.
