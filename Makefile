@@ -37,7 +37,8 @@ CHAOS := tests/guarantees/test_kill_at_every_call.py tests/guarantees/test_kill_
 chaos: $(VENV)/.dev
 	mkdir -p build && rm -f build/chaos.txt
 	OMP_NUM_THREADS=1 CHAOS_KILLS=$(N) CHAOS_REPORT=$(CURDIR)/build/chaos.txt $(BIN)/python -m pytest $(CHAOS)
-	awk '{ print; kills += $$1; ends += $$3 } END { print kills " kills, " ends " ends compared" }' build/chaos.txt
+	awk '{ n = $$1; e = $$3; $$1 = $$2 = $$3 = $$4 = ""; kills[$$0] += n; ends[$$0] += e; all += n; ended += e } END { \
+		for (what in kills) printf "%6d kills %5d ends %s\n", kills[what], ends[what], what; print all " kills, " ended " ends compared" }' build/chaos.txt
 
 # N damaged checkpoints of every kind on every road; FUZZ_SEED begins elsewhere.
 fuzz: $(VENV)/.dev

@@ -104,10 +104,19 @@ class FileStore(CheckpointStore):
     def records(self, *, complete: bool) -> list[Record]:
         """Return what the manifests record, oldest first."""
         present = storage.names(self.directory)
-        files = {name for name in present if name.endswith(SUFFIX)}
-        files |= {name.removesuffix(SUMS) for name in present if name.endswith(f"{SUFFIX}{SUMS}")}
-        found = [self._recorded(self.directory / name, complete) for name in sorted(files)]
+        found = [self._recorded(path, complete) for path in self._named(present, (SUMS,))]
         return sorted((r for r in found if r is not None), key=lambda record: (record.sequence, record.name))
+
+    def _named(self, present: set[str], suffixes: Sequence[str]) -> list[Path]:
+        """Return the files and those of which only sums are left, sorted."""
+        files = {name for name in present if name.endswith(SUFFIX)}
+        described = {
+            name.removesuffix(suffix) for suffix in suffixes for name in present if name.endswith(f"{SUFFIX}{suffix}")
+        }
+        # A pipe or a directory under a name that the library never gives is no checkpoint, and not worth a word at every restart.
+        others = {name for name in files - described if not is_name(name.removesuffix(SUFFIX))}
+        strange = {name for name in others if storage.is_no_file(self.directory / name)}
+        return [self.directory / name for name in sorted((files | described) - strange)]
 
     def _recorded(self, path: Path, complete: bool) -> Record | None:
         try:
@@ -149,10 +158,7 @@ class FileStore(CheckpointStore):
     def listed(self) -> list[Path]:
         """Return every file, and every file of which only the sums are left."""
         present = storage.names(self.directory) if self.directory.is_dir() else set()
-        files = {name for name in present if name.endswith(SUFFIX)}
-        for suffix in (SUMS, NEXT):
-            files |= {name.removesuffix(suffix) for name in present if name.endswith(f"{SUFFIX}{suffix}")}
-        return [self.directory / name for name in sorted(files)]
+        return self._named(present, (SUMS, NEXT))
 
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
         """Return the sums beside a file, and how it differs from them."""
@@ -237,7 +243,8 @@ def read_manifest(path: Path, level: str) -> Manifest:
         CheckpointDamaged: If there is no manifest, or none that fits.
     """
     waiting = storage.size_of(_beside(path, NEXT)) is not None
-    problems: list[str] = []
+    # What lies there says more than that it has no sums.
+    problems = [f"{path.name} {storage.absence(path)}"] if storage.is_no_file(path) else []
     for suffix in (SUMS, NEXT) if waiting else (SUMS,):
         # A save was killed between file and sums: only the contents tell which of the two the file is described by.
         manifest, found = _compared(path, _beside(path, suffix), "full" if waiting else level)

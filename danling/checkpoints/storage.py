@@ -304,6 +304,15 @@ def absence(path: Path) -> str:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "is a device")
 
 
+def is_no_file(path: Path) -> bool:
+    """Whether something lies at a path that holds no contents and leads to none: a directory, a named pipe, a socket, a device."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISLNK(mode))
+
+
 def make_way(path: Path) -> Path | None:
     """Move aside what lies where a file is to be put and is none: directories, links, named pipes.
 

@@ -160,6 +160,25 @@ def test_a_named_pipe_hangs_no_reader(kind: str, place: Path, capsys: pytest.Cap
             assert f"{name} is a named pipe" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("strange", ["a directory", "a named pipe"])
+def test_a_strange_thing_that_was_renamed_is_no_longer_mentioned(
+    tmp_path: Path, strange: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = record_saves("file", tmp_path / "checkpoints")
+    alone = place / "ckpt-s000000000009.pth"
+    STRANGE[strange](alone)
+    with caplog.at_level(logging.WARNING, "danling"):
+        go_on("file", place, 4)
+        (told,) = [record.message for record in caplog.records]
+        assert f"Received: {alone.name} is {strange}; {alone.name}.sha256 is missing." in told
+        alone.rename(place / "moved-away.pth")
+        caplog.clear()
+        assert go_on("file", place, 5)[0] == 4
+    assert caplog.records == []
+    assert main(["verify", str(place)]) == 0
+    assert "moved-away" not in capsys.readouterr().out
+
+
 class BrokenPaths:
     """An `os` on which every call fails that reads or looks at what lay at a path, under whatever name: a bad inode."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chaos import share
+from support.chaos import report, share
 from support.replicas import Lighthouse, ReplicaGroup
 from support.toys import NoisyPoints, differences
 from torch import Tensor, nn
@@ -168,3 +168,4 @@ def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path
         shares = expected_ids(ended["committed"], world_size + rank, 2 * world_size)
         assert all(ids == shares[step - 1] for step, _, ids in ended["committed"])
     assert torch.isfinite(healthy[0]["state"]["model"]["0.weight"]).all()
+    report(f"replica groups, one of two killed: {stack}, {world_size} processes each", KILLS, 1)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ASKED = int(os.environ.get("CHAOS_KILLS", "0"))
 """Kills at random instants that are asked for over all tests together; 0 where none are."""
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
+"""Begins the random instants elsewhere."""
 
 
 def share(part: float, *, otherwise: int) -> int:
