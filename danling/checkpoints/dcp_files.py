@@ -30,6 +30,7 @@ from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
 from .manifest import Manifest, read_manifest
 from .outline import Entry, Outline, without_tensors
+from .plan_cache import PlanCache
 from .policy import Record
 from .reuse import Reuse
 from .shard_index import INDEX, from_metadata, to_metadata
@@ -200,7 +201,12 @@ def read_target(
 
 
 def save_target(
-    payload: dict[str, Any], writer: TargetWriter, *, group: dist.ProcessGroup | None = None, alone: bool = False
+    payload: dict[str, Any],
+    writer: TargetWriter,
+    *,
+    group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+    cache: PlanCache | None = None,
 ) -> None:
     """Write a target. Call on all ranks of the group.
 
@@ -209,10 +215,16 @@ def save_target(
         writer: Writes the files.
         group: Over which the ranks agree; `None` is the default group.
         alone: Whether one process saves alone, and communicates nothing.
+        cache: Plans of saves before this one, on all ranks or on none. A save that takes files over leaves it alone.
     """
-    with quiet():
-        planner = SavePlanner(writer.reuse.names if writer.reuse is not None else frozenset())
-        save(payload, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    planner = SavePlanner(cache=cache) if writer.reuse is None else SavePlanner(writer.reuse.names)
+    try:
+        with quiet():
+            save(payload, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    except BaseException:
+        if cache is not None:
+            cache.forget()
+        raise
 
 
 def _metadata(path: Path) -> Metadata:

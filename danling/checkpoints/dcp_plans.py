@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from danling.utils.tensors import is_sharded
 
 from .archive import archive_complaints
 from .errors import CheckpointDamaged, CheckpointError
+from .plan_cache import PlanCache
 
 Path = tuple[Any, ...]
 
@@ -101,20 +104,54 @@ class SavePlanner(DefaultSavePlanner):
 
     Args:
         left_out: Dotted names of tensors that are not written.
+        cache: Plans of saves before this one; `None` plans anew and remembers nothing.
     """
 
-    def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
+    def __init__(self, left_out: frozenset[str] = frozenset(), cache: PlanCache | None = None) -> None:
         super().__init__()
         self.left_out = left_out
+        self.cache = cache
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the state."""
-        self.state_dict, self.mappings = flatten(state_dict)
+        with self._answering():
+            self.state_dict, self.mappings = flatten(state_dict)
         for name in self.left_out & self.state_dict.keys():
             del self.state_dict[name], self.mappings[name]
         self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank has; an empty plan stands for that of the save before, which the coordinator need not be sent."""
+        with self._answering():
+            plan = super().create_local_plan()
+        known = self.cache is not None and self.cache.is_known(plan)
+        return SavePlan([], usable=False) if known else plan
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self.cache is not None:
+                self.cache.fail_to_plan()
+            raise
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Share the work out. Called on the coordinator."""
+        if self.cache is None:
+            return super().create_global_plan(all_plans)
+        if all_plans[0].usable:
+            all_plans, self.cache.metadata = super().create_global_plan(all_plans)
+        assert self.cache.metadata is not None
+        # A copy: what the ranks have written is added to it.
+        return all_plans, replace(self.cache.metadata)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take over what this rank is to write."""
+        self.plan = new_plan if self.cache is None else self.cache.finish(new_plan)
+        return self.plan
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -15,6 +15,7 @@ from .base import CheckpointManager
 from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointDiskError, CheckpointError
 from .manifest import complaints, read_manifest
+from .plan_cache import PlanCache
 from .policy import Record
 from .reuse import Reuse, SavedAhead, tensor_sums
 from .snapshot import SnapshotBuffers, count_bytes
@@ -61,6 +62,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
                 "of a background save on one group abort the process."
             )
             self._background = False
+        self._plans = PlanCache(self._exchange)
         self._process: WriterProcess | None = None
         if self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
             # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
@@ -165,7 +167,8 @@ class TorchDistributedCheckpointManager(CheckpointManager):
 
     def _upload(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         if self._process is None:
-            save_target(payload, writer, group=self._group, alone=self.domain.size == 1)
+            alone = self.domain.size == 1
+            save_target(payload, writer, group=self._group, alone=alone, cache=self._plans)
             return
         meet(self._process, self._exchange, rank=self.domain.rank, size=self.domain.size)
         # The copy lies in shared memory, so that the process takes it over without another one.

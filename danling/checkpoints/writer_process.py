@@ -28,6 +28,7 @@ from .errors import CheckpointError
 
 if TYPE_CHECKING:
     from .dcp_files import TargetWriter
+    from .plan_cache import PlanCache
 
 _PROGRAM = f"""
 import sys
@@ -211,6 +212,7 @@ class _Actions:
 
     def __init__(self) -> None:
         self._store: Any = None
+        self._plans: PlanCache | None = None
 
     def open(self, host: str) -> int:
         from torch import distributed as dist
@@ -221,9 +223,12 @@ class _Actions:
     def join(self, address: Address, rank: int, size: int) -> None:
         from torch import distributed as dist
 
+        from .plan_cache import PlanCache
+
         alone = dist.HashStore()  # type: ignore[attr-defined]
         store = alone if size == 1 else dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        self._plans = PlanCache(_exchange)
 
     def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         from .dcp_files import save_target
@@ -233,9 +238,17 @@ class _Actions:
         own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
         own.acquire()
         try:
-            save_target(payload, writer)
+            save_target(payload, writer, cache=self._plans)
         finally:
             own.release()
+
+
+def _exchange(value: int) -> list[int]:
+    from torch import distributed as dist
+
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 Exchange = Callable[[Any], list[Any]]
