@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .host_streams import get_numpy
 from .randomness import mix_seed, to_arrays, to_tensors
+from .seeders import Seeder, asks_for_seed, seeder_of
 
 _WIDTH = 256
 """Items of a container that are looked at: transforms stand in short lists, samples in long ones."""
@@ -69,6 +70,8 @@ class Generators:
     to an object that trains. Nothing is called and no property is read. Making one looks once, in 20 to 200 us;
     `changed` says in about 1 us whether to look again.
 
+    An object that has `set_random_seed` or `set_random_state` and shows no generator is seeded by that; its state cannot be saved.
+
     Args:
         roots: What to look through, by name; the name begins the path.
         skip: Whether to leave an object alone, and all that only it holds.
@@ -89,13 +92,16 @@ class Generators:
         """The objects with attributes that were looked at, by path."""
         self.uncontrollable: list[tuple[str, str]] = walk.uncontrollable
         """Path and type of what can neither be seeded nor saved."""
+        self.seeders: list[Seeder] = walk.seeders()
+        """What seeds objects without a generator in sight."""
         self._sizes = [(container, len(container)) for container in walk.containers]
         attributes = [vars(holder) for _, holder in walk.holders[:_WIDTH]]
         self._empty = [(held, key) for held in attributes for key in held if held[key] is None]
         self._salts = [crc32(place.path.encode()) for place in self.places]
+        self._seeder_salts = [crc32(seeder.path.encode()) for seeder in self.seeders]
 
     def __bool__(self) -> bool:
-        return bool(self.places)
+        return bool(self.places or self.seeders)
 
     def changed(self) -> bool:
         """Return whether something was set where nothing was, as a generator is that is made when it is first used."""
@@ -112,12 +118,14 @@ class Generators:
         return any(id(place.current()) not in known for place in self.places)
 
     def seed(self, seed: int, origins: Mapping[str, int] | None = None) -> None:
-        """Seed each generator with its own member of a family.
+        """Seed each generator with its own member of a family; the global streams are seeded afterwards, for a method may touch them.
 
         Args:
             seed: Of the family, an integer of 63 bits.
             origins: Numbers by path that tell members apart further.
         """
+        for seeder, salt in zip(self.seeders, self._seeder_salts, strict=True):
+            seeder.seed(mix_seed(seed, salt))
         for place, salt in zip(self.places, self._salts, strict=True):
             own = salt ^ origins.get(place.path, 0) if origins else salt
             seed_generator(place.current(), mix_seed(seed, own))
@@ -140,6 +148,7 @@ class _Walk:
         self.places: list[Place] = []
         self.holders: list[tuple[str, Any]] = []
         self.uncontrollable: list[tuple[str, str]] = []
+        self._asking: list[tuple[str, Any]] = []
         self.containers: list[Any] = []
         self._skip = skip
         # The objects too, so that none is freed and its id given to another one.
@@ -151,6 +160,8 @@ class _Walk:
             self._visit(Place(name, roots, name))
         while self._queue and len(self._seen) < _OBJECTS:
             path, value = self._queue.popleft()
+            if asks_for_seed(value) and not _shows_generator(value):
+                self._asking.append((path, value))
             for place in _held_by(path, value):
                 self._visit(place)
             if isinstance(value, (dict, list)) and len(value) <= _WIDTH:
@@ -159,6 +170,19 @@ class _Walk:
             if isinstance(held, dict) and not isinstance(value, types.FunctionType):
                 self.holders.append((path, value))
                 self.containers.append(held)
+
+    def seeders(self) -> list[Seeder]:
+        """Return what seeds the objects that ask for a seed and hold no generator; those that cannot be seeded are named."""
+        found = []
+        for path, value in self._asking:
+            if any(place.path.startswith((f"{path}.", f"{path}[")) for place in self.places):
+                continue
+            seeder = seeder_of(path, value)
+            if seeder is not None:
+                found.append(seeder)
+            else:
+                self.uncontrollable.append((path, type(value).__name__))
+        return found
 
     def _visit(self, place: Place) -> None:
         value = place.current()
@@ -171,6 +195,11 @@ class _Walk:
             self.uncontrollable.append((place.path, type(value).__name__))
         elif not (isinstance(value, io.IOBase) or _trains(value) or (self._skip is not None and self._skip(value))):
             self._queue.append((place.path, value))
+
+
+def _shows_generator(value: Any) -> bool:
+    # It may be shared with another object, under whose path it was found.
+    return any(is_generator(place.current()) for place in _held_by_object("", value))
 
 
 def _trains(value: Any) -> bool:

@@ -116,9 +116,9 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             parts = family if isinstance(family, tuple) else (family,)
             self._family, self._base = family, derive_seed(self.seed, "sample", *parts)
         seed = mix_seed(self._base, index if type(index) is int else index_number(index))
-        seed_host_streams(seed)
-        if self._generators is not None and self._generators.places:
+        if self._generators:
             self._generators.seed(seed)
+        seed_host_streams(seed)
 
 
 def reading_roots(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class StreamIterator:
         elif self._generators.changed():
             self._generators.look_again()
         seed = mix_seed(self._base, item)
-        seed_host_streams(seed)
         self._generators.seed(seed, self.stream.origins)
+        seed_host_streams(seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of items, and the state of the dataset or its iterator where they have one."""

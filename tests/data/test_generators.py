@@ -89,6 +89,67 @@ class OfClass:
         return value + draw(self.rng)
 
 
+_out_of_sight: dict[int, random.Random] = {}
+
+
+class SeedsItself:
+    """Has a generator where nobody finds it, as one of a library in C, and takes a seed."""
+
+    def __call__(self, value: float) -> float:
+        return value + _out_of_sight.setdefault(id(self), random.Random()).random()
+
+    def set_random_seed(self, seed: int | None) -> None:
+        _out_of_sight[id(self)] = random.Random(seed)
+        numpy.random.seed(seed)  # which is nobody's business
+
+
+class SeedsItsState(SeedsItself):
+    """The same by another name, as of MONAI, without the first."""
+
+    set_random_seed = None  # type: ignore[assignment]
+
+    def set_random_state(self, seed: int | None = None, state: Any = None) -> SeedsItsState:
+        _out_of_sight[id(self)] = random.Random(seed)
+        return self
+
+
+class LikeAlbumentations:
+    """A composition that shares its generators with its transforms, and hands them on when it is seeded."""
+
+    def __init__(self, *transforms: LikeAlbumentations, p: float = 0.7) -> None:
+        self.transforms = list(transforms)
+        self.p = p
+        self.set_random_seed(None)
+
+    def set_random_seed(self, seed: int | None) -> None:
+        self.set_random_state(numpy.random.default_rng(seed), random.Random(seed))
+
+    def set_random_state(self, random_generator: numpy.random.Generator, py_random: random.Random) -> None:
+        self.random_generator, self.py_random = random_generator, py_random
+        for transform in self.transforms:
+            transform.set_random_state(random_generator, py_random)
+
+    def __call__(self, value: float) -> float:
+        if self.py_random.random() < self.p:
+            value += float(self.random_generator.uniform(0, 0.5))
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+
+class LikeMonai:
+    """Draws from a state of the class until it is given one of its own."""
+
+    R: numpy.random.RandomState = numpy.random.RandomState()
+
+    def set_random_state(self, seed: int | None = None, state: Any = None) -> LikeMonai:
+        self.R = numpy.random.RandomState(seed) if state is None else state
+        return self
+
+    def __call__(self, value: float) -> float:
+        return value + float(self.R.uniform())
+
+
 def by_module(value: float) -> float:
     return value + draw(_of_module)
 
@@ -136,6 +197,11 @@ MAKE: dict[str, Callable[[], Dataset[Tensor]]] = {
     "class": lambda: Drawing(OfClass()),
     "lazy": lambda: Drawing(Lazy()),
     "lazy in a mapping": lambda: Drawing(LazyInMapping()),
+    "seeds itself": lambda: Drawing(SeedsItself()),
+    "seeds its state": lambda: Drawing(SeedsItsState()),
+    "like albumentations": lambda: Drawing(LikeAlbumentations(LikeAlbumentations(), LikeAlbumentations())),
+    "like MONAI": lambda: Drawing(LikeMonai(), LikeMonai()),
+    "like MONAI, seeded": lambda: Drawing(LikeMonai().set_random_state(3), LikeMonai().set_random_state(3)),
     "subset": lambda: Subset(Drawing(Jitter(random.Random(1))), range(LENGTH)),
     "concatenated": lambda: ConcatDataset([Drawing(Jitter(random.Random(1))), Drawing(Lazy())]),
 }
@@ -161,7 +227,7 @@ def test_generators_are_keyed_by_sample(name: str) -> None:
         assert torch.equal(torch.cat(taken + drain(second)), whole)
 
 
-@pytest.mark.parametrize("name", ["NumPy", "lazy in a mapping"])
+@pytest.mark.parametrize("name", ["NumPy", "lazy in a mapping", "seeds itself", "like albumentations"])
 def test_generators_are_keyed_in_workers(name: str) -> None:
     whole = torch.cat(drain(source_of(name)))
     source = source_of(name, num_workers=2)
@@ -218,6 +284,37 @@ def test_what_can_be_neither_seeded_nor_saved_is_named_once(caplog: pytest.LogCa
     (record,) = caplog.records
     assert "split 'train' depends on dataset.noise (cycle), " in record.getMessage()
     assert "dataset.transforms['all'][0].rng (SystemRandom)" in record.getMessage()
+
+
+def test_what_takes_a_seed_and_cannot_be_called_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Seeding a dataset may change its order, which is no augmentation."""
+
+    class Reorders(Drawing):
+        def set_random_seed(self, seed: int) -> None:
+            raise AssertionError("nobody asked for that")
+
+    class TakesGenerators(SeedsItself):
+        set_random_seed = None  # type: ignore[assignment]
+
+        def set_random_state(self, random_generator: Any, py_random: Any) -> None:
+            raise AssertionError("there are none to give")
+
+    with caplog.at_level("WARNING", logger="danling"):
+        build_dataloader(Reorders(TakesGenerators()), {}, split="train", train=True, seed=5)
+    (record,) = caplog.records
+    assert "dataset (Reorders), dataset.transforms['all'][0] (TakesGenerators)" in record.getMessage()
+    held = Reorders(Jitter(random.Random(1)))
+    assert not Generators({"dataset": held}).uncontrollable
+
+
+def test_each_that_seeds_itself_draws_otherwise() -> None:
+    first, second = SeedsItself(), SeedsItself()
+    found = Generators({"dataset": Drawing(first, second)})
+    found.seed(3)
+    drawn = [first(0.0), second(0.0)]
+    assert drawn[0] != drawn[1]
+    found.seed(3)
+    assert [first(0.0), second(0.0)] == drawn
 
 
 def test_long_containers_and_circles_end() -> None:
