@@ -12,7 +12,14 @@ import torch
 
 from . import storage
 from .base import CheckpointManager
-from .deepspeed_files import EngineTag, HashingFiles, consolidated_weights, read_runner_file
+from .deepspeed_files import (
+    CLIENT_STATE,
+    EngineAhead,
+    EngineTag,
+    HashingFiles,
+    consolidated_weights,
+    read_runner_file,
+)
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .exchange import export_weights
 from .manifest import Manifest
@@ -53,25 +60,51 @@ class DeepSpeedCheckpointManager(CheckpointManager):
     def __init__(self, *args: Any, engine: Engine, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._engine = engine
+        self._ahead: EngineAhead | None = None
 
     # Saving
 
-    def _save(self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int) -> None:
+    def save_ahead(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+        """Save a state as `latest` before an evaluation, after which the next save of it links the files that are the same.
+
+        Call on all ranks. Until then a run that goes on finds this one.
+
+        Args:
+            payload: The state; tensors and plain values.
+            epoch: Completed epochs.
+            global_step: Committed updates.
+
+        Raises:
+            CheckpointError: As `save_checkpoint`.
+        """
+        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
+
+    def is_saved_ahead(self) -> bool:
+        """Whether the last save was one ahead. No communication: may be called on one rank."""
+        return self._ahead is not None
+
+    def _save(
+        self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+    ) -> None:
         if self.settings.load_only:
             return
+        before, self._ahead = self._ahead, None
         exported = "model" in payload
         needed = count_bytes(payload) + (0 if exported else self._engine.state_bytes)
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
         plain = self.on_all(lambda: to_host(payload))
-        files = HashingFiles()
+        client = {name: value for name, value in plain.items() if name != "ema"}
+        files = HashingFiles(ahead=before if before is not None and before.step == global_step else None)
         if not exported:
-            self._save_engine(files, record, plain)
+            self._save_engine(files, record, client)
         try:
             self._finish(files, record, plain, names)
         except Exception:
             if self.domain.rank == 0:
                 self.store.give_up(record.name)
             raise
+        if ahead:
+            self._ahead = EngineAhead(self.store.path(record.name), global_step, client, files.written)
 
     def _open_target(self, needed: int, epoch: int, global_step: int) -> Record:
         record = self._open_attempt(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
@@ -79,10 +112,9 @@ class DeepSpeedCheckpointManager(CheckpointManager):
         storage.make_directory(self.store.path(record.name))
         return record
 
-    def _save_engine(self, files: HashingFiles, record: Record, plain: Mapping[str, Any]) -> None:
-        client = {name: value for name, value in plain.items() if name != "ema"}
+    def _save_engine(self, files: HashingFiles, record: Record, client: Mapping[str, Any]) -> None:
         with self._engine.writing_to(files):
-            self._engine.save(str(self.store.path(record.name).parent), record.name, {"danling": client})
+            self._engine.save(str(self.store.path(record.name).parent), record.name, {CLIENT_STATE: client})
 
     def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, Any], names: Sequence[str]) -> None:
         """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""

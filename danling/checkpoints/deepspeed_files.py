@@ -51,6 +51,50 @@ class EngineTag:
     outline: Mapping[str, Any]
 
 
+CLIENT_STATE = "danling"
+"""Under this name the engine keeps what the runner saves, beside its own part of the model's file."""
+
+
+@dataclass(frozen=True)
+class EngineAhead:
+    """The files of an engine that were written before an evaluation, whose figures belong to the same state.
+
+    Attributes:
+        path: Their target.
+        step: Committed updates.
+        client: What the engine was given of the runner's state.
+        written: `(size in bytes, SHA-256)` of the files that this rank wrote, by name.
+    """
+
+    path: Path
+    step: int
+    client: Mapping[str, Any]
+    written: Mapping[str, tuple[int, str]]
+
+    def link(self, state: Any, path: Path) -> tuple[int, str] | None:
+        """Make a file of the same state appear at a path without writing it again; return its size and sum.
+
+        The state of the runner in it may be another one: the file keeps the one from before the evaluation, which is as good a one to
+        go on from.
+
+        Args:
+            state: What the engine saves.
+            path: The file.
+
+        Returns:
+            `None` where the file was another one, or is no longer there.
+        """
+        found, source = self.written.get(path.name), self.path / path.name
+        if found is None or storage.size_of(source) != found[0]:
+            return None
+        if isinstance(state, Mapping) and CLIENT_STATE in state:
+            state = {**state, CLIENT_STATE: self.client}
+        if storage.measure(lambda writer: torch.save(state, writer)) != found:  # type: ignore[arg-type]
+            return None
+        storage.link(source, path)
+        return found
+
+
 class HashingFiles:
     """Writes and reads the files of an engine: durable and hashed when written, and no error hides on one rank.
 
@@ -59,15 +103,17 @@ class HashingFiles:
 
     Args:
         trust: See `read_engine_file`.
+        ahead: Files that are linked instead of being written, where they would be the same.
 
     Attributes:
         written: `(size in bytes, SHA-256)` by file name.
         error: The first error of a write.
     """
 
-    def __init__(self, *, trust: bool = False) -> None:
+    def __init__(self, *, trust: bool = False, ahead: EngineAhead | None = None) -> None:
         self.name = "danling"
         self.trust = trust
+        self._ahead = ahead
         self.written: dict[str, tuple[int, str]] = {}
         self.error: Exception | None = None
 
@@ -83,7 +129,10 @@ class HashingFiles:
         self._try(lambda: self._write(state_dict, Path(path)))
 
     def _write(self, state: Any, path: Path) -> None:
-        self.written[path.name] = storage.write_file(path, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]
+        found = None if self._ahead is None else self._ahead.link(state, path)
+        if found is None:
+            found = storage.write_file(path, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]
+        self.written[path.name] = found
 
     def _try(self, action: Any) -> None:
         try:

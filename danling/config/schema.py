@@ -60,6 +60,8 @@ class CheckpointConfig(ClosedSection):
     """Format: file, dcp (sharded); auto takes dcp for the parallel stack and file otherwise."""
     interval: PositiveInt | None = None
     """Epochs or steps between periodic saves; none: each epoch, or a twentieth of the steps."""
+    before_evaluation: bool = True
+    """Save before each evaluation where a save takes all ranks, so that one that fails loses nothing."""
     keep_latest_k: NonNegativeInt = 0
     """History checkpoints to keep; 0 keeps all."""
     load_only: bool = False

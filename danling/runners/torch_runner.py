@@ -111,9 +111,7 @@ class TorchRunner(TorchWatch):
                 self._try_evaluations(to_evaluate)
             while state.epoch < (self.epochs or 0) and not self._session.stop_reason:
                 if self._train_splits(to_train):
-                    final = state.epoch + 1 == self.epochs
-                    saves_next = self._boundaries.checkpoint_due(state.epoch + 1, final=final)
-                    self._evaluate_trained(to_evaluate, "evaluate_epoch", saves_next=saves_next)
+                    self._evaluate_trained(to_evaluate, "evaluate_epoch")
                     self._finish_epoch(to_train, "epoch")
                     self._save_if_due(state.epoch, final=state.epoch == self.epochs)
         return self.results
@@ -263,17 +261,16 @@ class TorchRunner(TorchWatch):
     def _validate(self, splits: list[str]) -> None:
         """Evaluate in step mode, and save what follows from it."""
         step = self.state.train.global_step
-        saves_next = self._boundaries.checkpoint_due(step, final=step == self.steps)
-        self._evaluate_trained(splits, "evaluate_steps", saves_next=saves_next)
+        self._evaluate_trained(splits, "evaluate_steps")
         self._close_result("validation")
         self._save_if_due(step, final=step == self.steps)
 
-    def _evaluate_trained(self, splits: Sequence[str], verb: str, *, saves_next: bool) -> None:
+    def _evaluate_trained(self, splits: Sequence[str], verb: str) -> None:
         """Evaluate what was trained up to here; whatever goes wrong, it is saved, and a run that goes on begins with this evaluation."""
         if not splits:
             return
         passing = (EvaluationStopped, WaitAbandonedError)
-        with keeping_trained(self._keeper(saves_next=saves_next), step=self.state.train.global_step, passing=passing):
+        with keeping_trained(self._keeper(), step=self.state.train.global_step, passing=passing):
             for split in splits:
                 self.open_result[split] = checked_figures(verb, split, getattr(self, verb)(split))
             self._check_score()

@@ -76,11 +76,10 @@ class TorchWatch(TorchFigures):
             pending = self.ballot.settle()
             yield from session.between_batches(batches, domain=self.optimizer_domain, pending=pending, seen=seen)
 
-    def _keeper(self, *, saves_next: bool) -> Callable[[], bool]:
+    def _keeper(self) -> Callable[[], bool]:
         """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere.
 
-        Args:
-            saves_next: Whether a checkpoint follows the evaluation, so that one that takes all ranks may as well begin before it.
+        A save that takes all ranks begins here, since one that fails finds nobody to make it with.
         """
         train, manager = self.state.train, self.checkpoint_manager
         at = (train.global_step, train.epoch)
@@ -92,8 +91,8 @@ class TorchWatch(TorchFigures):
             self.settle()
             payload = self.checkpoint_state()
             return lambda: bool(alone(payload, epoch=at[1], global_step=at[0]))
-        ahead = getattr(manager, "save_ahead", None)
-        if self.world_size > 1 and ahead is not None and saves_next and self.fault_tolerance is None:
+        ahead = getattr(manager, "save_ahead", None) if self.config.checkpoint.before_evaluation else None
+        if self.world_size > 1 and ahead is not None and self.fault_tolerance is None:
             self.settle()
             ahead(self.checkpoint_state(), epoch=at[1], global_step=at[0])
             saved: Callable[[], bool] = manager.is_saved_ahead

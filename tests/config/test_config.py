@@ -71,6 +71,7 @@ CONTRACT_DEFAULTS: dict[str, Any] = {
     "checkpoint.dir_name": "checkpoints",
     "checkpoint.backend": "auto",
     "checkpoint.interval": None,
+    "checkpoint.before_evaluation": True,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_only": False,
     "checkpoint.verify": "full",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from torch import nn
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
 
 import danling as dl
+from danling.checkpoints import storage
 from danling.utils.tensors import local_part
 
 MODES: dict[str, dict[str, Any]] = {"epochs": {"epochs": 3}, "steps": {"steps": 12, "evaluate_interval": 4}}
@@ -154,21 +158,41 @@ def test_a_source_whose_batches_are_given_once_is_not_read(tmp_path: Path) -> No
 # Saved when it fails later
 
 
+class Killed(BaseException):
+    """Stands for a SIGKILL in the place of an error."""
+
+
+def kill(*args: Any) -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Failing(TracingRunner):
-    """Fails in the evaluation after so many updates, on one rank."""
+    """Fails in the evaluation after so many updates, on one rank or, without one, on all."""
 
     failure: type[BaseException] | None = None
     at = 8
-    on_rank = 0
+    on_rank: int | None = 0
     where = "step"
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.metrics = {"acc": self.accuracy}
+
+    def accuracy(self, pred: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fail where told."""
+        self._maybe_fail("metric")
+        return dl.metrics.accuracy(pred, target)
+
+    def _is_to_fail(self, where: str) -> bool:
+        at = self.at // self.data_replicas
+        mine = self.on_rank in (None, self.rank) and where == self.where
+        return mine and self.failure is not None and self.state.train.global_step >= at
+
     def _maybe_fail(self, where: str) -> None:
-        due = (
-            self.state.train.global_step >= self.at // self.world_size
-            and self.rank == self.on_rank
-            and where == self.where
-        )
-        if due and self.failure is not None:
+        if self._is_to_fail(where) and self.failure is not None:
+            if self.failure is Killed:
+                kill()
             raise self.failure("in an evaluation")
 
     def evaluate_step(self, data: Any) -> Any:
@@ -179,16 +203,33 @@ class Failing(TracingRunner):
     def summarize(self, split: str, totals: Any) -> dict[str, float]:
         """Fail where told."""
         self._maybe_fail("summary")
-        return super().summarize(split, totals)
+        figures = super().summarize(split, totals)
+        if self._is_to_fail("score"):
+            del figures["acc"]
+        return figures
+
+    def save_checkpoint(self, **options: Any) -> None:
+        """Die where told: before the save with the figures, or when it links the first file of the one before."""
+        self._maybe_fail("save")
+        if self._is_to_fail("link"):
+            storage.link = kill
+        super().save_checkpoint(**options)
 
 
 class ShardedFailing(Failing, dl.ParallelRunner):
     """The same with its parameters divided."""
 
 
+class EngineFailing(Failing, dl.DeepSpeedRunner):
+    """The same in an engine."""
+
+
+STACKS: dict[str, type[Failing]] = {"ddp": Failing, "parallel": ShardedFailing, "deepspeed": EngineFailing}
+
+
 def build(root: str, mode: str, **more: Any) -> Failing:
     config = settings(root, mode, **more)
-    return ShardedFailing(config) if config.get("stack") == "parallel" else Failing(config)
+    return STACKS[config.get("stack", "ddp")](config)
 
 
 def uninterrupted(root: str, mode: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -206,7 +247,7 @@ def local_part_of(leaf: Any) -> Any:
     return local_part(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def failing(root: str, mode: str, kind: Any, rank: int, where: str, more: dict[str, Any]) -> int:
+def failing(root: str, mode: str, kind: Any, rank: int | None, where: str, more: dict[str, Any]) -> int:
     Failing.failure, Failing.on_rank, Failing.where = kind, rank, where
     with build(root, mode, **more) as runner:
         runner.train()
@@ -284,31 +325,93 @@ def test_one_rank_fails_while_the_others_wait_for_it(on_rank: int, where: str, t
         assert rest[rank]["results"] == whole[rank]["results"]
 
 
+DCP = {"checkpoint": {"backend": "dcp"}}
 SHARDED = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
+STAGES = {"stack": "parallel", "parallel": {"axes": {"pipeline": 2}}, "dataloader": {"batch_size": 6}}
+NOT_DUE = {"checkpoint.interval": 50}
+"""No checkpoint follows the evaluation that fails."""
 
 
+def zero(stage: int) -> dict[str, Any]:
+    return {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("on_rank", "where", "more"),
     [
-        (1, "step", {"checkpoint.backend": "dcp"}),
-        (0, "summary", SHARDED),
-        (1, "step", {**SHARDED, "checkpoint.async_enabled": False}),
-        pytest.param(0, "step", {"checkpoint.backend": "dcp", "ema": {"enabled": True}}, marks=pytest.mark.slow),
-        pytest.param(
-            1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}, marks=pytest.mark.slow
-        ),
+        (1, "step", DCP),
+        (1, "step", {**SHARDED, "checkpoint.async_enabled": False, **NOT_DUE}),
+        pytest.param(1, "step", {**zero(1), **NOT_DUE}, marks=needs_deepspeed),
+        slow(0, "summary", SHARDED),
+        slow(0, "step", {"checkpoint": {"backend": "dcp"}, "ema": {"enabled": True}}),
+        slow(1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
+        slow(1, "metric", {**SHARDED, **NOT_DUE}),
+        slow(None, "metric", {**SHARDED, **NOT_DUE}),
+        slow(None, "score", {**SHARDED, **NOT_DUE}),
+        slow(None, "score", DCP),
+        slow(1, "step", {**STAGES, **NOT_DUE}),
+        slow(1, "metric", STAGES),
+        slow(0, "summary", {**STAGES, **NOT_DUE}),
+        pytest.param(0, "metric", zero(1), marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param(None, "score", {**zero(1), **NOT_DUE}, marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param(1, "summary", {**zero(3), **NOT_DUE}, marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param(1, "step", {**zero(0), "ema": {"enabled": True}}, marks=[needs_deepspeed, pytest.mark.slow]),
     ],
 )
 @pytest.mark.parametrize("mode", ["epochs", pytest.param("steps", marks=pytest.mark.slow)])
 def test_one_rank_fails_where_a_save_takes_all_of_them(
-    mode: str, on_rank: int, where: str, more: dict[str, Any], tmp_path: Path
+    mode: str, on_rank: int | None, where: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = run_processes(uninterrupted, str(tmp_path / "whole"), mode, more, world_size=2)
-    arguments = (str(tmp_path / "parts"), mode, RuntimeError, on_rank, where, more)
+    kind = ValueError if where == "score" else RuntimeError
+    arguments = (str(tmp_path / "parts"), mode, kind, on_rank, where, more)
     ends = run_outcomes(failing, *arguments, world_size=2, grace=10.0)
-    assert any(end.error is not None for end in ends)
+    assert any(isinstance(end.error, kind) for end in ends)
     rest = run_processes(resumed, str(tmp_path / "parts"), mode, more, world_size=2)
     for rank in range(2):
-        assert rest[rank]["from"] == 4
+        assert rest[rank]["from"] == (8 if more.get("parallel") == STAGES["parallel"] else 4)
+        assert not differences(rest[rank]["state"], whole[rank]["state"])
+        assert rest[rank]["results"] == whole[rank]["results"]
+
+
+SYNCHRONOUS = {"checkpoint.async_enabled": False}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("on_rank", "where", "more"),
+    [
+        (0, "link", {**DCP, **SYNCHRONOUS}),
+        slow(1, "step", {**SHARDED, **SYNCHRONOUS}),
+        slow(1, "summary", {**SHARDED, **NOT_DUE}),
+        slow(0, "save", {**SHARDED, **SYNCHRONOUS}),
+        slow(0, "link", SHARDED),
+        slow(0, "save", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
+        slow(0, "link", {**STAGES, **SYNCHRONOUS}),
+        slow(1, "step", STAGES),
+        slow(1, "step", {}),
+        slow(0, "save", {}),
+        pytest.param(1, "link", zero(1), marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param(1, "step", {**zero(1), **NOT_DUE}, marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param(0, "save", zero(3), marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_killed_between_the_save_before_an_evaluation_and_the_one_with_its_figures(
+    on_rank: int, where: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = run_processes(uninterrupted, str(tmp_path / "whole"), "epochs", more, world_size=2)
+    ends = run_outcomes(
+        failing, str(tmp_path / "parts"), "epochs", Killed, on_rank, where, more, world_size=2, grace=10.0
+    )
+    assert next(end.exit_code for end in ends if end.rank == on_rank) == -signal.SIGKILL
+    rest = run_processes(resumed, str(tmp_path / "parts"), "epochs", more, world_size=2)
+    if more.get("checkpoint.async_enabled") is False:
+        assert rest[0]["from"] == (8 if more.get("parallel") == STAGES["parallel"] else 4)
+    for rank in range(2):
         assert not differences(rest[rank]["state"], whole[rank]["state"])
         assert rest[rank]["results"] == whole[rank]["results"]
