@@ -45,12 +45,14 @@ def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, directory
 
 
-def attempt(kind: str, place: Path, faulty: FaultyOs, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def attempt(
+    kind: str, place: Path, faulty: FaultyOs, monkeypatch: pytest.MonkeyPatch, mode: str = "disabled"
+) -> str | None:
     """Restart and save under a fault; return the error, `None` when there was none, and the empty text of a process that died."""
     with monkeypatch.context() as patch:
         patch.setattr(storage, "os", faulty)
         try:
-            train_on(kind, place, STRUCK)
+            train_on(kind, place, STRUCK, mode=mode)
         except CheckpointError as error:
             # What reads for torch catches the death of the process too.
             return "" if faulty.dead else str(error)
@@ -95,18 +97,21 @@ def some(calls: list[Any]) -> list[Any]:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_call_fails(earlier: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_call_fails(
+    earlier: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, mode: str
+) -> None:
     kind, recorded = earlier
     counting = FaultyOs()
-    assert attempt(kind, Path(shutil.copytree(recorded, tmp_path / "count")), counting, monkeypatch) is None
+    assert attempt(kind, Path(shutil.copytree(recorded, tmp_path / "count")), counting, monkeypatch, mode) is None
     assert len(counting.calls) > 150
     chosen = some(counting.candidates(fault))
     errors = 0
     for index in chosen:
         place = Path(shutil.copytree(recorded, tmp_path / str(index)))
         faulty = FaultyOs(index, fault, place)
-        error = attempt(kind, place, faulty, monkeypatch)
+        error = attempt(kind, place, faulty, monkeypatch, mode)
         assert faulty.struck
         faulty.mend()
         if error:
@@ -116,23 +121,28 @@ def test_a_call_fails(earlier: tuple[str, Path], tmp_path: Path, monkeypatch: py
         check_end(kind, place)
         shutil.rmtree(place)
     assert errors > 0
-    report(f"calls of a restart and a save that met {fault}: {kind} (no kills, {len(chosen)} faults)", 0, len(chosen))
+    report(
+        f"calls of a restart and a save that met {fault}: {kind}, {mode} (no kills, {len(chosen)} faults)",
+        0,
+        len(chosen),
+    )
 
 
 @pytest.mark.skipif(not has_strace(), reason="strace is not installed, or may not trace")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC", "EACCES", "EROFS"])
-def test_a_system_call_fails(earlier: tuple[str, Path], tmp_path: Path, code: str) -> None:
+def test_a_system_call_fails(earlier: tuple[str, Path], tmp_path: Path, code: str, mode: str) -> None:
     kind, recorded = earlier
-    alone = struck(train_on, kind, Path(shutil.copytree(recorded, tmp_path / "alone")), STRUCK, inject=None)
+    alone = struck(_go_on, kind, Path(shutil.copytree(recorded, tmp_path / "alone")), mode, inject=None)
     # The kernel gives a descriptor back whatever close() answers, which an injected error does not.
     names = {name for _, name, _ in alone.calls} - {"close", "lseek", "fstat"}
     chosen = some(strikes(alone.calls, names))
     errors = 0
     for when in chosen:
         place = Path(shutil.copytree(recorded, tmp_path / "struck"))
-        ended = struck(train_on, kind, place, STRUCK, inject=f"{when}:error={code}")
+        ended = struck(_go_on, kind, place, mode, inject=f"{when}:error={code}")
         assert ended.signal == 0, when
         assert ended.error == "" or ended.error.startswith("Checkpoint"), (when, ended.error)
         if ended.error:
@@ -142,8 +152,14 @@ def test_a_system_call_fails(earlier: tuple[str, Path], tmp_path: Path, code: st
         shutil.rmtree(place)
     assert errors > 0
     report(
-        f"system calls of a restart and a save that met {code}: {kind} (no kills, {len(chosen)} faults)", 0, len(chosen)
+        f"system calls of a restart and a save that met {code}: {kind}, {mode} (no kills, {len(chosen)} faults)",
+        0,
+        len(chosen),
     )
+
+
+def _go_on(kind: str, place: Path, mode: str) -> None:
+    train_on(kind, place, STRUCK, mode=mode)
 
 
 def test_an_error_names_what_was_tried_the_space_and_what_is_good(

@@ -83,6 +83,55 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         return tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, whole_state(runner))
 
 
+class KilledRuns:
+    """Runs of one configuration that are killed at random instants, and what they are compared with: the one that is left alone.
+
+    Args:
+        make: Returns the configuration of a run below a directory.
+        world_size: Number of its processes.
+        place: An empty directory.
+        what: What is killed, for the report.
+    """
+
+    def __init__(self, make: Callable[[Path], dict[str, Any]], *, world_size: int, place: Path, what: str) -> None:
+        self._make, self._world_size, self._place, self._what = make, world_size, place, what
+        run_processes(free_port, world_size=world_size)  # what the first processes of a session have to load
+        start = time.monotonic()
+        self._alone = self._train(place / "alone")
+        self._lasted = time.monotonic() - start
+        self._instants = random.Random(f"{what} {SEED}")
+
+    def _train(self, root: Path) -> list[dict[str, Any]]:
+        return run_processes(train, self._make(root), world_size=self._world_size, timeout=300)
+
+    def go_on_to_the_end(self, kills: int) -> int:
+        """Start one again and again, kill it that often at most, let it end, and look at what is there then.
+
+        Returns:
+            How often it was killed.
+        """
+        root, done = self._place / "killed", 0
+        while done < kills:
+            # The harness waits longer on a busy machine; what the run that was left alone took has that in it already.
+            seconds = self._instants.uniform(0.1, 0.5) * self._lasted / patience(1)
+            outcomes = run_outcomes(train, self._make(root), world_size=self._world_size, timeout=seconds)
+            if all(outcome.error is None for outcome in outcomes):
+                break
+            assert all(outcome.error is None or isinstance(outcome.error, ProcessFailure) for outcome in outcomes), (
+                outcomes
+            )
+            done += 1
+        for ended, alone in zip(self._train(root), self._alone, strict=True):
+            assert differences(ended, alone) == []
+        assert litter(root) == []
+        (checkpoints,) = root.rglob("checkpoints")
+        assert not [verdict for verdict in verify(checkpoints, "full") if verdict["problems"]]
+        shutil.rmtree(root)
+        # After each end, so that a report that is cut short has its figures.
+        report(self._what, done, 1)
+        return done
+
+
 def kill_again_and_again(
     make: Callable[[Path], dict[str, Any]], *, world_size: int, kills: int, tmp_path: Path, what: str
 ) -> tuple[int, int]:
@@ -91,34 +140,11 @@ def kill_again_and_again(
     Returns:
         How often a run was killed, and how many ended as the one that was left alone.
     """
-    run_processes(free_port, world_size=world_size)  # what the first processes of a session have to load
-    start = time.monotonic()
-    uninterrupted = run_processes(train, make(tmp_path / "whole"), world_size=world_size, timeout=300)
-    lasted = time.monotonic() - start
-    instants = random.Random(f"{what} {SEED}")
+    runs = KilledRuns(make, world_size=world_size, place=tmp_path, what=what)
     done = ends = 0
     while done < kills:
-        root, before = tmp_path / f"parts{ends}", done
-        while done < kills:
-            # The harness waits longer on a busy machine; what the first run took has that in it already.
-            seconds = instants.uniform(0.1, 0.5) * lasted / patience(1)
-            outcomes = run_outcomes(train, make(root), world_size=world_size, timeout=seconds)
-            if all(outcome.error is None for outcome in outcomes):
-                break
-            assert all(outcome.error is None or isinstance(outcome.error, ProcessFailure) for outcome in outcomes), (
-                outcomes
-            )
-            done += 1
-        ended = run_processes(train, make(root), world_size=world_size, timeout=300)
+        done += runs.go_on_to_the_end(kills - done)
         ends += 1
-        for rank in range(world_size):
-            assert differences(ended[rank], uninterrupted[rank]) == []
-        assert litter(root) == []
-        (checkpoints,) = root.rglob("checkpoints")
-        assert not [verdict for verdict in verify(checkpoints, "full") if verdict["problems"]]
-        shutil.rmtree(root)
-        # After each end, so that a run that is cut short has its figures.
-        report(what, done - before, 1)
     return done, ends
 
 
