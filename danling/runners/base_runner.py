@@ -27,8 +27,10 @@ from danling.distributed import (
     init_process_group,
     select_device,
 )
+from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
 from danling.reporting import Printer, RunLog, close_run_log, open_run_log, speaking_for
+from danling.torchft import check_layout
 from danling.utils.secrets import secret_values, without_secrets
 from danling.workspace import Workspace
 from danling.workspace.litter import remove_litter
@@ -134,7 +136,8 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             config: What the user passed.
 
         Raises:
-            ValueError: If a setting is out of bounds, contradicts another one, or names another stack.
+            ValueError: If a setting is out of bounds, contradicts another one, or names another stack; if `ft.enabled` with a stack other
+                than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`, or the place among the groups is wrong.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
         own.validate()
@@ -146,6 +149,10 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
                 "Subclass `danling.Runner`, which picks the stack from the configuration, or change `stack`."
             )
         own.warn_without_effect(self.stack)
+        if own.ft.enabled:
+            axes = {} if self.stack == "ddp" else dict(own.parallel.axes.items())
+            shared = axes_with(reads_data=True)
+            check_layout(self.stack, axes, shared=shared, replica_id=own.ft.replica_id, group_size=own.ft.group_size)
         return own
 
     def check_settings_are_read(self) -> None:
@@ -256,6 +263,9 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         Called on all ranks, before the subclass builds its model. The forward's streams are seeded apart, by rank, at the end of
         construction.
         """
+        if self.config.ft.enabled and self.config.seed is None:
+            # Replica groups must read one order of samples, and cannot speak to each other yet.
+            self.config.seed = derive_seed("replica groups", self.config_id) % 2**31
         self.seed_was_drawn = self.config.seed is None
         if self.seed_was_drawn:
             drawn = (self._stored_seed() or secrets.randbits(31)) if self.is_main_process else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ class RunnerFacts(RunnerVerbs):
     seed_was_drawn: bool
     datasets: dict[str, Any]
     dataloaders: dict[str, Any]
+    mode: Literal["train", "evaluate", "infer"]
     state: RunnerState
     launch: LaunchEnvironment
     world: Domain
@@ -106,8 +107,18 @@ class RunnerFacts(RunnerVerbs):
 
     @property
     def workspace_part(self) -> str | None:
-        """Directory below the run directory for all but the checkpoints; `None` unless several groups work on one run."""
-        return None
+        """Directory below the run directory for all but the checkpoints; `None` unless several replica groups work on one run.
+
+        Logs and figures of several processes must not meet in one file.
+        """
+        ft = self.config.ft
+        return f"{self.config.checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
+
+    @property
+    def _replica_place(self) -> tuple[int, int]:
+        """The replica group of this process, and how many there are."""
+        ft = self.config.ft
+        return (ft.replica_id, ft.group_size) if ft.enabled else (0, 1)
 
     @property
     def world_size(self) -> int:
@@ -141,8 +152,8 @@ class RunnerFacts(RunnerVerbs):
 
     @property
     def data_replicas(self) -> int:
-        """Number of ranks that read different samples to train on."""
-        return self.data_domain.size
+        """Number of ranks that read different samples to train on, over all replica groups."""
+        return self.data_domain.size * self._replica_place[1]
 
     @property
     def optimizer_domain(self) -> Domain:
@@ -156,8 +167,9 @@ class RunnerFacts(RunnerVerbs):
 
     @property
     def stream_place(self) -> tuple[int, int]:
-        """Index and number of the random streams of a forward: ranks with one index draw the same numbers."""
-        return self.placement.rng_stream
+        """Index and number of the random streams of a forward, over all replica groups: ranks with one index draw the same numbers."""
+        (group, groups), (index, number) = self._replica_place, self.placement.rng_stream
+        return group * number + index, groups * number
 
     @property
     def instance(self) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from danling.checkpoints import CheckpointMismatch, CheckpointSettings
+from danling.checkpoints import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, CheckpointSettings
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.checkpoints.torch_files import FORMAT_VERSION
-from danling.data import capture_random_state
+from danling.data import BatchSource, capture_random_state
 from danling.data.rank_streams import have_drawn, resume_stream, streams_by_index
+from danling.torchft import OwnPositions, ReplicaLoaderCheckpoints
 from danling.training import loader_states
 from danling.training.run_state import (
     RunState,
@@ -32,6 +34,8 @@ from danling.workspace import format_number
 from .runner_data import RunnerData
 
 logger = logging.getLogger("danling")
+
+_ATTEMPTS_TO_READ = 3
 
 
 class RunnerCheckpoints(RunnerData):
@@ -68,6 +72,47 @@ class RunnerCheckpoints(RunnerData):
         self.init_checkpoint_manager()
         if self.checkpoint_manager is None:
             self.checkpoint_manager = NoCheckpoints()
+        if self._position_owner is not None:
+            self._keep_own_positions(self._position_owner)
+
+    @property
+    def _position_owner(self) -> str | None:
+        """The replica group that saves its own place in the data besides, `None` where none does."""
+        settings, ft = self.config.checkpoint, self.config.ft
+        if not settings.enable_ft_dataloader_checkpoints:
+            return None
+        if settings.ft_replica_id is not None:
+            return str(settings.ft_replica_id)
+        return str(ft.replica_id) if ft.enabled else None
+
+    def _keep_own_positions(self, replica: str) -> None:
+        """Save the loader states of a replica group with every checkpoint, and go on from them."""
+        settings = self.config.checkpoint
+        checkpoints = ReplicaLoaderCheckpoints(
+            self.workspace.checkpoints,
+            replica=replica,
+            prefix=settings.ft_dataloader_checkpoint_prefix,
+            domain=self.world,
+            run_id=self.id,
+            settings=CheckpointSettings.from_config(settings),
+        )
+        self._closers.callback(checkpoints.close)
+        positions = OwnPositions(
+            checkpoints,
+            sources=lambda: self.sources,
+            trained=lambda: self._trained_sources(),
+            position=lambda: self.state.train,
+            share=lambda split, state: self.own_loader_state(split, state),
+            leaves_out=lambda split: self.excluded_from_loading.leaves_out(f"dataloaders.{split}"),
+            world=self.world,
+            data_rank=lambda: self.data_domain.rank,
+            device=self.device,
+        )
+        self.saver.before.append(positions.save)
+        self.saver.loaded.append(positions.load)
+
+    def _trained_sources(self) -> dict[str, BatchSource]:
+        return {split: self.sources[split] for split in self.train_splits if split in self.sources}
 
     def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
         """Return how the configuration of a checkpoint differs from this one in what changes the result, one line a key.
@@ -123,7 +168,7 @@ class RunnerCheckpoints(RunnerData):
         The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
         them.
         """
-        sources = {split: self.sources[split] for split in self.train_splits if split in self.sources}
+        sources = self._trained_sources()
         streams = (self.stream_place[0], capture_random_state(self.device))
         loaders = (self.data_domain.rank, loader_states.own_states(sources))
         ranks = self.world.gather_objects((streams, loaders))
@@ -183,6 +228,14 @@ class RunnerCheckpoints(RunnerData):
             if self.workspace_part is None:
                 self.checkpoint_manager.tidy()
             self.checkpoint_manager.check_directory()
+        for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
+            with suppress(CheckpointDamaged, CheckpointNotFound):
+                # Another replica group may have replaced what was found before it was read; then there is something newer.
+                return self._load_configured()
+        self._load_configured()
+
+    def _load_configured(self) -> None:
+        config = self.config
         if config.resume:
             self.load_checkpoint(config.resume)
             return
@@ -215,7 +268,7 @@ class RunnerCheckpoints(RunnerData):
         return payload
 
     def load_checkpoint(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
-        """Restore the full state of a checkpoint. Call on all ranks.
+        """Restore the full state of a checkpoint; loader states that this replica group has saved for itself win. Call on all ranks.
 
         Args:
             checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), a path, or a payload, as
@@ -236,11 +289,11 @@ class RunnerCheckpoints(RunnerData):
         if not isinstance(checkpoint, Mapping):
             # A payload lies nowhere, so it is not saved either.
             self.checkpoint_manager.begin(checkpoint)
-            self.saver.note_saved()
         where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
         logger.info("Resumed from %s at %s.", "a payload" if given else checkpoint, where)
         if not isinstance(checkpoint, Mapping):
             self._note_best(checkpoint)
+            self.saver.note_loaded()
 
     _best_elsewhere: int | None = None
     """Index of a best score whose checkpoint lies in the directory that the run came from."""

@@ -74,10 +74,15 @@ class RunnerData(RunnerSupervision):
 
         No communication: may be called on one rank.
 
+        Training data is divided over all replica groups; each group evaluates all of a split, so that no death makes a metric wrong.
+
         Args:
             split: The split.
         """
-        return self.data_domain.rank, self.data_domain.size
+        rank, size = self.data_domain.rank, self.data_domain.size
+        divides = self.mode == "train" and split in self.train_splits
+        group, groups = self._replica_place if divides else (0, 1)
+        return group * size + rank, groups * size
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         """Return a sampler for one split, or `None`; override it for an order of your own. Called on all ranks.

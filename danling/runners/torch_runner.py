@@ -352,7 +352,7 @@ class TorchRunner(TorchWatch):
 
     def _takes_state_over(self) -> bool:
         """Agree with the other replica groups on the next update; tell whether the state is that of another group now."""
-        if self.fault_tolerance is None or not self.open_update():
+        if self.fault_tolerance is None or not self.fault_tolerance.open_update():
             return False
         self._reporter.forget_samples(self.state.train.samples)
         return True

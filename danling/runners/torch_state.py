@@ -13,6 +13,7 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.metrics import Meters
 from danling.optim.options import adopt_options, options_of
+from danling.torchft import ReplicaMember
 from danling.training import BatchWeights
 from danling.training.model_states import (
     ModelStates,
@@ -41,6 +42,9 @@ class TorchState(TorchComponents):
         self.open_result: dict[str, dict[str, float]] = {}
         """Figures of the epoch that is not finished yet."""
 
+    fault_tolerance: ReplicaMember | None = None
+    """This process's replica group among the others; `None` unless `ft.enabled`."""
+
     _batch_weights: BatchWeights
 
     def build_model_states(self) -> ModelStates:
@@ -53,8 +57,9 @@ class TorchState(TorchComponents):
         )
 
     def meter_totals(self) -> dict[str, tuple[float, float]]:
-        """Return sums and weights of `meters` over all ranks. Call on all ranks."""
-        return self.meters.totals(self.figures_domain)
+        """Return sums and weights of `meters` over all ranks, and over the replica groups that take part. Call on all ranks."""
+        totals = self.meters.totals(self.figures_domain)
+        return totals if self.fault_tolerance is None else self.fault_tolerance.sum_totals(totals)
 
     # Saving
 

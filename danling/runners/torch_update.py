@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from danling.config import RunnerConfig
 from danling.distributed import Verdict
+from danling.torchft import Healing, ReplicaGroups, ReplicaMember, ReplicaSettings
 from danling.training import (
     UNCOMMITTED,
     DDPReduction,
@@ -25,13 +26,15 @@ from danling.training import (
     unpack_batch,
 )
 from danling.training.decision import UpdateDecision
+from danling.training.gradients import normalization_statistics
+from danling.training.rollback import buffers_of, remember_forwards
 
-from .torch_replicas import TorchReplicas
+from .torch_evaluation import TorchEvaluation
 
 logger = logging.getLogger("danling")
 
 
-class TorchUpdate(TorchReplicas):
+class TorchUpdate(TorchEvaluation):
     """Forward, backward, decision and everything that advances with an update."""
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
@@ -64,8 +67,8 @@ class TorchUpdate(TorchReplicas):
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         self.bind_reduction()
-        if self.replicated is not None:
-            self.replicated.is_open = False
+        if self.fault_tolerance is not None:
+            self.fault_tolerance.begin_training()
         self.reduces_gradients = True
         self.window.sum_reduced = self.sums_loss
         self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
@@ -224,6 +227,80 @@ class TorchUpdate(TorchReplicas):
                 "loss.backward()."
             )
 
+    # Replica groups
+
+    def init_fault_tolerance(self) -> None:
+        """Join the replica groups when `config.ft.enabled`. Called on all ranks of the group.
+
+        Raises:
+            ValueError: If no lighthouse is named.
+            ImportError: If torchft is not installed.
+            QuorumError: If the lighthouse cannot be reached.
+        """
+        if not self.config.ft.enabled:
+            return
+        member = self.fault_tolerance = self._join_replica_groups()
+        self._closers.callback(member.close)
+        self.run_state.add_progress(member.progress_part())
+        self.saver.writes = member.writes
+        # As a save does, so that all groups go on alike.
+        self.saver.instead.append(lambda: self.equalize_buffers())
+
+    def _join_replica_groups(self) -> ReplicaMember:
+        healing = Healing(
+            run_state=self.run_state,
+            counters=lambda: self.state,
+            sources=self._trained_sources,
+            keeps_positions=lambda: self._position_owner is not None,
+            model=lambda: self.unwrapped_model,
+            named_parameters=lambda: self.named_parameters(),
+            window=lambda: self.window,
+            meters=lambda: self.meters,
+            stream=lambda: (self.seed, self.stream_place[0]),
+            is_main=self.is_main_process,
+        )
+        groups = ReplicaGroups(
+            ReplicaSettings.from_config(self.config),
+            group=self.world,
+            state_dict=lambda: healing.state(),
+            load_state_dict=lambda state: healing.take(state),
+            asked_to_stop=self._session.asked_to_stop,
+        )
+        return ReplicaMember(
+            groups,
+            healing,
+            world=self.world,
+            copies=lambda: self.preparation.copies(
+                self.model, self.ema.weights.values() if self.ema is not None else ()
+            ),
+            remember=self._remember_update,
+            statistics=lambda: normalization_statistics(self.unwrapped_model),
+            resumes=lambda: bool(self.config.auto_resume),
+            checkpoints=lambda: self.checkpoint_manager,
+            directory=lambda: self.workspace.checkpoints,
+            step=lambda: self.state.train.global_step,
+            tried=lambda: self.state.train.global_step + self.state.train.skipped_updates,
+            load=lambda source: self.load_checkpoint(source),
+        )
+
+    def _remember_update(self) -> Callable[[], None]:
+        put_back = self._remember_forwards()
+
+        def take_back() -> None:
+            self.optimizer.zero_grad()
+            self.window.reset()
+            put_back()
+
+        return take_back
+
+    def _remember_forwards(self) -> Callable[[], None]:
+        return remember_forwards(
+            self.device,
+            counter=self.state.train,
+            meters=self.meters,
+            buffers=lambda: buffers_of(self.unwrapped_model, self._criterion_tensors("buffers")),
+        )
+
     # The gradient: what a stack does otherwise stands in its reduction
 
     @cached_property
@@ -239,7 +316,7 @@ class TorchUpdate(TorchReplicas):
     def _chosen_reduction(self) -> GradientReduction:
         self.check_optimizer_given()
         reduction = self.build_reduction()
-        return reduction if self.replicated is None else self.replicated.around(reduction)
+        return reduction if self.fault_tolerance is None else self.fault_tolerance.around(reduction)
 
     def build_reduction(self) -> GradientReduction:
         """Return what completes, measures, clips and applies the gradient; a stack of your own overrides this."""
@@ -290,7 +367,7 @@ class TorchUpdate(TorchReplicas):
         Args:
             verdict: What the ranks agreed on for the window.
         """
-        if self.replicated is not None:
+        if self.fault_tolerance is not None:
             # A plain sum already, since groups can be added in no other form.
             return 1.0 / float(verdict.weight) if verdict.weight and not self.window.sum_reduced else 1.0
         return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)

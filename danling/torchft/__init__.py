@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from .groups import QuorumError, ReplicaGroups, ReplicaSettings
+from .groups import QuorumError, ReplicaGroups
+from .healing import Healing
 from .lighthouse import WaitAbandonedError
-from .loader_checkpoints import ReplicaLoaderCheckpoints
+from .loader_checkpoints import OwnPositions, ReplicaLoaderCheckpoints
+from .member import ReplicaMember
+from .settings import ReplicaSettings, check_layout
 from .update import ReplicatedReduction, ReplicatedUpdate
 
 __all__ = [
+    "Healing",
+    "OwnPositions",
     "QuorumError",
     "ReplicaGroups",
     "ReplicaLoaderCheckpoints",
+    "ReplicaMember",
     "ReplicaSettings",
     "ReplicatedReduction",
     "ReplicatedUpdate",
     "WaitAbandonedError",
+    "check_layout",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -27,6 +26,7 @@ from .lighthouse import (
     reach,
     require_torchft,
 )
+from .settings import ReplicaSettings
 
 logger = logging.getLogger("danling")
 
@@ -38,29 +38,6 @@ _LONGEST_PAUSE = 1.0
 
 class QuorumError(RuntimeError):
     """The replica groups could not agree on who takes part, or on any update."""
-
-
-@dataclass(frozen=True)
-class ReplicaSettings:
-    """Where this group stands among the replica groups.
-
-    Attributes:
-        replica_id: This group, from 0.
-        group_size: Number of groups when all are there.
-        min_replica_size: Groups that an update needs.
-        process_group: Backend between the groups: `"gloo"` or `"nccl"`.
-        timeout: Seconds that a collective between the groups, and the transfer of a state, may take.
-        quorum_timeout: Seconds to wait for the other groups before an update.
-        max_failures: Updates in a row that may fail to be committed; `None` for any number.
-    """
-
-    replica_id: int = 0
-    group_size: int = 1
-    min_replica_size: int = 1
-    process_group: str = "gloo"
-    timeout: float = 10.0
-    quorum_timeout: float = 60.0
-    max_failures: int | None = 100
 
 
 class ReplicaGroups:

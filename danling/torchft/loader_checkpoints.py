@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.data import BatchSource, preserved_random_state
+from danling.training import loader_states
 from danling.utils.protocols import ReductionDomain
 
 logger = logging.getLogger("danling")
@@ -90,3 +94,78 @@ class ReplicaLoaderCheckpoints:
     def close(self) -> None:
         """Let go of what is held."""
         self.manager.close()
+
+
+class Position(Protocol):
+    """Counters of a run."""
+
+    global_step: int
+    epoch: int
+
+
+class OwnPositions:
+    """Each replica group's own place in its data, saved with every full checkpoint, and preferred when a run goes on from one.
+
+    Args:
+        checkpoints: Where it is saved.
+        sources: Returns the batches of all splits.
+        trained: Returns those of the splits to train on.
+        position: Returns the counters of the run.
+        share: Returns this rank's share of the state of the loader of a split; `None` where it is to start from its beginning.
+        leaves_out: Whether the loader of a split is left out of what is loaded.
+        world: All ranks of the group.
+        data_rank: Returns which share of the data this rank reads.
+        device: Where the run draws random numbers, which loading leaves as they were.
+    """
+
+    def __init__(
+        self,
+        checkpoints: ReplicaLoaderCheckpoints,
+        *,
+        sources: Callable[[], Mapping[str, BatchSource]],
+        trained: Callable[[], Mapping[str, BatchSource]],
+        position: Callable[[], Position],
+        share: Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None],
+        leaves_out: Callable[[str], bool],
+        world: ReductionDomain,
+        data_rank: Callable[[], int],
+        device: torch.device,
+    ) -> None:
+        self.checkpoints = checkpoints
+        self.sources = sources
+        self.trained = trained
+        self.position = position
+        self.share = share
+        self.leaves_out = leaves_out
+        self.world = world
+        self.data_rank = data_rank
+        self.device = device
+
+    def save(self) -> None:
+        """Save the loader states that belong to the state that is saved next."""
+        sources, at = self.trained(), self.position()
+        ranks = self.world.gather_objects((self.data_rank(), loader_states.own_states(sources, read_only=False)))
+        states = {split: loader_states.state_of(split, source, ranks) for split, source in sources.items()}
+        self.checkpoints.save(states, epoch=at.epoch, global_step=at.global_step)
+
+    def load(self) -> None:
+        """Restore what this group has saved at the position of the run.
+
+        A position that belongs to another step than the weights is taken only for loaders that keep a state of their own on each
+        rank: groups whose common position differed would end their passes at different updates.
+
+        Raises:
+            CheckpointDamaged: If a file is not what was written.
+        """
+        step = self.position().global_step
+        found = self.checkpoints.load(step)
+        if found is None:
+            return
+        states, saved_at = found
+        with preserved_random_state(self.device):
+            for split, source in self.sources().items():
+                if split not in states or self.leaves_out(split) or not (source.is_rank_local or saved_at == step):
+                    continue
+                own = self.share(split, states[split])
+                if own is not None:
+                    source.load_state_dict(own)

@@ -150,6 +150,16 @@ class ModelPreparation:
             for buffer in (*model.module.buffers(), *more):
                 self.world.broadcast(buffer)
 
+    def copies(self, model: Any, averaged: Iterable[Tensor] = ()) -> list[Tensor]:
+        """Return what every rank has a copy of, in the same order on all of them. May be called on one rank.
+
+        Args:
+            model: The model that training calls.
+            averaged: Averaged weights, which have copies where the model has.
+        """
+        whole = isinstance(model, DistributedDataParallel)
+        return [*model.module.parameters(), *model.module.buffers(), *averaged] if whole else []
+
     def unused_settings(self) -> list[str]:
         """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""
         return []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danling.data import capture_random_state, restore_random_state
 from danling.metrics import Meters
@@ -16,6 +16,16 @@ class CountsMicroSteps(Protocol):
     """What counts the micro-batches of a run."""
 
     micro_step: int
+
+
+def buffers_of(model: nn.Module, more: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+    """Return what a forward may change besides gradients, by name.
+
+    Args:
+        model: The bare model.
+        more: Buffers beside it, such as those of a criterion.
+    """
+    return {**dict(model.named_buffers()), **{f"criterion.{i}": buffer for i, buffer in enumerate(more)}}
 
 
 def remember_forwards(

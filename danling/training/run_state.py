@@ -165,6 +165,10 @@ class RunState:
 
     # Progress
 
+    def add_progress(self, part: StatePart) -> None:
+        """Save and restore one more part in the entry `state`, after those that are there."""
+        self._progress[part.name] = part
+
     def progress(self) -> dict[str, Any]:
         """Return what lies in the entry `state`. No communication: may be called on one rank."""
         return {part.name: part.get() for part in self._progress.values() if part.exists()}

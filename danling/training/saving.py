@@ -37,6 +37,7 @@ class RunSaver:
         before: Called in this order before every save; what they raise refuses it.
         writes: Whether full checkpoints are for these ranks to write; agreed among them. Another replica group may do it.
         instead: Called where they are not, so that all replica groups go on alike.
+        loaded: Called in this order after the run was restored from a checkpoint.
         saved_at: Updates and epochs that the last save, or the checkpoint resumed from, stands at.
     """
 
@@ -53,6 +54,7 @@ class RunSaver:
         self.before: list[Callable[[], None]] = []
         self.writes: Callable[[], bool] = _yes
         self.instead: list[Callable[[], None]] = []
+        self.loaded: list[Callable[[], None]] = []
         self.saved_at: tuple[int, int] | None = None
 
     @property
@@ -96,6 +98,12 @@ class RunSaver:
     def note_saved(self) -> None:
         """Remember that what lies on the disk stands where the run does."""
         self.saved_at = self.at
+
+    def note_loaded(self) -> None:
+        """Hear that the run was restored from what lies on the disk. Called on all ranks."""
+        self.note_saved()
+        for action in self.loaded:
+            action()
 
 
 def _yes() -> bool:

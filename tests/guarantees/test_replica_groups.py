@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.chaos import report, share
-from support.replicas import Lighthouse, ReplicaGroup
+from support.replicas import Lighthouse, ReplicaGroup, note_heals
 from support.toys import NoisyPoints, differences
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -62,9 +62,14 @@ class GroupRunner(dl.Runner):
         self.window_ids = []
         return outcome
 
-    def heal(self, state: Any) -> None:
+    def init_fault_tolerance(self) -> None:
+        """Note where it heals."""
+        super().init_fault_tolerance()
+        assert self.fault_tolerance is not None
+        note_heals(self.fault_tolerance, self.note)
+
+    def note(self) -> None:
         """Note where."""
-        super().heal(state)
         self.window_ids = []
         self.heals.append(self.state.train.global_step)
 

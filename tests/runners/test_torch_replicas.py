@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
-from support.replicas import Lighthouse, ReplicaGroup
+from support.replicas import Lighthouse, ReplicaGroup, note_heals
 from support.toys import TracingRunner, differences, whole_state
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -356,9 +356,14 @@ class Joining(Patient):
         """Return a file that the groups speak by."""
         return Path(self.config.workspace_root) / name
 
-    def heal(self, state: Any) -> None:
+    def init_fault_tolerance(self) -> None:
+        """Note where it heals."""
+        super().init_fault_tolerance()
+        assert self.fault_tolerance is not None
+        note_heals(self.fault_tolerance, self.note)
+
+    def note(self) -> None:
         """Note where."""
-        super().heal(state)
         self.healed_at = (self.state.train.global_step, self.state.train.epoch)
 
 

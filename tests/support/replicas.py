@@ -13,9 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from danling.torchft import ReplicaMember
 
 from .job import Job
 from .patience import patience
@@ -53,6 +55,22 @@ class Lighthouse:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def note_heals(member: ReplicaMember, note: Callable[[], None]) -> None:
+    """Call `note` whenever a replica group has taken over the state of another one.
+
+    Args:
+        member: The group.
+        note: Called on every rank that has healed.
+    """
+    take = member.healing.take
+
+    def noted(state: Mapping[str, Any]) -> None:
+        take(state)
+        note()
+
+    member.healing.take = noted  # type: ignore[method-assign]
 
 
 class ReplicaGroup:
