@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,9 @@ Family = int | tuple[int, int]
 """Epoch, or (epoch, how manieth reading), of samples that a sampler draws again within an epoch."""
 Key = tuple[Family, Any]
 """(epoch, index) of a sample. The index is an integer, unless a sampler of the user's names samples otherwise."""
+
+
+_index_of = operator.itemgetter(1)
 
 
 class KeyedDataset(WorkersView, Dataset[Any]):
@@ -74,7 +78,8 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """Return the items of a batch of keys of one epoch."""
-        return self._read_settled(keys)
+        # Of most datasets nobody keeps a state, nor a generator.
+        return self._read_settled(keys) if self._states or self._roots else self._read(keys, False)
 
     def _take_over_state(self) -> None:
         info = get_worker_info()
@@ -103,8 +108,12 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         if self.quiet or self.reads_batches:
             if self.seeds_batch or not self.quiet:
                 self._seed(*keys[0])
-            indices = [index for _, index in keys]
-            return dataset.__getitems__(indices) if self.reads_batches else [dataset[index] for index in indices]
+            indices = list(map(_index_of, keys))
+            return (
+                dataset.__getitems__(indices)
+                if self.reads_batches
+                else list(map(partial(operator.getitem, dataset), indices))
+            )
         items = []
         for family, index in keys:
             self._seed(family, index)

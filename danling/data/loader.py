@@ -153,8 +153,9 @@ class DataLoader(KeyedLoader):
 
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
-        self.positions.consumed = self.positions.position_after(self.consumed, batches)
-        self.dataset_state.advance(batches)
+        self.positions.consumed = self.positions.position_after(self.positions.consumed, batches)
+        if self.num_workers:
+            self.dataset_state.advance(batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""

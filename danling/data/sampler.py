@@ -128,9 +128,9 @@ class PositionedBatchSampler(Sampler[list[Key]]):
     def counts(self) -> Iterator[tuple[int, int]]:
         """Return (samples on this rank, over all ranks) of each batch from the position on; padding counts nothing."""
         full, whole = self.division.samples, self._counts(self.division.samples)
-        return chain.from_iterable(
-            whole if samples == full else self._counts(samples) for samples in self._stretches(self.consumed)
-        )
+        tail = self._tail(self.consumed)
+        stretches = repeat(whole, (self.length - self.consumed) // full)
+        return chain.from_iterable(chain(stretches, [self._counts(tail)]) if tail else stretches)
 
     def closings(self) -> Iterator[bool | None]:
         """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""

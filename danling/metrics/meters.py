@@ -77,7 +77,7 @@ class Meters:
         for name, value in values.items():
             if type(value) is not float:
                 value = _number(name, value)
-            self._add(name, value * weight, weight)
+            self.add_totals(name, value * weight, weight)
 
     def add_totals(self, name: str, sum: float | Tensor, weight: float | Tensor) -> None:
         """Take in a sum and its weight, both 0-dim; a sum of weight 0 leaves no trace.
@@ -89,29 +89,26 @@ class Meters:
             sum = _number(name, sum)
         if type(weight) is not float:
             weight = _number("weight", weight)
-        self._add(name, sum, weight)
-
-    def merge(self, others: Meters) -> None:
-        """Take in all that other meters of this rank have seen."""
-        for name, meter in others._meters.items():
-            self._add(name, meter.sum, meter.weight)
-
-    def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
         if name in self._reserved:
             raise ValueError(
                 f"Expected a name out of use for a meter. Received: {name!r}, which the runner figures itself. Choose another "
                 f"name, such as 'my_{name}'."
             )
         if isinstance(weight, Tensor):
-            total = torch.where(weight != 0, torch.as_tensor(total, dtype=torch.float64, device=weight.device), 0.0)
+            sum = torch.where(weight != 0, torch.as_tensor(sum, dtype=torch.float64, device=weight.device), 0.0)
         elif not weight:
             return
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters[name] = Meter()
         # Not in place: what was made in inference mode may not be changed outside of it.
-        meter.sum = meter.sum + total
+        meter.sum = meter.sum + sum
         meter.weight = meter.weight + weight
+
+    def merge(self, others: Meters) -> None:
+        """Take in all that other meters of this rank have seen."""
+        for name, meter in others._meters.items():
+            self.add_totals(name, meter.sum, meter.weight)
 
     def totals(self, domain: ReductionDomain | None = None) -> dict[str, tuple[float, float]]:
         """Return `(sum, weight)` by name over the domain; the local sums stay as they are. Call on all its members.

@@ -142,7 +142,7 @@ class RunnerData(RunnerSupervision):
 
         The same on all ranks once the runner is constructed: a pass ends with the shortest loader.
         """
-        if self.is_step_mode:
+        if self.config.epochs is None:
             return self.config.steps
         return (self._splits.updates(self.train_splits) or 0) * (self.epochs or 0) or None
 

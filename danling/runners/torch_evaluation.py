@@ -27,6 +27,7 @@ from danling.training import (
     criterion_weight,
     even_out,
     gather_predictions,
+    is_pair,
     model_loss,
     model_weight,
     prediction_of,
@@ -97,7 +98,10 @@ class TorchEvaluation(TorchState):
             ValueError: If there is neither.
         """
         if self.criterion is not None:
-            loss: Tensor = criterion_loss(self.criterion, prediction_of(pred), target)
+            given = pred if isinstance(pred, Tensor) else prediction_of(pred)
+            loss: Tensor = (
+                self.criterion(given, target) if target is not None else criterion_loss(self.criterion, given, None)
+            )
             return loss
         found = model_loss(pred)
         if found is None:
@@ -282,7 +286,7 @@ class TorchEvaluation(TorchState):
         Returns:
             The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
         """
-        inputs, target = unpack_batch(data, self.unwrapped_model)
+        inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
         with self.forward_context() or nullcontext():
             pred = call_model(self.model, inputs)
             return pred, self.evaluated_loss(pred, target)

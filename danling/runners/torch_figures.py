@@ -85,7 +85,7 @@ class TorchFigures(TorchUpdate):
                 reporter.flops.count(lambda: run(data), samples)
             else:
                 returned = run(data)
-                if self._observes_labels and self._overrides("train_step"):
+                if self.criterion is None and self._observes_labels and self._overrides("train_step"):
                     self._observe_late(returned, peek_target(data))
         finally:
             self._in_train_step = False

@@ -254,7 +254,7 @@ class TorchRunner(TorchWatch):
         if outcome.committed and self._boundaries.evaluation_due(step, final=final):
             self.open_result[split] = self._training_figures()
             self._validate(to_evaluate)
-        elif outcome.committed:
+        elif outcome.committed and (self._boundaries.checkpoint_due(step) or step in self.results):
             self._save_if_due(step, final=False)
         return final
 
@@ -337,18 +337,15 @@ class TorchRunner(TorchWatch):
         """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
         source = self.source(split)
         self.bind_reduction()
-        for outcome in updates_of_pass(
+        return updates_of_pass(
             source,
             agreement=self._passes,
             timed=self._reporter.timed,
-            state_replaced=self._takes_state_over,
+            state_replaced=self._takes_state_over if self.fault_tolerance is not None else None,
             is_over=partial(self._jumps_out_of, split),
             run=partial(self._run_window, source),
             step=self.step,
-        ):
-            if self._reporter.telemetry is not None:
-                self._reporter.telemetry.stepped(committed=outcome.committed)
-            yield outcome
+        )
 
     def _takes_state_over(self) -> bool:
         """Agree with the other replica groups on the next update; tell whether the state is that of another group now."""
@@ -366,15 +363,14 @@ class TorchRunner(TorchWatch):
         """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
         retry, loader = self.memory_retry, source.loader
 
-        def run() -> None:
-            run_window(
-                batches,
-                consumed,
-                size=self._undivided_accum_steps(),
-                following=lambda: self._passes.next_of_window(source, batches),
-                run=self._run_microbatch,
-            )
-
+        run = partial(
+            run_window,
+            batches,
+            consumed,
+            size=self._undivided_accum_steps(),
+            following=lambda: self._passes.next_of_window(source, batches),
+            run=self._run_microbatch,
+        )
         held = loader.held_at_once if retry is not None and isinstance(loader, DataLoader) else 0
         if retry is None or held == 0:
             run()

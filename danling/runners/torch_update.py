@@ -22,6 +22,7 @@ from danling.training import (
     NonFiniteError,
     UpdateOutcome,
     call_model,
+    is_pair,
     ungraded,
     unpack_batch,
 )
@@ -99,7 +100,7 @@ class TorchUpdate(TorchEvaluation):
         Returns:
             The prediction and the loss.
         """
-        inputs, target = unpack_batch(data, self.unwrapped_model)
+        inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
         with self.train_context() or nullcontext():
             with self.forward_context() or nullcontext():
                 pred = call_model(self.model, inputs)
@@ -195,7 +196,8 @@ class TorchUpdate(TorchEvaluation):
             self.optimizer_step()
         outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
         self._conclude(outcome)
-        self._session.apply_requests(verdict.requests)
+        if verdict.requests:
+            self._session.apply_requests(verdict.requests)
         return outcome
 
     _looked: bool = False
@@ -357,25 +359,8 @@ class TorchUpdate(TorchEvaluation):
         Returns:
             What this rank holds of the gradients that exist.
         """
-        return self.reduction.unscale(self.gradient_factor(verdict), verdict.weight)
-
-    def gradient_factor(self, verdict: Verdict) -> float | Tensor:
-        """Return what makes the reduced gradient the weighted mean over all micro-batches and ranks.
-
-        No communication: may be called on one rank.
-
-        Args:
-            verdict: What the ranks agreed on for the window.
-        """
-        if self.fault_tolerance is not None:
-            # A plain sum already, since groups can be added in no other form.
-            return 1.0 / float(verdict.weight) if verdict.weight and not self.window.sum_reduced else 1.0
-        return self.window.gradient_factor(verdict.weight, self.gradient_mean_over)
-
-    @property
-    def gradient_mean_over(self) -> int:
-        """Number of ranks over which the gradient reduction takes a mean, as DistributedDataParallel does."""
-        return self.reduction.mean_over
+        reduction = self.reduction
+        return reduction.unscale(self.window.gradient_factor(verdict.weight, reduction.mean_over), verdict.weight)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -445,7 +430,12 @@ class TorchUpdate(TorchEvaluation):
         train = self.state.train
         if self.precision.scaler is not None and outcome.reason != "weightless":
             self.precision.scaler.update()
-        self._count_samples(outcome.samples)
+        if not isinstance(outcome.samples, Tensor):
+            train.samples += int(outcome.samples)
+        else:
+            # Read when a line is logged or a checkpoint is made; every update would wait for the device.
+            counted = self._samples_on_device
+            self._samples_on_device = outcome.samples if counted is None else counted + outcome.samples
         if outcome.committed:
             train.global_step += 1
             train.consecutive_skips = 0
@@ -463,13 +453,6 @@ class TorchUpdate(TorchEvaluation):
     def update_averages(self) -> None:
         """Let the averaged weights follow the update."""
         self.ema.update()
-
-    def _count_samples(self, samples: float | Tensor) -> None:
-        if isinstance(samples, Tensor):
-            # Read when a line is logged or a checkpoint is made; every update would wait for the device.
-            self._samples_on_device = samples if self._samples_on_device is None else self._samples_on_device + samples
-        else:
-            self.state.train.samples += int(samples)
 
     def _count_skip(self, outcome: UpdateOutcome) -> None:
         train = self.state.train

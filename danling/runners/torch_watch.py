@@ -226,6 +226,8 @@ class TorchWatch(TorchFigures):
         """What happens at every update boundary, besides evaluation and periodic checkpoints."""
         train, session, boundaries = self.state.train, self._session, self._boundaries
         step = train.global_step
+        if self._reporter.telemetry is not None:
+            self._reporter.telemetry.stepped(committed=outcome.committed)
         if outcome.committed:
             if not session.updated_once:
                 self._tighten_timeout()

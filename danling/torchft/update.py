@@ -135,6 +135,7 @@ class ReplicatedReduction:
         self.update = update
         self.optimizer: Any = inner.optimizer
         self.mean_over = inner.mean_over
+        self._divides = True
 
     def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
         """Add totals and gradients of the groups that take part, and ask whether the update may be made.
@@ -150,6 +151,7 @@ class ReplicatedReduction:
         Raises:
             QuorumError: If too many updates in a row were not made.
         """
+        self._divides = not window.sum_reduced
         groups, parameters = self.update.groups, self.inner.parameters
         present = [float(parameter.grad is not None) for parameter in parameters]
         mine = (totals.weight, totals.loss, totals.samples, totals.nonfinite)
@@ -166,8 +168,8 @@ class ReplicatedReduction:
         return Verdict(weight, loss, samples, nonfinite, totals.requests)
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
-        """Divide the gradient, which is a plain sum already, since groups can be added in no other form."""
-        return self.inner.unscale(factor, weight)
+        """Divide the gradient by the weight, whatever the factor of one group alone: groups can be added as plain sums only."""
+        return self.inner.unscale(1.0 / float(weight) if weight and self._divides else 1.0, weight)
 
     # What the groups change nothing of
 

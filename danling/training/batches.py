@@ -14,6 +14,11 @@ from torch.nn import functional as F
 from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target, shifts_labels
 
 
+def is_pair(data: Any) -> bool:
+    """Whether a batch is a plain `(input, target)`: by far the most are, and the checks of abstract types are slow."""
+    return type(data) in (tuple, list) and len(data) == 2
+
+
 def unpack_batch(data: Any, model: Any = None) -> tuple[Any, Any]:
     """Return `(input, target)` of a batch; the target is `None` for a bare input.
 
@@ -26,7 +31,7 @@ def unpack_batch(data: Any, model: Any = None) -> tuple[Any, Any]:
     Raises:
         ValueError: If a mapping has neither `input` nor the keywords of the model, or a sequence is empty or longer than two.
     """
-    if type(data) in (tuple, list) and len(data) == 2:  # by far the most batches; the checks of abstract types are slow
+    if is_pair(data):
         return data[0], data[1]
     if isinstance(data, Mapping):
         if "input" in data:
@@ -161,8 +166,10 @@ def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
-    ignore_index = criterion_setting(criterion, "ignore_index")
-    class_weight = criterion_setting(criterion, "weight")
+    if isinstance(criterion, nn.Module):
+        ignore_index, class_weight = getattr(criterion, "ignore_index", None), getattr(criterion, "weight", None)
+    else:
+        ignore_index, class_weight = (criterion_setting(criterion, name) for name in ("ignore_index", "weight"))
     if isinstance(class_weight, Tensor) and _weighs_classes(criterion):
         return _class_weight(target, class_weight, ignore_index)
     return _count(target, ignore_index)

@@ -13,7 +13,12 @@ from danling.utils.tensors import local_part
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients that exist; of a sparse one its values, which it shares."""
-    return [_dense(parameter) if p.is_sparse else p for parameter in parameters if (p := parameter.grad) is not None]
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            found.append(_dense(parameter) if gradient.is_sparse else gradient)
+    return found
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
@@ -96,7 +101,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         gradients: Plain tensors of any shape. Those of one dtype and device are not grouped by these first, which for a small
             model takes longer than the norm.
     """
-    kinds = {(gradient.dtype, gradient.device) for gradient in gradients}
+    kinds = set()
+    for gradient in gradients:
+        kinds.add((gradient.dtype, gradient.device))
     if len(kinds) != 1:
         return nn.utils.get_total_norm(gradients)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0)), 2.0)

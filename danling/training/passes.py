@@ -125,7 +125,7 @@ def updates_of_pass(
     *,
     agreement: PassAgreement,
     timed: Callable[[Iterator[Batch]], Iterator[Batch]],
-    state_replaced: Callable[[], bool],
+    state_replaced: Callable[[], bool] | None,
     is_over: Callable[[], bool],
     run: Callable[[Iterator[Batch], list[Batch]], bool],
     step: Callable[[], UpdateOutcome],
@@ -139,7 +139,7 @@ def updates_of_pass(
         agreement: Ends the pass on all ranks at once.
         timed: Counts the time that is waited for batches.
         state_replaced: Called before each update; tells whether the state was replaced by that of another replica group, so that batches
-            that were read before do not count.
+            that were read before do not count; `None` without such groups.
         is_over: Tells whether the state then stands behind this pass.
         run: Runs the micro-batches of an update and fills a list with them; `False` where they are to be read again in smaller ones.
         step: Decides the update.
@@ -160,7 +160,7 @@ def updates_of_pass(
         if not compared:
             agreement.compare(source, batch)
             compared = True
-        if state_replaced():
+        if state_replaced is not None and state_replaced():
             if is_over():
                 return
             batches = source.batches()
@@ -169,7 +169,9 @@ def updates_of_pass(
         if not run(chain([batch], batches), consumed):
             batches = timed(source.batches())
             continue
-        outcome = checked_outcome(step())
+        outcome = step()
+        if not isinstance(outcome, UpdateOutcome):
+            raise no_outcome(outcome)
         if outcome.reason == UNCOMMITTED:
             batches = chain(consumed, batches)
             continue
@@ -182,17 +184,8 @@ def updates_of_pass(
         )
 
 
-def checked_outcome(outcome: object) -> UpdateOutcome:
-    """Refuse what an overridden `step` returned, if it is no outcome.
-
-    Args:
-        outcome: What it returned.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    if not isinstance(outcome, UpdateOutcome):
-        raise ValueError(
-            f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
-        )
-    return outcome
+def no_outcome(received: object) -> ValueError:
+    """Return the error for what an overridden `step` returned in the place of an outcome."""
+    return ValueError(
+        f"Expected `step` to return an UpdateOutcome. Received: {received!r}. Return that of super().step()."
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 _FULL = (None, "fp32", "float32", "none", "no")
-_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 class Precision:
@@ -22,6 +23,7 @@ class Precision:
 
     Attributes:
         dtype: Autocast dtype, `None` for full precision.
+        autocast: Returns the context of a forward.
         scaler: `torch.amp.GradScaler` for float16, else `None`.
 
     Args:
@@ -38,10 +40,7 @@ class Precision:
             raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
         self.device = device
         self.dtype = _DTYPES.get(key) if key is not None else None
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self.dtype is not None:
+            self.autocast = partial(torch.autocast, device.type, dtype=self.dtype)
         self.scaler = torch.amp.GradScaler(device.type) if self.dtype is torch.float16 else None
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward."""
-        if self.dtype is None:
-            return _NO_CONTEXT
-        return torch.autocast(self.device.type, dtype=self.dtype)

@@ -195,8 +195,9 @@ class LocalReduction:
     def zero(self) -> None:
         """Drop the gradients, also those of parameters that the optimizer does not have."""
         if self._zeroes_plainly:
-            # What it does, without its entry in a profile, which costs as much as a small layer.
-            for parameter in self.parameters:
+            # What it does, without its entry in a profile, which costs as much as a small layer. A group that was added in this update
+            # has no gradient yet.
+            for parameter in self._parameters:
                 parameter.grad = None
         else:
             self.optimizer.zero_grad()

@@ -53,8 +53,10 @@ class Window:
         if isinstance(weight, Tensor) and self.on_host:
             weight = weight.item()
         if self.count == 0:
-            self._reference = self._choose_reference(weight)
-        self.close_batch()
+            plain = self.domain.size == 1 and not isinstance(weight, Tensor)
+            self._reference = weight or 1.0 if plain else self._choose_reference(weight)
+        if not self._scaled:
+            self.unscaled += 1
         self.count += 1
         self._scaled = isinstance(weight, float) and weight == 0.0
         self.current = weight
@@ -115,7 +117,14 @@ class Window:
                 "0-dim tensor from `compute_loss`."
             )
         self._scaled = True
-        self._record(loss)
+        weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
+        if not self.on_host:
+            self._record_on_device(loss, weight)
+        elif weight:  # a micro-batch without a single target has a loss of 0/0 and says nothing
+            value = loss.item()
+            self.loss += value * weight
+            if not math.isfinite(value):
+                self.nonfinite = 1.0
         if self.sum_reduced:
             # Padding weighs nothing in a sum either.
             return loss * 0.0 if isinstance(self.current, float) and self.current == 0.0 else loss
@@ -124,16 +133,7 @@ class Window:
         factor = self.current / self._reference
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
-    def _record(self, loss: Tensor) -> None:
-        weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
-        if self.on_host:
-            # A micro-batch without a single target has a loss of 0/0 and says nothing.
-            if weight:
-                value = loss.item()
-                self.loss += value * weight
-                if not math.isfinite(value):
-                    self.nonfinite = 1.0
-            return
+    def _record_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
         summed = loss.detach().double()
         weighs = torch.as_tensor(weight, device=summed.device) > 0
         self.loss = self.loss + torch.where(weighs, summed * weight, 0.0)
