@@ -146,3 +146,18 @@ def _switched_off(config: Any, changed: list[str], name: str, switch: str) -> tu
 
 def _sentences(checks: Iterable[tuple[bool, str, str]]) -> list[str]:
     return [f"{name} has no effect: {reason}." for idle, name, reason in checks if idle]
+
+
+def endless_streams(splits: Iterable[str], lengths: Mapping[str, int | None]) -> list[str]:
+    """Return a sentence for every split to train on by epochs of which nobody knows whether an epoch of it ends.
+
+    Args:
+        splits: The splits to train on.
+        lengths: Batches of a pass by split, `None` where it is not known.
+    """
+    return [
+        f"Split {split!r} is a stream of unknown length: an epoch ends when it does. For one that does not end, set `steps` instead "
+        "of `epochs`."
+        for split in splits
+        if lengths.get(split) is None
+    ]

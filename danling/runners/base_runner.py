@@ -87,22 +87,24 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     seed: int = 0
     seed_was_drawn: bool = False
 
+    # What a user sets, or a stack builds; nothing of it is there before.
+    model: Any = None
+    ema: Any = None
+    criterion: Any = None  # not `Callable | None`: a step may call it without asking a type checker
+    optimizer: Any = None
+    scheduler: Any = None
+    metrics: Any = None
+
     config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
     """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         self._closers = ExitStack()
         self._closed = False
-        self.model: Any = None
         self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
         self.mode: Literal["train", "evaluate", "infer"] = "train"
         self.state = RunnerState()
-        self.ema: Any = None
-        # Not `Callable | None`: a step may call it without asking a type checker.
-        self.criterion: Any = None
-        self.optimizer: Any = None
-        self.scheduler: Any = None
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
         self._splits = Splits(
@@ -111,7 +113,6 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             lambda key: self.config.get(key, None),
             accum_steps=lambda: self._undivided_accum_steps(),
         )
-        self.metrics: Any = None
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
         self.checkpoint_manager: Any = None
@@ -473,8 +474,6 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         if self._closed:
             return
         self._closed = True
-        if self.model is not None:
-            self.model = self.unwrap(self.model)
         self._closers.close()
 
     def abandon(self) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.checkpoints import FileCheckpointManager
-from danling.config.effects import idle_settings
+from danling.config.effects import endless_streams, idle_settings
 from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim.building import build_optimizer, build_scheduler, check_metric_of_schedule, scheduler_interval
@@ -28,6 +28,7 @@ from danling.training.component_checks import (
     check_passes,
     check_scheduler,
     misnamed_overrides,
+    warn_of,
 )
 from danling.training.preparation import ModelPreparation
 from danling.utils.names import canonical_name
@@ -76,7 +77,13 @@ class TorchComponents(BaseRunner):
         """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
         super().__post_init__()
         self.preparation.note_constructed(self.model)
+        # Registered last, so that it is the first thing that `close` does.
+        self._closers.callback(self._unwrap_model)
         self._check_effects()
+
+    def _unwrap_model(self) -> None:
+        if self.model is not None:
+            self.model = self.unwrap(self.model)
 
     memory_retry: MemoryRetry | None = None
     """Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`."""
@@ -112,13 +119,7 @@ class TorchComponents(BaseRunner):
         """Refuse a scheduler that nothing would advance, and warn of settings that nothing reads. Called on all ranks."""
         self.check_scheduler(evaluates=bool(self.evaluate_splits))
         if self.is_main_process:
-            try:
-                messages = self.idle_settings()
-            except Exception:  # on one rank only, and a hint must not end a run
-                logger.debug("The settings could not be looked through.", exc_info=True)
-                messages = []
-            for message in messages:
-                logger.warning("%s", message)
+            warn_of(self.idle_settings)
 
     def check_scheduler(self, *, evaluates: bool) -> None:
         """Refuse a schedule that goes by a figure which nobody makes. No communication: may be called on one rank.
@@ -151,28 +152,20 @@ class TorchComponents(BaseRunner):
                 divides_updates=not self.train_splits or any(self._division(s) for s in self.train_splits),
             ),
             *self.preparation.unused_settings(),
-            *self._endless_streams(),
+            *([] if self.is_step_mode else endless_streams(self.train_splits, self._splits.lengths or {})),
             *misnamed_overrides(type(self), vars(self), self._unset()),
-        ]
-
-    def _endless_streams(self) -> list[str]:
-        """Return a sentence for every split to train on of which nobody knows whether an epoch of it ends."""
-        lengths = self._splits.lengths or {}
-        unknown = [split for split in self.train_splits if not self.is_step_mode and lengths.get(split) is None]
-        return [
-            f"Split {split!r} is a stream of unknown length: an epoch ends when it does. For one that does not end, set `steps` instead "
-            "of `epochs`."
-            for split in unknown
         ]
 
     def _unset(self) -> list[str]:
         """Return the components that neither the user nor the configuration has given."""
+        own_loss = self._overrides("compute_loss") or self._overrides("train_step")
+        has_data = bool(self.datasets or self.dataloaders)
         given = {
-            "criterion": self.criterion is not None or self._overrides("compute_loss") or self._overrides("train_step"),
+            "criterion": self.criterion is not None or own_loss,
             "optimizer": self.optimizer is not None,
             "scheduler": self.scheduler is not None,
-            "datasets": bool(self.datasets or self.dataloaders),
-            "dataloaders": bool(self.datasets or self.dataloaders),
+            "datasets": has_data,
+            "dataloaders": has_data,
         }
         return [name for name, is_there in given.items() if not is_there]
 
@@ -245,13 +238,10 @@ class TorchComponents(BaseRunner):
         Args:
             modules: Those that training calls: the model, or blocks of it.
         """
-        settings = self.config.compile
-        if not settings.enable:
+        if not self.config.compile.enable:
             return
         if self.compilation is None:
-            options = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
-            given = {name: value for name, value in options.items() if value is not None}
-            self.compilation = Compilation(given, optimize_ddp=settings.optimize_ddp if self.distributed else None)
+            self.compilation = Compilation.of(self.config.compile, distributed=self.distributed)
             self._closers.callback(self.compilation.close)
         for module in modules:
             self.compilation.compile(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,8 @@ from danling.metrics import Meters
 from danling.optim.options import adopt_options, options_of
 from danling.torchft import ReplicaMember
 from danling.training import BatchWeights
-from danling.training.model_states import (
-    ModelStates,
-    criterion_state,
-    load_criterion,
-    remainder_of_optimizer,
-    weights_to_export,
-)
+from danling.training.component_parts import component_parts
+from danling.training.model_states import ModelStates, weights_to_export
 from danling.training.run_state import StatePart
 
 from .torch_components import TorchComponents
@@ -65,28 +60,7 @@ class TorchState(TorchComponents):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, averages, optimizer and scheduler, in the order in which they are restored."""
-        return [
-            StatePart("model", lambda: self.model_state_dict(), self._load_model_part),
-            StatePart(
-                "criterion",
-                lambda: criterion_state(self.criterion),
-                lambda state, _: load_criterion(self.criterion, state),
-                exists=lambda: bool(criterion_state(self.criterion)),
-            ),
-            StatePart("ema", lambda: self.ema.state_dict(), self._load_ema_part, exists=lambda: self.ema is not None),
-            StatePart(
-                "optimizer",
-                lambda: self.optimizer_state_dict(),
-                self._load_optimizer_part,
-                exists=lambda: self.optimizer is not None,
-            ),
-            StatePart(
-                "scheduler",
-                lambda: self.scheduler.state_dict(),
-                self._load_scheduler_part,
-                exists=lambda: self.scheduler is not None,
-            ),
-        ]
+        return component_parts(self)
 
     def progress_parts(self) -> list[StatePart]:
         """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
@@ -201,20 +175,6 @@ class TorchState(TorchComponents):
                 options,
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
-
-    def _load_model_part(self, state: Any, excluded: Collection[str]) -> None:
-        self.load_model(state, partial=any(path.startswith("model.") for path in excluded))
-
-    def _load_ema_part(self, state: Any, excluded: Collection[str]) -> None:
-        averages = {"weights": {}, "num_updates": self.ema.num_updates, **state}
-        self.load_ema(averages, partial=any(path.startswith("ema.weights") for path in excluded))
-
-    def _load_optimizer_part(self, state: Any, excluded: Collection[str]) -> None:
-        self.load_optimizer(remainder_of_optimizer(state, excluded, self.optimizer_state_dict))
-
-    def _load_scheduler_part(self, state: Any, excluded: Collection[str]) -> None:
-        kept = self.scheduler.state_dict() if any(path.startswith("scheduler.") for path in excluded) else {}
-        self.load_scheduler({**kept, **state})
 
     def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
         """Load model weights by canonical name into the bare model. Called on all ranks.

@@ -19,15 +19,16 @@ from danling.training import (
     DDPReduction,
     GradientReduction,
     LocalReduction,
-    NonFiniteError,
     UpdateOutcome,
     call_model,
     is_pair,
     ungraded,
     unpack_batch,
 )
+from danling.training.coverage import ungraded_names
 from danling.training.decision import UpdateDecision
 from danling.training.gradients import normalization_statistics
+from danling.training.outcome import count_skip
 from danling.training.rollback import buffers_of, remember_forwards
 
 from .torch_evaluation import TorchEvaluation
@@ -190,8 +191,7 @@ class TorchUpdate(TorchEvaluation):
         )
         if reason is None:
             if not self._looked:
-                self._name_gradientless()
-                self._agree_on_labels()
+                self._look_at_first_update()
             self.clip_gradients(grad_norm)
             self.optimizer_step()
         outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
@@ -203,21 +203,14 @@ class TorchUpdate(TorchEvaluation):
     _looked: bool = False
     """Whether the gradients of the first update were looked at."""
 
-    def _name_gradientless(self) -> None:
+    def _look_at_first_update(self) -> None:
+        """Name what is trained and got no gradient, and let all ranks weigh alike where a model returns its loss."""
         self._looked = True
         mine = self.reduction.without_gradient({id(parameter) for parameter in self.optimized_parameters()})
-        missing = dict.fromkeys(name for names in self.world.gather_objects(mine) for name in names)
-        if not missing:
-            return
-        # Of a parameter that several ranks hold, each may have used another one.
-        own = {name for name, parameter in self.named_parameters() if parameter.requires_grad} - set(mine)
-        found = set().union(*self.world.gather_objects(own & missing.keys()))
-        names = [name for name in missing if name not in found]
+        trained = (name for name, parameter in self.named_parameters() if parameter.requires_grad)
+        names = ungraded_names(mine, trained, self.world)
         if names and self.is_main_process:
             logger.warning("%s", ungraded(names))
-
-    def _agree_on_labels(self) -> None:
-        """Weigh alike on all ranks where a model returns its loss, whatever the first batch of each of them told."""
         if self.criterion is None and self.label_shift.agree(self.world.gather_objects(self.label_shift.answer)):
             self._say_of_labels()
 
@@ -447,22 +440,9 @@ class TorchUpdate(TorchEvaluation):
                 self.update_averages()
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
         else:
-            self._count_skip(outcome)
+            count_skip(train, outcome.reason, limit=self.config.max_skipped_updates)
         self.window.reset()
 
     def update_averages(self) -> None:
         """Let the averaged weights follow the update."""
         self.ema.update()
-
-    def _count_skip(self, outcome: UpdateOutcome) -> None:
-        train = self.state.train
-        train.skipped_updates += 1
-        train.consecutive_skips += 1
-        logger.warning("Update %d was skipped (%s).", train.global_step + 1, outcome.reason)
-        limit = self.config.max_skipped_updates
-        if limit is not None and train.consecutive_skips > limit:
-            raise NonFiniteError(
-                f"Expected at most {limit} skipped updates in a row. Received: {train.consecutive_skips} before step "
-                f"{train.global_step + 1} (the last one: {outcome.reason}). Look at the data and the learning rate, or raise "
-                "max_skipped_updates."
-            )

@@ -40,6 +40,18 @@ class Compilation:
         self._codes: dict[type[nn.Module], CodeType] = {}
         self._warned = False
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, distributed: bool) -> Compilation:
+        """Return what the section `compile` of a configuration asks for.
+
+        Args:
+            settings: That section.
+            distributed: Whether there are several processes, so that DistributedDataParallel may wrap what is compiled.
+        """
+        given = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
+        options = {name: value for name, value in given.items() if value is not None}
+        return cls(options, optimize_ddp=settings["optimize_ddp"] if distributed else None)
+
     def compile(self, module: nn.Module) -> None:
         """Compile the forward of a module in place; graphs are made at its first call.
 

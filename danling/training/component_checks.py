@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
 from torch import nn
 
 from danling.config.hints import slip_of
+
+logger = logging.getLogger("danling")
 
 _ELSEWHERE = {
     "training_step": "train_step",
@@ -215,3 +218,18 @@ def _did_you_mean(component: str, present: Iterable[str]) -> str:
         if _NAMED_ELSEWHERE.get(name) == component or slip_of(name, [component]) == component:
             return f" You have set `self.{name}`: did you mean `self.{component}`?"
     return ""
+
+
+def warn_of(messages: Callable[[], Iterable[str]]) -> None:
+    """Log sentences that are a hint only: what goes wrong while they are made must not end a run.
+
+    Args:
+        messages: Returns them.
+    """
+    try:
+        found = list(messages())
+    except Exception:
+        logger.debug("The settings could not be looked through.", exc_info=True)
+        return
+    for message in found:
+        logger.warning("%s", message)

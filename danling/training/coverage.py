@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from danling.utils.protocols import ReductionDomain
+
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -109,6 +111,22 @@ class GradientWatch:
             handle.remove()
         self._handles = []
         return list(self._missing.values())
+
+
+def ungraded_names(mine: Sequence[str], trained: Iterable[str], domain: ReductionDomain) -> list[str]:
+    """Return the names of parameters that got a gradient on no rank. Called on all ranks.
+
+    Args:
+        mine: Those that got none on this rank.
+        trained: Names of all parameters that are trained on this rank.
+        domain: All ranks. Of a parameter that several of them hold, each may have used another one.
+    """
+    missing = dict.fromkeys(name for names in domain.gather_objects(list(mine)) for name in names)
+    if not missing:
+        return []
+    own = set(trained) - set(mine)
+    found = set().union(*domain.gather_objects(own & missing.keys()))
+    return [name for name in missing if name not in found]
 
 
 def ungraded(names: Sequence[str]) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("danling")
 
 UNCOMMITTED = "uncommitted"
 """Reason of an update that the replica groups did not commit: it is made again from the same batches."""
@@ -42,3 +46,33 @@ class UpdateOutcome:
 
 class NonFiniteError(FloatingPointError):
     """The loss or the gradient of an update is not finite, and the run is not allowed to skip it."""
+
+
+class CountsSkips(Protocol):
+    """Counters of a run."""
+
+    global_step: int
+    skipped_updates: int
+    consecutive_skips: int
+
+
+def count_skip(counters: CountsSkips, reason: str | None, *, limit: int | None) -> None:
+    """Count an update that was left out, and say so.
+
+    Args:
+        counters: What counts them.
+        reason: Why it was left out.
+        limit: How many may be left out in a row; `None` for any number.
+
+    Raises:
+        NonFiniteError: If these are too many.
+    """
+    counters.skipped_updates += 1
+    counters.consecutive_skips += 1
+    logger.warning("Update %d was skipped (%s).", counters.global_step + 1, reason)
+    if limit is not None and counters.consecutive_skips > limit:
+        raise NonFiniteError(
+            f"Expected at most {limit} skipped updates in a row. Received: {counters.consecutive_skips} before step "
+            f"{counters.global_step + 1} (the last one: {reason}). Look at the data and the learning rate, or raise "
+            "max_skipped_updates."
+        )

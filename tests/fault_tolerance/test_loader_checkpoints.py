@@ -14,8 +14,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import danling as dl
 from danling.checkpoints import CheckpointSettings
+from danling.data import build_dataloader, open_source
 from danling.distributed import LocalDomain
-from danling.torchft import ReplicaLoaderCheckpoints
+from danling.torchft import OwnPositions, ReplicaLoaderCheckpoints
+from danling.training.loader_states import share_of
 
 
 def checkpoints(directory: Path, replica: str = "1", **changes: Any) -> ReplicaLoaderCheckpoints:
@@ -49,6 +51,55 @@ def test_groups_keep_apart_and_old_states_go(tmp_path: Path) -> None:
         "ckpt-s000000000005.pth",
     ]
     assert checkpoints(tmp_path, "2").load(9) == ({"train": -1}, 3)
+
+
+class Place:
+    """Counters of a run."""
+
+    epoch = 0
+    global_step = 0
+
+
+@pytest.mark.parametrize(("is_local", "moved"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_place_of_another_step_is_taken_by_loaders_with_a_state_of_their_own_only(
+    is_local: bool, moved: bool, tmp_path: Path
+) -> None:
+    place, left_out = Place(), set[str]()
+
+    def reading() -> tuple[OwnPositions, Any]:
+        loader: Any = StatefulDataLoader(list(range(20)), batch_size=2) if is_local else None
+        built = loader or build_dataloader(
+            list(range(20)), {"batch_size": 2}, split="train", train=True, seed=1, device=torch.device("cpu")
+        )
+        source = open_source(built, split="train", share=(0, 1), seed=1)
+        positions = OwnPositions(
+            checkpoints(tmp_path),
+            sources=lambda: {"train": source},
+            trained=lambda: {"train": source},
+            position=lambda: place,
+            share=lambda split, state: share_of(state, split, rank=0, size=1, inexact=False),
+            leaves_out=left_out.__contains__,
+            world=LocalDomain(),
+            data_rank=lambda: 0,
+            device=torch.device("cpu"),
+        )
+        return positions, source
+
+    positions, source = reading()
+    positions.load()  # nothing was saved
+    source.commit([batch for batch, _ in zip(source.batches(), range(3))])
+    consumed, place.global_step = source.consumed, 3
+    positions.save()
+    place.global_step += moved
+    resumed, fresh = reading()
+    before = torch.get_rng_state()
+    resumed.load()
+    assert fresh.consumed == (consumed if is_local or not moved else 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    left_out.add("train")
+    resumed, fresh = reading()
+    resumed.load()
+    assert fresh.consumed == 0
 
 
 class Reader(dl.TorchRunner):

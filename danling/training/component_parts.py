@@ -1,0 +1,81 @@
+"""The components of a training in a checkpoint: model, criterion, averages, optimizer and schedule, as parts of the run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from .model_states import criterion_state, load_criterion, remainder_of_optimizer
+from .run_state import StatePart
+
+
+class Components(Protocol):
+    """What a training is made of, and how each piece of it is saved and restored. Any of it may be replaced at any time."""
+
+    criterion: Any
+    ema: Any
+    optimizer: Any
+    scheduler: Any
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return parameters and persistent buffers by canonical name."""
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state by parameter name."""
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Load weights; `partial` allows names to be missing."""
+
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore averaged weights; `partial` allows names to be missing."""
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer."""
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler."""
+
+
+def component_parts(held: Components) -> list[StatePart]:
+    """Return model, criterion, averages, optimizer and scheduler, in the order in which they are restored.
+
+    Args:
+        held: What has them; it is asked anew each time.
+    """
+
+    def load_model(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+        held.load_model(state, partial=any(path.startswith("model.") for path in excluded))
+
+    def load_ema(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+        averages = {"weights": {}, "num_updates": held.ema.num_updates, **state}
+        held.load_ema(averages, partial=any(path.startswith("ema.weights") for path in excluded))
+
+    def load_optimizer(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+        held.load_optimizer(remainder_of_optimizer(state, excluded, held.optimizer_state_dict))
+
+    def load_scheduler(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+        kept = held.scheduler.state_dict() if any(path.startswith("scheduler.") for path in excluded) else {}
+        held.load_scheduler({**kept, **state})
+
+    return [
+        StatePart("model", lambda: held.model_state_dict(), load_model),
+        StatePart(
+            "criterion",
+            lambda: criterion_state(held.criterion),
+            lambda state, _: load_criterion(held.criterion, state),
+            exists=lambda: bool(criterion_state(held.criterion)),
+        ),
+        StatePart("ema", lambda: held.ema.state_dict(), load_ema, exists=lambda: held.ema is not None),
+        StatePart(
+            "optimizer",
+            lambda: held.optimizer_state_dict(),
+            load_optimizer,
+            exists=lambda: held.optimizer is not None,
+        ),
+        StatePart(
+            "scheduler",
+            lambda: held.scheduler.state_dict(),
+            load_scheduler,
+            exists=lambda: held.scheduler is not None,
+        ),
+    ]

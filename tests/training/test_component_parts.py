@@ -1,0 +1,101 @@
+"""The parts of a training in a checkpoint, of components that note what they are handed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from danling.training.component_parts import component_parts
+from danling.training.run_state import RunState
+
+
+class Averages:
+    """Averaged weights."""
+
+    num_updates = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return them."""
+        return {"weights": {"w": 1}, "num_updates": 3}
+
+
+class Held:
+    """A training whose pieces note what they are restored from."""
+
+    def __init__(self) -> None:
+        self.criterion: Any = nn.CrossEntropyLoss(weight=torch.ones(2))
+        self.ema: Any = Averages()
+        self.optimizer: Any = object()
+        self.scheduler: Any = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), 5)
+        self.restored: list[tuple[str, Any, bool]] = []
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return weights."""
+        return {"w": 0}
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return {"state": {"w": 5}, "param_groups": ["own"]}
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Note it."""
+        self.restored.append(("model", dict(state), partial))
+
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Note it."""
+        self.restored.append(("ema", dict(state), partial))
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Note it."""
+        self.restored.append(("optimizer", dict(state), False))
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Note it."""
+        self.restored.append(("scheduler", state["step_size"], False))
+
+
+def test_what_is_there_is_saved_and_comes_back_in_order() -> None:
+    held = Held()
+    state = RunState(component_parts(held), [])
+    saved = state.components()
+    assert list(saved) == ["model", "criterion", "ema", "optimizer", "scheduler"]
+    held.criterion.weight.zero_()
+    state.load_components({**saved, "criterion": {"weight": torch.full((2,), 2.0)}}, frozenset())
+    assert held.criterion.weight.tolist() == [2.0, 2.0]
+    assert held.restored == [
+        ("model", {"w": 0}, False),
+        ("ema", {"weights": {"w": 1}, "num_updates": 3}, False),
+        ("optimizer", {"state": {"w": 5}, "param_groups": ["own"]}, False),
+        ("scheduler", 5, False),
+    ]
+
+
+def test_a_component_that_is_put_there_later_is_saved_and_one_that_is_not_there_is_left_out() -> None:
+    held = Held()
+    state = RunState(component_parts(held), [])
+    held.ema = held.optimizer = held.scheduler = None
+    held.criterion = nn.MSELoss()
+    assert state.names() == ["model"]
+    held.optimizer = object()
+    assert state.names() == ["model", "optimizer"]
+
+
+def test_what_is_left_out_of_a_load_is_kept_as_it_is() -> None:
+    held = Held()
+    parts = RunState(component_parts(held), [])
+    payload = {
+        "model": {},
+        "ema": {"num_updates": 9},
+        "optimizer": {"state": {"w": 1}},
+        "scheduler": {"last_epoch": 2},
+    }
+    parts.load_components(payload, {"model.w", "ema.weights.w", "optimizer.param_groups", "scheduler.step_size"})
+    assert held.restored == [
+        ("model", {}, True),
+        ("ema", {"weights": {}, "num_updates": 9}, True),
+        ("optimizer", {"state": {"w": 1}, "param_groups": ["own"]}, False),
+        ("scheduler", 5, False),
+    ]
