@@ -15,10 +15,12 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleGPipe,
     ScheduleLoopedBFS,
+    _PipelineSchedule,
 )
 from torch.utils import _pytree as pytree
 
 from danling.distributed import Domain
+from danling.training.evaluation import EvaluationUnsupported
 
 from .model_parts import copied_buffers
 from .stages import V_SCHEDULES, stages_of_rank
@@ -234,8 +236,20 @@ class Pipeline:
 
         Returns:
             As `train`.
+
+        Raises:
+            EvaluationUnsupported: If the schedule is one of the user's own whose `eval` is not implemented.
         """
-        return self._run(self._prepared(train=False).eval, self._args)
+        evaluate = self._prepared(train=False).eval
+        if self.schedule.eval is _PipelineSchedule.eval:
+            return self._run(evaluate, self._args)
+        try:
+            return self._run(evaluate, self._args)
+        except NotImplementedError as error:
+            raise EvaluationUnsupported(
+                f"Expected a schedule that can run forward only. Received: {self.schedule.__name__}, whose eval is not implemented. Train "
+                "with evaluate_splits=[], or override `evaluate_epoch` and `evaluate_steps`."
+            ) from error
 
     def _run(self, step: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
         cut = self._cut

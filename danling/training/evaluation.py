@@ -30,6 +30,10 @@ _PATIENCE_SECONDS = 5.0
 """How long a rank that fails waits to hear whether all of them do."""
 
 
+class EvaluationUnsupported(NotImplementedError):
+    """The model cannot be run forward only, as by a pipeline schedule of the user's own that has no `eval`."""
+
+
 class Evaluation:
     """What the evaluations of one run share: the mode in which they are made, and what watches their batches.
 
@@ -239,12 +243,16 @@ def try_one_batch(
         written: Tensors that a forward may write to.
 
     Returns:
-        `None` where batches are given once, and none was read.
+        `None` where batches are given once, and none was read, or the model cannot be run forward only, which is said.
     """
     if not can_glance(source):
         return None
     with glanced(source.loader), preserved_tensors(written):
-        sums = evaluate(source if source.kind == "position" else reopen(source.loader))
+        try:
+            sums = evaluate(source if source.kind == "position" else reopen(source.loader))
+        except EvaluationUnsupported as error:
+            logger.warning("The evaluation of split %r was not tried: %s", source.split, error)
+            return None
         try:
             return Trial(summarize(sums.totals), sums.scored)
         except Exception as error:

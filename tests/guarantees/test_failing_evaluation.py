@@ -15,8 +15,9 @@ from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints, TracingRunner, differences, whole_state
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import danling as dl
 from danling.checkpoints import storage
@@ -153,6 +154,63 @@ def test_a_source_whose_batches_are_given_once_is_not_read(tmp_path: Path) -> No
 
     with Once(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
         assert set(runner.train()[1]["val"]) == {"loss", "acc"}
+
+
+class OnlyForwardAndBackward(Schedule1F1B):
+    """A schedule of the user's own that cannot evaluate."""
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Be missing."""
+        raise NotImplementedError
+
+
+class OnStages(dl.ParallelRunner):
+    """Counts what is evaluated before the first update."""
+
+    tried = 0
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        points = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
+        self.datasets = {"train": points, "val": points}
+        self.metrics = {"acc": dl.metrics.accuracy}
+
+    def build_pipeline_schedule(self) -> Any:
+        """Return the schedule of the user's own where no other one is asked for."""
+        asked = self.config.parallel.pipeline_schedule
+        return OnlyForwardAndBackward if asked == "1F1B" else super().build_pipeline_schedule()
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Count."""
+        self.tried += self.state.train.global_step == 0
+        return super().evaluate_step(data)
+
+
+def on_stages(root: str, schedule: str) -> tuple[int, int, str, Any]:
+    parallel = {"axes": {"pipeline": 2}, "pipeline_schedule": schedule}
+    with OnStages(settings(root, "epochs", epochs=1, stack="parallel", parallel=parallel)) as runner:
+        try:
+            runner.train()
+        except NotImplementedError as error:
+            return runner.tried, runner.state.train.global_step, str(error), {}
+        return runner.tried, runner.state.train.global_step, "", runner.results
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("DualPipeV", marks=pytest.mark.slow)])
+def test_the_trial_is_made_on_schedules_in_a_v(schedule: str, tmp_path: Path) -> None:
+    for tried, steps, _, results in run_processes(on_stages, str(tmp_path), schedule, world_size=2):
+        assert (tried, steps) == (1, 4)
+        assert set(results[1]["val"]) == {"loss", "acc"}
+
+
+def test_the_trial_is_left_out_where_a_schedule_cannot_evaluate(tmp_path: Path) -> None:
+    for tried, steps, error, _ in run_processes(on_stages, str(tmp_path), "1F1B", world_size=2):
+        assert (tried, steps) == (1, 4)
+        assert "Received: OnlyForwardAndBackward, whose eval is not implemented" in error
+    # What was trained until the first evaluation is saved.
+    assert list(tmp_path.rglob("checkpoints/latest"))
 
 
 # Saved when it fails later
