@@ -183,8 +183,8 @@ class Uneven(dl.TorchRunner):
         self.losses_seen: list[float] = []
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Count the targets by a meter of the user's own."""
-        self.meters.update({"counted": float((data[1] >= 0).sum())}, len(data[1]))
+        """Have a meter of the user's own: the share of targets that count."""
+        self.meters.update({"counted": float((data[1] >= 0).double().mean())}, len(data[1]))
         return super().train_step(data)
 
     def step(self) -> Any:
@@ -195,9 +195,9 @@ class Uneven(dl.TorchRunner):
         return outcome
 
 
-def train_uneven(root: Path, group: int | None) -> tuple[dict[str, Tensor], list[float], Any]:
+def train_uneven(root: Path, group: int | None, batches: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], Any]:
     ft = {"enabled": group is not None, "replica_id": group or 0, "min_replica_size": 2}
-    config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.3}, scheduler={}, ft=ft)
+    config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.3}, scheduler={}, ft=ft, dataloader=batches)
     with Uneven(config) as runner:
         runner.train()
         weights = {name: value.clone() for name, value in runner.model_state_dict().items()}
@@ -205,13 +205,19 @@ def train_uneven(root: Path, group: int | None) -> tuple[dict[str, Tensor], list
 
 
 @needs_torchft
-def test_groups_make_one_gradient(tmp_path: Path) -> None:
-    """Two groups train as one run of all their ranks: sums over the global weight, and never a mean of means."""
-    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, world_size=4)[0]
+@pytest.mark.parametrize(
+    ("batches", "world_size"), [({"batch_size": 2}, 4), ({"global_batch_size": 13}, 1)], ids=["batch", "global batch"]
+)
+def test_groups_make_one_gradient(batches: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+    """Two groups train as one run of all their ranks: sums over the global weight, and never a mean of means.
+
+    With `global_batch_size` as one process, of whose 13 samples four ranks get 4, 3, 3 and 3.
+    """
+    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, batches, world_size=world_size)[0]
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train_uneven, tmp_path / "two", 0, world_size=2, lighthouse=lighthouse) as first,
-        ReplicaGroup(train_uneven, tmp_path / "two", 1, world_size=2, lighthouse=lighthouse) as second,
+        ReplicaGroup(train_uneven, tmp_path / "two", 0, batches, world_size=2, lighthouse=lighthouse) as first,
+        ReplicaGroup(train_uneven, tmp_path / "two", 1, batches, world_size=2, lighthouse=lighthouse) as second,
     ):
         ended = [*first.values(), *second.values()]
     for weights, seen, results in ended:
@@ -222,6 +228,36 @@ def test_groups_make_one_gradient(tmp_path: Path) -> None:
         assert list(results) == list(figures) == [1, 2, 3, 4, 5, 6]
         for index, result in figures.items():
             assert results[index]["train"] == pytest.approx(result["train"], rel=1e-9)
+
+
+def ids_of_updates(root: Path, grouped: bool) -> list[list[int]]:
+    config = settings(root, dataloader={"global_batch_size": 13}, ft={"enabled": grouped})
+    with TracingRunner(config) as runner:
+        runner.datasets.pop("val")
+        ids: list[list[int]] = []
+        step = runner.step
+
+        def noted() -> Any:
+            ids.append(list(runner.ids))
+            runner.ids.clear()
+            return step()
+
+        runner.step = noted  # type: ignore[method-assign]
+        runner.train()
+        return ids
+
+
+@needs_torchft
+def test_a_group_that_is_alone_reads_its_share_of_the_global_batch(tmp_path: Path) -> None:
+    """An update has `global_batch_size` samples when all groups are there; the share of one that is away is not read."""
+    (whole,) = run_processes(ids_of_updates, tmp_path / "one", False, world_size=1)
+    with (
+        Lighthouse() as lighthouse,
+        ReplicaGroup(ids_of_updates, tmp_path / "two", True, world_size=1, lighthouse=lighthouse) as group,
+    ):
+        (alone,) = group.values()
+    assert [len(ids) for ids in whole] == [13] * 8
+    assert alone == [ids[:7] for ids in whole]
 
 
 # The lighthouse
