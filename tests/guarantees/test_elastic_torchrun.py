@@ -1,13 +1,23 @@
-"""G6: torchrun restarts a job that lost a process by SIGKILL, with another number of processes each time."""
+"""G6: torchrun restarts a job that lost a process by SIGKILL, with another number of processes each time.
+
+Either each job has another size, or nodes leave and join one job whose number of nodes is a range.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from support.job import Job
 from support.kill import run_python
-from support.torchrun import run_torchrun, torchrun
+from support.processes import free_port
+from support.torchrun import LOOPBACK, run_torchrun, torchrun
 
 SCRIPT = """
 import os, signal, sys, time
@@ -29,13 +39,15 @@ class Runner(dl.Runner):
         if self.is_main_process:
             print(f"after {self.state.train.global_step} updates", flush=True)
         time.sleep(float(os.environ.get("PAUSE", "0")))
+        while "GATE" in os.environ and self.state.train.global_step >= int(open(os.environ["GATE"]).read()):
+            time.sleep(0.02)
         if str(self.state.train.global_step) == os.environ.get("KILL_AT") and self.rank == self.world_size - 1:
             if self.elastic_state.restart_count == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().step()
 
 
-config = dl.RunnerConfig(seed=1, steps=16, auto_resume=True, workspace_root=sys.argv[1])
+config = dl.RunnerConfig(seed=1, steps=int(os.environ.get("STEPS", "16")), auto_resume=True, workspace_root=sys.argv[1])
 config.optim = {"type": "adamw", "lr": 0.01}
 config.scheduler = {"type": "cosine"}
 config.dataloader = {"global_batch_size": 10, "drop_last": False}
@@ -75,4 +87,79 @@ def test_restarts_of_torchrun_at_another_number_of_processes(tmp_path: Path) -> 
     exit_code, output = run_torchrun(script, root, nproc_per_node=4, flags=FLAGS, environment=ENVIRONMENT, timeout=240)
     assert exit_code == 0, output
     assert all(f"rank {rank} of 4 ends at 16" in output for rank in range(4))
+    assert (weights(tmp_path / "parts") - weights(tmp_path / "whole")).abs().max().item() < 1e-12
+
+
+class Gate:
+    """A number of updates that no worker goes beyond.
+
+    Args:
+        path: The file that the workers look at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.open_to(0)
+
+    def open_to(self, updates: int) -> None:
+        """Let the workers go on to so many updates."""
+        self.updates = updates
+        written = self.path.with_suffix(".new")
+        written.write_text(str(updates))
+        os.replace(written, self.path)
+
+    def open_until(self, job: Job, text: str, *, timeout: float) -> None:
+        """Let them make one update after the other, so that they meet what was asked of them, until a job prints `text`."""
+
+        def seen() -> bool:
+            nonlocal opened
+            if time.monotonic() - opened > 0.25 and f"after {self.updates} updates" in job.output:
+                self.open_to(self.updates + 1)
+                opened = time.monotonic()
+            return text in job.output
+
+        opened = time.monotonic()
+
+        job.wait_until(seen, timeout)
+
+
+@contextmanager
+def agent(script: Path, root: str, port: int, gate: Gate, steps: int) -> Iterator[Job]:
+    """Start the agent of a node of one worker, of a job of one to four nodes that meet on a port."""
+    meeting = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
+    flags = ["--nnodes", "1:4", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "elastic"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-conf", meeting, *FLAGS]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script), root]
+    environment = {**LOOPBACK, **ENVIRONMENT, "GATE": str(gate.path), "STEPS": str(steps)}
+    with Job(command, environment=environment) as job:
+        yield job
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes_leave_and_join_one_job(tmp_path: Path) -> None:
+    """Two agents; one is killed together with its worker, the other goes on alone; a third one joins, and both end the run."""
+    script, steps = tmp_path / "train.py", 200
+    script.write_text(SCRIPT)
+    exit_code, output = run_python(script, str(tmp_path / "whole"), timeout=240, environment={"STEPS": str(steps)})
+    assert exit_code == 0, output
+    gate, root, port = Gate(tmp_path / "gate"), str(tmp_path / "parts"), free_port()
+    with agent(script, root, port, gate, steps) as first:
+        with agent(script, root, port, gate, steps) as second:
+            first.wait_for_output("rank 0 of 2 begins at 0", timeout=240)
+            gate.open_to(4)
+            first.wait_for_output("after 4 updates", timeout=240)
+            second.kill()
+        gate.open_to(8)
+        first.wait_for_output("rank 0 of 1 begins at 4", timeout=240)
+        first.wait_for_output("after 8 updates", timeout=240)
+        with agent(script, root, port, gate, steps) as third:
+            gate.open_until(first, "of 2 begins at", timeout=240)
+            gate.open_to(steps)
+            exit_code, output = third.wait(240)
+            assert exit_code == 0 and f"of 2 ends at {steps}" in output, output
+            exit_code, output = first.wait(240)
+    assert exit_code == 0, output
+    assert f"of 2 ends at {steps}" in output
+    assert len(list((tmp_path / "parts").rglob("latest.pth"))) == 1
     assert (weights(tmp_path / "parts") - weights(tmp_path / "whole")).abs().max().item() < 1e-12

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from .job import Finished, Job
 
-_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+"""Environment in which processes talk over the loopback."""
 
 
 def torchrun(
@@ -39,7 +40,7 @@ def torchrun(
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1"]
     command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
-    return Job(command, environment={**_ENVIRONMENT, **(environment or {})})
+    return Job(command, environment={**LOOPBACK, **(environment or {})})
 
 
 def run_torchrun(
