@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .backends import backend_of, locate
-from .errors import CheckpointMismatch
+from .errors import CheckpointError, CheckpointMismatch
 from .exchange import import_weights
 from .file_store import has_sums
 from .policy import is_name
@@ -26,6 +26,7 @@ __all__ = [
     "read_model",
     "read_payload",
     "read_sections",
+    "stored_seed",
 ]
 
 if TYPE_CHECKING:
@@ -71,6 +72,29 @@ def read_config(source: str | Path) -> dict[str, Any]:
         CheckpointDamaged: If it cannot be read, or a file has another size than was written.
     """
     return dict(read_sections(source, ["runner"])["runner"])
+
+
+def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
+    """Return the seed of the checkpoint that a run will go on from, so that what it draws before it is restored is drawn again.
+
+    Args:
+        directory: The run's own checkpoint directory.
+        asked: Name or path of the checkpoint; `None` takes the newest one in the directory.
+
+    Returns:
+        `None` where there is no such checkpoint, or it holds none.
+    """
+    if asked is None:
+        sources = [directory / name for name in ("latest", "latest.pth", "best", "best.pth")]
+    else:
+        sources = [Path(asked), directory / asked, directory / f"{asked}.pth"]
+    for source in sources:
+        try:
+            seed = read_config(source).get("seed")
+        except (CheckpointError, OSError):
+            continue
+        return int(seed) if seed is not None else None
+    return None
 
 
 def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]:

@@ -59,6 +59,19 @@ def mix_seed(base: int, index: int) -> int:
     return (mixed ^ (mixed >> 31)) & _MASK63
 
 
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Ask torch for deterministic kernels inside; its switches are put back on exit."""
+    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(before)
+
+
 def seed_streams(seed: int, device: torch.device | None = None) -> None:
     """Seed torch's CPU generator, the current accelerator, NumPy and `random`.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,76 @@ from .randomness import (
     restore_random_state,
     seed_streams,
 )
+
+logger = logging.getLogger("danling")
+
+
+class RankStreams:
+    """The random streams of this rank among those of the run.
+
+    Args:
+        place: Returns the index of the streams of this rank; ranks with one index draw the same numbers.
+        number: Returns how many streams of one kind a checkpoint of this run holds.
+        layout: Returns what has streams of its own, and how many of it; runs in which it is the same draw the same numbers.
+        seed: Returns the base seed of the run.
+        device: Returns the device, whose stream is kept too.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Callable[[], int],
+        number: Callable[[], int],
+        layout: Callable[[], Mapping[str, int]],
+        seed: Callable[[], int],
+        device: Callable[[], torch.device],
+    ) -> None:
+        self._place, self._number, self._layout = place, number, layout
+        self._seed, self._device = seed, device
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """What has random streams of its own, and how many of it."""
+        return dict(self._layout())
+
+    def begin(self) -> None:
+        """Seed the streams of the forward, by their index: dropout masks must differ from data rank to data rank."""
+        seed_streams(derive_seed(self._seed(), "forward", self._place()))
+
+    def capture(self) -> tuple[int, dict[str, Any]]:
+        """Return the index of the streams of this rank and what they are now."""
+        return self._place(), capture_random_state(self._device())
+
+    def would_differ(self, layout: Mapping[str, int] | None, stored: Mapping[str, Any]) -> bool:
+        """Whether a run that goes on here would draw other numbers than the one that was stored.
+
+        Args:
+            layout: What had streams of its own in that run; `None` where it is not known.
+            stored: Its streams by index.
+        """
+        return bool(layout) and layout != self.layout and self._have_drawn(stored)
+
+    def resume(self, stored: Mapping[str, Any], *, step: int, speaks: bool) -> None:
+        """Go on with the stored streams of this rank; say so where their number is another one.
+
+        Args:
+            stored: Streams by index, as `streams_by_index` returns them.
+            step: Committed updates at the checkpoint.
+            speaks: Whether this process tells the log.
+        """
+        number = self._number()
+        # Each replica group saves its own ranks, and begins with new streams where another one has saved.
+        if speaks and stored and len(stored) != number and self._have_drawn(stored):
+            logger.info(
+                "The checkpoint holds random streams of %d ranks and this run has %d: old ranks keep theirs, new ones are "
+                "seeded from (seed, step, rank).",
+                len(stored),
+                number,
+            )
+        resume_stream(stored, self._place(), seed=self._seed(), step=step, device=self._device())
+
+    def _have_drawn(self, stored: Mapping[str, Any]) -> bool:
+        return have_drawn(stored, seed=self._seed(), device=self._device())
 
 
 def streams_by_index(ranks: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

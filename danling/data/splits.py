@@ -52,6 +52,11 @@ class Splits:
         """All splits, those with a dataset first."""
         return list(dict.fromkeys([*self._datasets(), *self._loaders()]))
 
+    @property
+    def loaded(self) -> list[str]:
+        """Those with a loader."""
+        return list(self._loaders())
+
     def check(self, split: str) -> None:
         """Raise a `ValueError` that lists the splits when `split` is none of them."""
         names = self.names
@@ -111,6 +116,24 @@ class Splits:
         if asked is not None:
             return str(asked)
         return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
+
+    def check_scored(self, split: str, *, trained: Sequence[str], evaluated: Sequence[str]) -> None:
+        """Refuse a split whose figures cannot select a checkpoint.
+
+        Args:
+            split: The split that is scored.
+            trained: Splits to train on.
+            evaluated: Splits to evaluate.
+
+        Raises:
+            ValueError: If it is unknown, or trained on and not evaluated.
+        """
+        self.check(split)
+        if split in trained and split not in evaluated:
+            raise ValueError(
+                f"Expected score_split to be a split that is evaluated: the mean over training is of weights that were left behind. "
+                f"Received: score_split={split!r}, which is trained on. Name it in evaluate_splits too, or choose another."
+            )
 
     # Loaders
 

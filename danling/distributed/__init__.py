@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .ballot import REQUESTS, Ballot, Verdict, agree
-from .domain import Domain, LocalDomain
+from .domain import Domain, LocalDomain, world_of
 from .environment import (
     LaunchEnvironment,
     destroy_process_group,
@@ -32,6 +32,7 @@ __all__ = [
     "init_process_group",
     "select_device",
     "set_collective_timeout",
+    "world_of",
 ]
 
 _MOVED_TO_MESH = frozenset(

@@ -110,3 +110,21 @@ class LocalDomain(Domain):
         self.rank = 0
         self.size = 1
         self.device = torch.device("cpu")
+
+
+def world_of(size: int, device: torch.device) -> Domain:
+    """Return the domain of all processes of a run. Call on all ranks.
+
+    Args:
+        size: Number of processes that were launched together.
+        device: Device on which collectives run.
+
+    Raises:
+        ValueError: If there are several, and nobody has joined them.
+    """
+    if size > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"Expected `init_distributed` to join a process group of {size} processes. Received: none. Call super().init_distributed() "
+            "in it, or torch.distributed.init_process_group."
+        )
+    return Domain(device=device) if size > 1 else LocalDomain()

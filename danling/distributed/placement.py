@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .domain import Domain
 
@@ -21,6 +21,9 @@ class Placement:
         counts_samples: Whether the samples of this rank count: of the ranks that see the same ones, the first does.
         rng_stream: Index and number of the random streams of a forward; ranks with one index draw the same numbers.
         rng_layout: Degrees that divide one data replica, by axis; a forward draws the same numbers only where they are the same.
+        keeps_streams: Whether a run that draws random numbers goes on with the same number of streams only, unless it is allowed to go on
+            with other numbers.
+        replica_group: Index of the replica group of this process, and how many there are.
     """
 
     data: Domain
@@ -31,8 +34,40 @@ class Placement:
     counts_samples: bool = True
     rng_stream: tuple[int, int] = (0, 1)
     rng_layout: Mapping[str, int] = field(default_factory=dict)
+    keeps_streams: bool = False
+    replica_group: tuple[int, int] = (0, 1)
 
     @classmethod
     def alike(cls, world: Domain) -> Placement:
         """Return the place of a rank where every rank holds the whole model and reads samples of its own."""
         return cls(data=world, optimizer=world, metrics=world, rng_stream=(world.rank, world.size))
+
+    def in_group(self, index: int, number: int) -> Placement:
+        """Return the same place in one of several replica groups.
+
+        Args:
+            index: Of the group.
+            number: How many there are.
+        """
+        return replace(self, replica_group=(index, number))
+
+    @property
+    def data_replicas(self) -> int:
+        """Number of ranks that read different samples to train on, over all replica groups."""
+        return self.data.size * self.replica_group[1]
+
+    @property
+    def stream_index(self) -> int:
+        """Index of the random streams of a forward, over all replica groups."""
+        return self.replica_group[0] * self.rng_stream[1] + self.rng_stream[0]
+
+    def share(self, *, trained: bool) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are.
+
+        Training data is divided over all replica groups; each group evaluates all of a split, so that no death makes a metric wrong.
+
+        Args:
+            trained: Whether the split is trained on.
+        """
+        group, groups = self.replica_group if trained else (0, 1)
+        return group * self.data.size + self.data.rank, groups * self.data.size

@@ -125,6 +125,7 @@ class Topology:
             counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
             rng_stream=(axes.index(*streams, rank=self.rank), axes.degree(*streams)),
             rng_layout={axis: axes.degree(axis) for axis in axes_with(reads_data=False) if axes.degree(axis) > 1},
+            keeps_streams=True,
         )
 
 

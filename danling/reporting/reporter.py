@@ -83,6 +83,25 @@ class Reporter:
         if row.wanted(place.config):
             self.trackers.add(lambda: row.open(place))
 
+    def open_trackers(
+        self, hook: Callable[[str], Callable[[], None] | None], place: Callable[[], TrackerPlace]
+    ) -> None:
+        """Open what was added, and those of the library that the configuration asks for; a second call does nothing.
+
+        Args:
+            hook: Returns what opens one of the library's by its name, in the place of `add_built_in`; `None` where nothing does.
+            place: Returns what they are opened with.
+        """
+        if self.trackers.is_open:
+            return
+        self.trackers.open()
+        for name in BUILT_IN_TRACKERS:
+            opening = hook(name)
+            if opening is None:
+                self.add_built_in(name, place())
+            else:
+                opening()
+
     def flush(self) -> None:
         """Flush what a training has logged, however it ended; a tracker that fails here must not hide how."""
         try:

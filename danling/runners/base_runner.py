@@ -3,52 +3,102 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
-import torch
 from torch import nn
 from typing_extensions import Self
 
-from danling.checkpoints import CheckpointError, read_config
-from danling.checkpoints.reading import obeyed
+from danling.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointSettings, read_config
+from danling.checkpoints.absent import NoCheckpoints
+from danling.checkpoints.backends import backend_named
+from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.checkpoints.reading import obeyed, stored_seed
+from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
-from danling.data import Splits, derive_seed, seed_streams
+from danling.config.stored import continued
+from danling.data import BatchSource, Splits, build_dataloader, derive_seed, open_source, seed_streams
+from danling.data.randomness import deterministic_kernels
+from danling.data.rank_streams import RankStreams, streams_by_index
+from danling.data.sources import Sources
+from danling.data.update_plan import UpdatePlan
 from danling.distributed import (
     Domain,
     LaunchEnvironment,
-    LocalDomain,
     Placement,
     destroy_process_group,
     init_process_group,
     select_device,
+    world_of,
 )
 from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
-from danling.reporting import Printer, RunLog, close_run_log, open_run_log, speaking_for
-from danling.torchft import check_layout
-from danling.utils.secrets import secret_values, without_secrets
-from danling.workspace import Workspace
-from danling.workspace.litter import remove_litter
+from danling.metrics.standing import Standing
+from danling.reporting import (
+    Printer,
+    Reporter,
+    RunLog,
+    Tracker,
+    TrackerPlace,
+    close_run_log,
+    open_run_log,
+    speaking_for,
+)
+from danling.supervision import GcPacer, Heartbeat, SignalWatcher
+from danling.torchft import (
+    OwnPositions,
+    ReplicaLoaderCheckpoints,
+    check_layout,
+    position_owner,
+    workspace_part,
+)
+from danling.training import TrainingSession, loader_states
+from danling.training.run_state import (
+    RunState,
+    StatePart,
+    check_complete,
+    check_given,
+    check_payload,
+    check_same_run,
+    check_streams,
+    in_order,
+)
+from danling.training.saving import RunSaver
+from danling.workspace import Workspace, format_number
 from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
 
 from .meta import MetaRunner, strings_in_methods
-from .runner_checkpoints import RunnerCheckpoints
-from .state import ElasticState, RunnerState
-from .verbs import Results
+from .state import ElasticState, RngState, RunnerState, TrainState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from danling.training import UpdateOutcome
 
 logger = logging.getLogger("danling")
+
+Results = dict[int, dict[str, dict[str, float]]]
+"""Evaluated and trained figures by completed epoch or global step, then by split."""
+
+SplitNames = str | Sequence[str] | None
+"""One split, several, or `None` for those that the configuration or their names say."""
+
+_ATTEMPTS_TO_READ = 3
 
 RESERVED_FIGURES = ("loss",)
 """Figures that the runner makes itself, and that a meter of the same name would change without a word."""
 
 
-class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
+class BaseRunner(metaclass=MetaRunner):
     """What is common to all stacks.
 
     A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
@@ -72,6 +122,10 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
         results: Figures by completed epoch or global step, then by split.
+        sources: Batches of each loader, with the position in them.
+        standing: Which score is the best, and how long it is since.
+        run_state: The parts of a checkpoint, in the order in which they are restored.
+        saver: What saves them, and where the last save stands.
 
     Args:
         config: A `RunnerConfig`, a mapping, the path of a file, or `None` for the defaults.
@@ -81,48 +135,58 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     """
 
     stack: str = "base"
-    _run_log: RunLog
+    config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
+    """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
 
-    # For those who override `set_seed` with a way of their own.
-    seed: int = 0
-    seed_was_drawn: bool = False
-
-    # What a user sets, or a stack builds; nothing of it is there before.
+    mode: Literal["train", "evaluate", "infer"] = "train"
     model: Any = None
     ema: Any = None
-    criterion: Any = None  # not `Callable | None`: a step may call it without asking a type checker
+    # Not `Callable | None`: a step may call it without asking a type checker.
+    criterion: Any = None
     optimizer: Any = None
     scheduler: Any = None
     metrics: Any = None
+    checkpoint_manager: Any = None
+    # For those who override `set_seed` with a way of their own.
+    seed: int = 0
 
-    config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
-    """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
+    world: Domain
+    _run_log: RunLog
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         self._closers = ExitStack()
         self._closed = False
         self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
-        self.mode: Literal["train", "evaluate", "infer"] = "train"
         self.state = RunnerState()
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
-        self._splits = Splits(
-            lambda: self.datasets,
-            lambda: self.dataloaders,
-            lambda key: self.config.get(key, None),
-            accum_steps=lambda: self._undivided_accum_steps(),
-        )
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
-        self.checkpoint_manager: Any = None
-        self.scoreboard: ScoreBoard | None = None
-        self._open_run_state()
+        self._session = TrainingSession()
+        self.standing = Standing(
+            lambda: self.scores, lambda: self.best_index, own=type(self).scores is not BaseRunner.scores
+        )
+        self._hold_data()
+        self.run_state = RunState(self.component_parts(), self.progress_parts())
+        self.saver = RunSaver(
+            manager=lambda: self.checkpoint_manager, position=lambda: self.state.train, state=self.checkpoint_state
+        )
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
+        self._reporter = Reporter(
+            is_main=self.is_main_process,
+            world_size=self.world_size,
+            seconds_between_lines=self.config.log_seconds,
+        )
+        self._closers.callback(self._reporter.trackers.close)
         self.init_distributed()
-        self._complete_distributed()
+        if "world" not in vars(self):
+            self.world = world_of(self.world_size, self.device)
+        self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
+        if self.config.ft.enabled:
+            self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
         self._printer = Printer(self.is_main_process)
         self._name_run()
         self.set_seed()
@@ -130,8 +194,57 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         # Building a model may be what hangs.
         self._begin_heartbeat()
 
+    def _hold_data(self) -> None:
+        own_accum_steps = type(self).accum_steps is not BaseRunner.accum_steps
+
+        def undivided() -> int:
+            return self.accum_steps if own_accum_steps else int(self.config.accum_steps)
+
+        self._splits = Splits(
+            lambda: self.datasets,
+            lambda: self.dataloaders,
+            lambda key: self.config.get(key, None),
+            accum_steps=undivided,
+        )
+        self.update_plan = UpdatePlan(
+            self._splits,
+            trained=lambda: self.train_splits,
+            shares=lambda split: self.data_place(split)[1],
+            accum_steps=undivided,
+        )
+        self.sources = Sources(
+            lambda: self.dataloaders,
+            build=lambda: self.build_dataloaders(),
+            open=self._open_source,
+            epoch=lambda: self.state.train.epoch,
+        )
+        self._streams = RankStreams(
+            place=lambda: self.placement.stream_index,
+            number=lambda: self.placement.rng_stream[1],
+            layout=lambda: {"data": self.placement.data_replicas, **self.placement.rng_layout},
+            seed=lambda: self.seed,
+            device=lambda: self.device,
+        )
+
+    def _name_run(self) -> None:
+        # Before a seed is drawn, which is no part of the run's identity.
+        place = self._run_place = RunPlace(
+            lambda: self.config,
+            world=self.world,
+            replicas=self.placement.data_replicas,
+            part=lambda: workspace_part(self.config),
+        )
+        self._closers.callback(place.release)
+        self.id, self.code_id, self.config_id, self.timestamp = (
+            place.id,
+            place.code_id,
+            place.config_id,
+            place.timestamp,
+        )
+        self.workspace: Workspace = place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
+
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
-        """Return a validated copy of `config` that belongs to this runner. Called on all ranks.
+        """Return a validated copy of `config` that belongs to this runner.
 
         Args:
             config: What the user passed.
@@ -159,7 +272,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     def check_settings_are_read(self) -> None:
         """Refuse a key at the top level of the configuration that does nothing: no class declares it, and no rank has read it.
 
-        Called on all ranks, when training begins: by then a program has read its own keys.
+        Called when training begins: by then a program has read its own keys.
 
         Raises:
             ValueError: If there is one, with its place in the library's configuration.
@@ -173,7 +286,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.config.refuse_unread(unread, may_be_read=self._made_of_mapping)
 
     def __post_init__(self) -> None:
-        """Finish construction after the outermost `__init__`. Called on all ranks.
+        """Finish construction after the outermost `__init__`.
 
         What the user has set up is made ready; then the run directory and its log are opened, the checkpoint is restored and the
         metadata is written.
@@ -182,49 +295,46 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self.open_workspace()
         self._begin_heartbeat()
         self.init_garbage_collection()
-        self._open_checkpoints()
-        self._seed_forward()
+        self.init_checkpoint_manager()
+        if self.checkpoint_manager is None:
+            self.checkpoint_manager = NoCheckpoints()
+        owner = position_owner(self.config)
+        if owner is not None:
+            self._keep_own_positions(owner)
+        elastic = self.state.elastic
+        elastic.data_replicas, elastic.streams = self.placement.data_replicas, self._streams.layout
+        self._streams.begin()
         self.restore()
-        self._write_metadata()
-        for source in self.sources.values():
-            self._closers.callback(source.close)
+        self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
+        self._closers.callback(self.sources.close)
 
     def prepare_components(self) -> None:
-        """Make ready what `__init__` has set up: here the loaders. Called on all ranks, before the first file is written."""
+        """Make ready what `__init__` has set up: here the loaders. Called before the first file is written."""
         self.build_dataloaders()
         self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
         self._open_sources()
-        self._choose_score()
 
-    def _seed_forward(self) -> None:
-        # Replicas are initialised alike, but their dropout masks must differ: from here on every data rank has its own streams.
-        self.state.elastic.data_replicas = self.data_replicas
-        self.state.elastic.streams = self.stream_layout
-        seed_streams(derive_seed(self.seed, "forward", self.stream_place[0]))
-
-    def _write_metadata(self) -> None:
-        config, manager = self.config, self.checkpoint_manager
-        if config.checkpoint.load_only and manager is not None and manager.is_foreign():
-            return
-        if config.checkpoint.load_only and self.world.on_first(self.workspace.has_metadata):
-            return  # it only looks
-        if self.is_main_process:
-            listed = config.secret_keys or ()
-            self.workspace.write_metadata(
-                config.public(),
-                config.canonical(replicas=self.data_replicas),
-                without_secrets(config.changed(), listed),
-                self._run_place.code,
-                keep_diff=config.git_diff,
-                secrets=secret_values(config.plain(), listed),
-            )
+    def _open_sources(self) -> None:
+        self.sources.open_all()
+        split = self.score_split
+        if split is not None:
+            self._splits.check_scored(split, trained=self.train_splits, evaluated=self.evaluate_splits)
+        elif not self.standing.own:
+            return  # nothing is evaluated, of which a score could be made
+        config = self.config
+        self.standing.board = ScoreBoard(
+            config.score_name,
+            mode=config.score_mode,
+            split=split or "",
+            patience=config.patience,
+            min_delta=config.min_delta,
+        )
 
     # Construction hooks
 
     def init_distributed(self) -> None:
-        """Read the launch environment, pick the device and join the process group. Called on all ranks."""
-        launch = LaunchEnvironment.read()
-        self.launch = launch
+        """Read the launch environment, pick the device and join the process group."""
+        launch = self.launch = LaunchEnvironment.read()
         self.device = select_device(launch.local_rank)
         created = init_process_group(
             launch,
@@ -235,107 +345,518 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         )
         if created:
             self._closers.callback(destroy_process_group)
-        self.world: Domain = Domain(device=self.device) if launch.world_size > 1 else LocalDomain()
-        self.state.elastic = ElasticState(world_size=launch.world_size, restart_count=launch.restart_count)
-
-    def _complete_distributed(self) -> None:
-        """Stand alone where `init_distributed` has joined nothing; several processes must be joined by somebody."""
-        if "world" in vars(self):
-            return
-        size = self.launch.world_size
-        if size > 1 and not torch.distributed.is_initialized():
-            raise ValueError(
-                f"Expected `init_distributed` to join a process group of {size} processes. Received: none. Call super().init_distributed() "
-                "in it, or torch.distributed.init_process_group."
-            )
-        self.world = Domain(device=self.device) if size > 1 else LocalDomain()
-        self.state.elastic = ElasticState(world_size=size, restart_count=self.launch.restart_count)
+        self.world = world_of(launch.world_size, self.device)
 
     def build_placement(self) -> Placement:
-        """Return with whom this rank reduces and what of its work counts; override it for ranks that do not all read data of their own.
-
-        Called on all ranks, after `init_distributed`.
-        """
+        """Return with whom this rank reduces and what of its work counts; override it for ranks that do not all read data of their own."""
         return Placement.alike(self.world)
 
     def set_seed(self) -> None:
         """Agree on the base seed and seed every stream with it, so that all replicas are initialised alike.
 
-        Called on all ranks, before the subclass builds its model. The forward's streams are seeded apart, by rank, at the end of
-        construction.
+        Called before the subclass builds its model. The forward's streams are seeded apart, by rank, at the end of construction.
         """
-        if self.config.ft.enabled and self.config.seed is None:
+        config = self.config
+        if config.ft.enabled and config.seed is None:
             # Replica groups must read one order of samples, and cannot speak to each other yet.
-            self.config.seed = derive_seed("replica groups", self.config_id) % 2**31
-        self.seed_was_drawn = self.config.seed is None
-        if self.seed_was_drawn:
-            drawn = (self._stored_seed() or secrets.randbits(31)) if self.is_main_process else None
-            self.config.seed = self.world.broadcast_object(drawn)
-        self.seed = int(self.config.seed or 0)
+            config.seed = derive_seed("replica groups", self.config_id) % 2**31
+        self._draws_seed = config.seed is None
+        if config.seed is None:
+            goes_on = self.is_main_process and (config.resume or config.auto_resume)
+            stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
+            config.seed = self.world.broadcast_object(stored or secrets.randbits(31))
+        self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
 
-    def _stored_seed(self) -> int | None:
-        """Return the seed of the checkpoint that the run will go on from, so that what `__init__` draws is drawn again."""
-        config = self.config
-        if not (config.resume or config.auto_resume):
-            return None
-        own = self.locate_workspace().checkpoints
-        names = [own / name for name in ("latest", "latest.pth", "best", "best.pth")]
-        for source in (
-            [Path(config.resume), own / config.resume, own / f"{config.resume}.pth"] if config.resume else names
-        ):
-            try:
-                stored = read_config(source).get("seed")
-            except (CheckpointError, OSError):
-                continue
-            return int(stored) if stored is not None else None
-        return None
+    _draws_seed = False
+    """Whether the seed was left open, and is that of the checkpoint that the run goes on from."""
 
     def set_deterministic(self) -> None:
-        """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close.
+        """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close."""
+        if self.config.deterministic:
+            self._closers.enter_context(deterministic_kernels())
 
-        Called on all ranks.
-        """
-        if not self.config.deterministic:
-            return
-        before = torch.are_deterministic_algorithms_enabled()
-        benchmark = torch.backends.cudnn.benchmark
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-        self._closers.callback(torch.use_deterministic_algorithms, before)
-        self._closers.callback(setattr, torch.backends.cudnn, "benchmark", benchmark)
+    def init_signal_handlers(self) -> None:
+        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends."""
+        self._session.signals = SignalWatcher()
+        self._session.signals.install()
 
-    def _name_run(self) -> None:
-        # Before a seed is drawn, which is no part of the run's identity.
-        self._run_place = RunPlace(
-            lambda: self.config, world=self.world, replicas=self.data_replicas, part=lambda: self.workspace_part
-        )
-        self._closers.callback(self._run_place.release)
-        self.code_id, self.timestamp = self._run_place.code_id, self._run_place.timestamp
-        self.id, self.config_id = self._run_place.id, self._run_place.config_id
-        self.workspace = self.locate_workspace()
+    def _begin_heartbeat(self) -> None:
+        # Anew where `__init__` has changed its settings or the run directory since.
+        if self._session.heartbeat_changed(self.workspace.dir, *self.config.heartbeat.items()):
+            self.init_heartbeat()
 
-    def locate_workspace(self) -> Workspace:
-        """Return the paths of the run; no file is touched. May be called on any rank."""
-        return self._run_place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
+    def init_heartbeat(self) -> None:
+        """Start the heartbeat file of this rank when `config.heartbeat.enabled`, before `__init__` builds a model."""
+        settings = self.config.heartbeat
+        if settings.enabled:
+            directory = self.workspace.dir / settings.dir_name
+            beating = Heartbeat(directory, rank=self.rank, interval_seconds=settings.interval_seconds)
+            self._session.heartbeat = beating
+            self._closers.callback(beating.stop)
+
+    def init_garbage_collection(self) -> None:
+        """Pace Python's garbage collection in training, evaluation and inference when `config.gc.interval` is set."""
+        settings = dict(self.config.gc.items())
+        interval = settings.pop("interval")
+        self._session.gc_pacer = GcPacer(interval, **settings) if interval is not None else None
+
+    def init_fault_tolerance(self) -> None:
+        """Join the fault-tolerance service when `config.ft.enabled`; nothing to do unless a stack says so."""
 
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process."""
-        config = self.config
-        # A user may name code and configuration otherwise, which the identity of the run is made of.
-        self._run_place.code_id, self._run_place.config_id = self.code_id, self.config_id
-        self._run_place.enter()
-        self.id = self._run_place.id
-        self.workspace = self.locate_workspace()
-        self.workspace.create()
-        if self.is_main_process and not config.checkpoint.load_only:
-            remove_litter(self.workspace.dir)
-        self._run_log = open_run_log(
-            self.workspace.log_file if config.log else None, is_main=self.is_main_process, rank=self.rank
-        )
+        place = self._run_place
+        self.workspace = place.open(code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp)
+        self.id = place.id
+        log_file = self.workspace.log_file if self.config.log else None
+        self._run_log = open_run_log(log_file, is_main=self.is_main_process, rank=self.rank)
         self._closers.callback(close_run_log, self._run_log)
-        if self._run_place.notice is not None:
-            logger.info("%s", self._run_place.notice)
+        if place.notice is not None:
+            logger.info("%s", place.notice)
+
+    # Verbs: training
+
+    def train(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+        """Train to the end of the budget, and return all results."""
+        raise _unimplemented(self, "train")
+
+    def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+        """Train epoch by epoch."""
+        raise _unimplemented(self, "train_epochs")
+
+    def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+        """Train update by update."""
+        raise _unimplemented(self, "train_steps")
+
+    def train_epoch(self, split: str = "train") -> dict[str, float]:
+        """Train one pass over one split, and return its figures."""
+        raise _unimplemented(self, "train_epoch")
+
+    def train_step(self, data: Any) -> tuple[Any, Any]:
+        """Run one micro-batch forward and backward, and return prediction and loss."""
+        raise _unimplemented(self, "train_step")
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate the mean-reduced loss of a micro-batch, 0-dim."""
+        raise _unimplemented(self, "backward")
+
+    def step(self) -> UpdateOutcome:
+        """Close the accumulation window and decide its update."""
+        raise _unimplemented(self, "step")
+
+    def optimizer_step(self) -> None:
+        """Apply a committed update."""
+        raise _unimplemented(self, "optimizer_step")
+
+    def train_context(self) -> AbstractContextManager[Any]:
+        """Return the context of the forward and backward of a micro-batch."""
+        raise _unimplemented(self, "train_context")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        raise _unimplemented(self, "forward_context")
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Return the loss of a prediction, 0-dim."""
+        raise _unimplemented(self, "compute_loss")
+
+    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+        """Return what the loss of a batch is averaged over."""
+        raise _unimplemented(self, "batch_weight")
+
+    # Verbs: evaluation and inference
+
+    def evaluate(self, splits: SplitNames = None) -> dict[str, dict[str, float]]:
+        """Evaluate splits, and return their figures."""
+        raise _unimplemented(self, "evaluate")
+
+    def evaluate_epoch(self, split: str) -> dict[str, float]:
+        """Evaluate all of one split."""
+        raise _unimplemented(self, "evaluate_epoch")
+
+    def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
+        """Evaluate a bounded number of batches of one split."""
+        raise _unimplemented(self, "evaluate_steps")
+
+    def evaluate_step(self, data: Any) -> tuple[Any, Any]:
+        """Evaluate one batch, and return prediction and loss."""
+        raise _unimplemented(self, "evaluate_step")
+
+    def summarize(self, split: str, totals: Meters) -> dict[str, float]:
+        """Return the figures of an evaluation."""
+        raise _unimplemented(self, "summarize")
+
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
+    @overload
+    def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
+    def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
+        """Predict every sample of a split."""
+        raise _unimplemented(self, "infer")
+
+    def infer_step(self, data: Any) -> Any:
+        """Return the prediction of one batch."""
+        raise _unimplemented(self, "infer_step")
+
+    # Verbs: construction and loading
+
+    def materialize_model(self) -> None:
+        """Move, compile and wrap the model."""
+        raise _unimplemented(self, "materialize_model")
+
+    def build_optimizer(self) -> Optimizer:
+        """Return the optimizer of the configuration."""
+        raise _unimplemented(self, "build_optimizer")
+
+    def build_scheduler(self) -> Any:
+        """Return the scheduler of the configuration."""
+        raise _unimplemented(self, "build_scheduler")
+
+    def load_pretrained(self, checkpoint: str | Path) -> None:
+        """Load only the model of a checkpoint."""
+        raise _unimplemented(self, "load_pretrained")
+
+    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Load model weights by name."""
+        raise _unimplemented(self, "load_model")
+
+    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore the averaged weights."""
+        raise _unimplemented(self, "load_ema")
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer."""
+        raise _unimplemented(self, "load_optimizer")
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler."""
+        raise _unimplemented(self, "load_scheduler")
+
+    # Data
+
+    @property
+    def train_splits(self) -> list[str]:
+        """Splits to train on: `config.train_splits`, else those whose name starts with `train`."""
+        return self._splits.to_train()
+
+    @property
+    def evaluate_splits(self) -> list[str]:
+        """Splits to evaluate: `config.evaluate_splits`, else all but those to train on and those named for inference."""
+        return self._splits.to_evaluate()
+
+    @property
+    def score_split(self) -> str | None:
+        """The split whose figures select the best checkpoint."""
+        return self._splits.to_score(self.evaluate_splits)
+
+    def build_dataloaders(self) -> None:
+        """Build a loader for every dataset that has none; loaders that the user made are left alone."""
+        for split, dataset in self.datasets.items():
+            if split not in self.dataloaders:
+                self.dataloaders[split] = self.build_dataloader(split, dataset)
+
+    def build_dataloader(self, split: str, dataset: Any) -> Any:
+        """Return the loader of one split over the data domain, an iterable of batches.
+
+        Args:
+            split: The split.
+            dataset: What the user put into `datasets` for it.
+
+        Raises:
+            ValueError: If an option of `config.dataloader` is unknown.
+        """
+        settings, (rank, size) = self._splits.settings(split), self.data_place(split)
+        sampler = self.build_datasampler(split, dataset)
+        if sampler is not None:
+            settings["sampler"] = sampler
+        return build_dataloader(
+            dataset,
+            settings,
+            split=split,
+            train=split in self.train_splits,
+            seed=self.seed,
+            rank=rank,
+            world_size=size,
+            device=self.device,
+            accum_steps=self.config.accum_steps,
+        )
+
+    def build_datasampler(self, split: str, dataset: Any) -> Any:
+        """Return a sampler for one split, or `None`; override it for an order of your own.
+
+        By default a loader of the library brings its own, which divides the dataset over the ranks. Another sampler divides
+        itself; its order comes back exactly, on the same number of processes.
+
+        Args:
+            split: The split.
+            dataset: What the user put into `datasets` for it.
+        """
+        return None
+
+    def data_place(self, split: str) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are. No communication: may be called on one rank.
+
+        Args:
+            split: The split.
+        """
+        return self.placement.share(trained=self.mode == "train" and split in self.train_splits)
+
+    def source(self, split: str) -> BatchSource:
+        """Return the batches of a split and the position in them; a loader that was put into `dataloaders`, or a dataset that was put into
+        `datasets`, since construction is taken in.
+
+        Args:
+            split: The split.
+
+        Raises:
+            ValueError: If there is no such split, or no loader for it.
+        """
+        self._splits.check(split)
+        return self.sources.of(split)
+
+    def _open_source(self, split: str, loader: Any) -> BatchSource:
+        share, shared = self.data_place(split), self.data_domain.size < self.world_size
+        return open_source(
+            loader, split=split, share=share, seed=self.seed, reads=self.placement.reads_data, shared=shared
+        )
+
+    # Where the run stands. None of it communicates
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.launch.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self.launch.local_rank
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.launch.world_size > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.launch.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self.launch.local_rank == 0
+
+    @property
+    def data_domain(self) -> Domain:
+        """Ranks that read different data, and over which losses and metrics are reduced."""
+        return self.placement.data
+
+    @property
+    def optimizer_domain(self) -> Domain:
+        """Ranks that decide an update together."""
+        return self.placement.optimizer
+
+    @property
+    def figures_domain(self) -> Domain:
+        """Ranks whose losses and metrics add up to those of all data; the data domain, unless one sample lies on several ranks."""
+        return self.placement.metrics
+
+    @property
+    def dir(self) -> Path:
+        """The run directory."""
+        return self.workspace.dir
+
+    @property
+    def name(self) -> str:
+        """Name of the run: `config.name`, else lineage, experiment and id."""
+        config = self.config
+        return str(config.name) if config.name else f"{config.lineage}-{config.experiment}-{self.id}"
+
+    @property
+    def train_state(self) -> TrainState:
+        """Counters of training."""
+        return self.state.train
+
+    @property
+    def elastic_state(self) -> ElasticState:
+        """Attempts of the run."""
+        return self.state.elastic
+
+    @property
+    def rng_state(self) -> RngState:
+        """Random streams by rank, as of the last checkpoint."""
+        return self.state.rng
+
+    @property
+    def epochs(self) -> int | None:
+        """Number of epochs after which training ends; `None` in step mode."""
+        return self.config.epochs
+
+    @property
+    def steps(self) -> int | None:
+        """Updates of the whole run; in epoch mode epochs times updates an epoch, `None` when the loaders have no length.
+
+        The same on all ranks once the runner is constructed: a pass ends with the shortest loader.
+        """
+        if self.config.epochs is None:
+            return self.config.steps
+        return (self.update_plan.updates_of_epoch or 0) * (self.epochs or 0) or None
+
+    @property
+    def is_step_mode(self) -> bool:
+        """Whether the budget counts updates instead of epochs."""
+        return self.config.epochs is None
+
+    @property
+    def accum_steps(self) -> int:
+        """Micro-batches of an update on each rank; with `dataloader.global_batch_size` of a full one on the first split."""
+        return self.update_plan.micro_batches or int(self.config.accum_steps)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Batch size of a rank on the first split to train on, `None` when its loader does not say.
+
+        With `dataloader.global_batch_size` the most samples that a rank holds at once.
+        """
+        return self.update_plan.batch_size
+
+    @property
+    def progress(self) -> float:
+        """Share of the budget that is done, in [0, 1]; 0 without a budget."""
+        if self.epochs:
+            return min(self.state.train.epoch / self.epochs, 1.0)
+        return min(self.state.train.global_step / self.steps, 1.0) if self.steps else 0.0
+
+    @property
+    def index(self) -> int:
+        """The number results go under: completed epochs, or committed updates in step mode."""
+        return self.state.train.global_step if self.is_step_mode else self.state.train.epoch
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Epochs or updates between periodic checkpoints: `checkpoint.interval`, each epoch, or a twentieth of the steps."""
+        if self.config.checkpoint.interval is not None:
+            return int(self.config.checkpoint.interval)
+        return 1 if not self.is_step_mode else max(math.ceil((self.steps or 0) / 20), 1)
+
+    @property
+    def log_interval(self) -> int:
+        """Updates between log lines: `log_interval`, about a hundredth of the run, or 1024 when its length is unknown."""
+        if self.config.log_interval is not None:
+            return int(self.config.log_interval)
+        return max(self.steps // 100, 1) if self.steps else 1024
+
+    # Scores
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """The monitored figure by completed epoch or global step, of evaluations only.
+
+        Override it for a score of your own, such as one made of several figures in `self.results`, in the order of the
+        evaluations: the best and the latest score, `best`, early stopping and metric schedulers go by it. No communication: the same
+        on all ranks.
+        """
+        return self.standing.recorded
+
+    @property
+    def best_index(self) -> int | None:
+        """Completed epoch or global step of the best score; `None` before the first evaluation. Override it to choose another."""
+        return self.standing.find_best()
+
+    @property
+    def best_score(self) -> float | None:
+        """The best score so far."""
+        return self.standing.best_score
+
+    @property
+    def latest_score(self) -> float | None:
+        """The score of the last evaluation."""
+        return self.standing.latest_score
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation gave the best score."""
+        return self.standing.latest_is_best
+
+    @property
+    def latest_result(self) -> dict[str, dict[str, float]] | None:
+        """The last entry of `results`."""
+        return self.results[next(reversed(self.results))] if self.results else None
+
+    @property
+    def best_result(self) -> dict[str, dict[str, float]] | None:
+        """The entry of `results` with the best score."""
+        return self.results.get(self.best_index) if self.best_index is not None else None
+
+    # What is seen of the run
+
+    def add_tracker(self, tracker: Tracker | Callable[[], Tracker]) -> None:
+        """Send every figure of the run to a tracker of your own as well; call it in `__init__` or before `train`, on all ranks.
+
+        It is opened once, when training first begins, gets what `metrics.jsonl` gets, is flushed at every checkpoint and at the end of
+        every training, also one that fails, and is closed by `close`.
+
+        Args:
+            tracker: An object with `log(values, step)`, `flush()` and `close()`, used on the main process only; or something to call
+                for one, such as its class, which is called on the main process only.
+
+        Raises:
+            TypeError: If it is neither.
+            ValueError: If it was added before.
+        """
+        self._reporter.trackers.add(tracker)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """What figures are sent to: empty before training begins, and on all processes but the main one."""
+        return self._reporter.trackers.opened
+
+    def log_figures(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Send figures to every tracker, `metrics.jsonl` included. May be called on all ranks; the main process sends them.
+
+        Args:
+            values: Figures by name, usually `split/name`.
+            step: Global step; `None` is that of `train_state`.
+        """
+        self.open_trackers()
+        self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
+
+    def open_trackers(self) -> None:
+        """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone."""
+        if self._reporter.trackers.is_open:
+            return
+        if self.config.checkpoint.load_only:
+            # It may look into the directory of another run, but its figures must not replace those that are there.
+            self.checkpoint_manager.check_directory()
+            self._run_place.write_figures(resumed=self.state.train.global_step > 0)
+        self._reporter.open_trackers(lambda name: getattr(self, f"init_{name}", None), self._tracker_place)
+
+    def _tracker_place(self) -> TrackerPlace:
+        return TrackerPlace(self.config, self.workspace, self._run_place.instance, self.state.train.global_step)
+
+    def init_tensorboard(self) -> None:
+        """Open the TensorBoard writer on the main process when `config.tensorboard`; a resumed run goes on in its directory."""
+        self._reporter.add_built_in("tensorboard", self._tracker_place())
+
+    def init_wandb(self) -> None:
+        """Open the Weights & Biases run on the main process when `config.wandb.enabled`."""
+        self._reporter.add_built_in("wandb", self._tracker_place())
+
+    def print(self, *values: object, **kwargs: Any) -> None:
+        """Print on the main process only; the builtin is left alone.
+
+        Args:
+            *values: What to print.
+            **kwargs: As of the builtin: `sep`, `end`, `file`, `flush`.
+        """
+        self._printer(*values, **kwargs)
 
     # A loop by hand
 
@@ -373,11 +894,321 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         self._session.updated(self.state.train.global_step, self.state.train.epoch)
         return self._session.agree_to_stop(self.world)
 
+    # Saving
+
+    def manager_class(self) -> Any:
+        """Return the class of the checkpoint manager."""
+        asked = self.config.checkpoint.backend
+        return backend_named("file" if asked == "auto" else asked).manager()
+
+    def init_checkpoint_manager(self) -> None:
+        """Build the manager of `checkpoint.backend`: files, or torch's distributed checkpoint."""
+        settings = CheckpointSettings.from_config(self.config.checkpoint)
+        self.checkpoint_manager = self.manager_class()(
+            self.workspace.checkpoints,
+            domain=self.world,
+            run_id=self.id,
+            settings=settings,
+            step_mode=self.is_step_mode,
+            compare=self.config_differences,
+        )
+        self.checkpoint_manager.before_save = self._run_place.confirm
+        self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+
+    def _keep_own_positions(self, replica: str) -> None:
+        """Save the loader states of a replica group with every checkpoint, and go on from them."""
+        settings = self.config.checkpoint
+        checkpoints = ReplicaLoaderCheckpoints(
+            self.workspace.checkpoints,
+            replica=replica,
+            prefix=settings.ft_dataloader_checkpoint_prefix,
+            domain=self.world,
+            run_id=self.id,
+            settings=CheckpointSettings.from_config(settings),
+        )
+        self._closers.callback(checkpoints.close)
+        positions = OwnPositions(
+            checkpoints,
+            sources=lambda: self.sources,
+            trained=lambda: self.sources.among(self.train_splits),
+            position=lambda: self.state.train,
+            share=lambda split, state: self.own_loader_state(split, state),
+            leaves_out=lambda split: self.excluded_from_loading.leaves_out(f"dataloaders.{split}"),
+            world=self.world,
+            data_rank=lambda: self.data_domain.rank,
+            device=self.device,
+        )
+        self.saver.before.append(positions.save)
+        self.saver.loaded.append(positions.load)
+
+    def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
+        """Return how the configuration of a checkpoint differs from this one in what changes the result, one line a key.
+
+        No communication: may be called on one rank.
+
+        Args:
+            payload: The checkpoint, of which `runner` and `state` are read.
+        """
+        elastic = payload.get("state", {}).get("elastic", {})
+        now = self.placement.data_replicas
+        before = int(elastic.get("data_replicas", elastic.get("world_size", now)))
+        return self.config.differences(payload.get("runner", {}), stored_replicas=before, replicas=now)
+
+    def component_parts(self) -> list[StatePart]:
+        """Return the components of a checkpoint that this stack saves by itself, in the order in which they are restored."""
+        return []
+
+    def progress_parts(self) -> list[StatePart]:
+        """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
+        return [
+            StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.load_train(stored)),
+            StatePart(
+                "elastic",
+                lambda: asdict(self.state.elastic),
+                lambda stored, _: self._load_attempts(stored),
+                default=dict,
+            ),
+            # Restored last of all, since loading draws.
+            StatePart("rng", lambda: dict(self.state.rng.ranks), lambda streams, _: None),
+            StatePart("results", self._stored_results, lambda stored, _: self._load_results(stored), default=dict),
+        ]
+
+    def _load_attempts(self, stored: Mapping[str, Any]) -> None:
+        self.state.load_elastic(stored)
+        self.update_plan.hold_at_most(self.state.elastic.micro_batch_size)
+
+    def _stored_results(self) -> dict[str, Any]:
+        return {str(index): result for index, result in self.results.items()}
+
+    def _load_results(self, stored: Mapping[str, Any]) -> None:
+        self.results = {int(index): result for index, result in stored.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state: tensors, not copied, and plain values.
+
+        The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
+        them.
+        """
+        sources = self.sources.among(self.train_splits)
+        loaders = (self.data_domain.rank, loader_states.own_states(sources))
+        ranks = self.world.gather_objects((self._streams.capture(), loaders))
+        self.state.rng.ranks = streams_by_index(streams for streams, _ in ranks)
+        return in_order(
+            {
+                "format_version": FORMAT_VERSION,
+                "runner": self.config.public(),
+                "state": {**self.state.state_dict(), **self.run_state.progress()},
+                **self.run_state.completed(self.component_states()),
+                "dataloaders": loader_states.states_of_all(sources, [states for _, states in ranks]),
+            }
+        )
+
+    def component_states(self) -> dict[str, Any]:
+        """Return the states of components by name, such as `model`; a stack of your own overrides it."""
+        return self.run_state.components()
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return what the checkpoint manager is handed to save: the full state."""
+        state = self.state_dict()
+        check_payload(state, "`state_dict` to return the full state")
+        return state
+
+    def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
+        """Save the full state as `latest`, and under the other names it deserves.
+
+        Args:
+            history: Also keep it under its history name.
+            save_best: Also make it `best` when the score of this very state is the best one.
+        """
+        if not self.config.checkpoint.load_only:
+            self.saver.save(history=history, best=save_best and self._is_state_of_best)
+
+    @property
+    def _is_state_of_best(self) -> bool:
+        return self.is_best and self.standing.latest_index == self.index
+
+    # Loading
+
+    @property
+    def excluded_from_loading(self) -> ExcludedFromLoading:
+        """What `checkpoint.exclude_from_loading` leaves out of what is loaded."""
+        return ExcludedFromLoading(self.config.checkpoint.exclude_from_loading)
+
+    def restore(self) -> None:
+        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
+
+        Raises:
+            CheckpointNotFound: If `resume` or `pretrained` names none.
+            CheckpointMismatch: If it is of another run, or another model.
+        """
+        config, manager = self.config, self.checkpoint_manager
+        if not config.checkpoint.load_only:
+            # Now, and not at the first save. Replica groups share the directory, and another one may be writing.
+            if not config.ft.enabled:
+                manager.tidy()
+            manager.check_directory()
+        for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
+            with suppress(CheckpointDamaged, CheckpointNotFound):
+                # Another replica group may have replaced what was found before it was read; then there is something newer.
+                return self._load_configured()
+        self._load_configured()
+
+    def _load_configured(self) -> None:
+        config, manager = self.config, self.checkpoint_manager
+        source = config.resume or (manager.find_latest() if config.auto_resume else None)
+        if source:
+            self.load_checkpoint(source)
+            return
+        if config.auto_resume:
+            manager.refuse_lost()
+            logger.info(
+                "auto_resume: no checkpoint of this run in %s yet; starting from scratch.", self.workspace.checkpoints
+            )
+        if config.pretrained:
+            self.load_pretrained(config.pretrained)
+
+    def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
+        """Return the verified payload of a checkpoint.
+
+        Args:
+            checkpoint: A name in the run's own checkpoint directory, or a path.
+
+        Returns:
+            Tensors on the CPU and plain values, by component: `model`, `optimizer`, `state`, ...
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+        """
+        payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint)
+        return payload
+
+    def load_checkpoint(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
+        """Restore the full state of a checkpoint; loader states that this replica group has saved for itself win.
+
+        Args:
+            checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), a path, or a payload, as
+                `read_checkpoint` and `state_dict` return it.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If a file is not what was written.
+            CheckpointMismatch: If a component is missing, or the stored configuration means another run.
+        """
+        if isinstance(checkpoint, Mapping):
+            check_given(checkpoint, self.excluded_from_loading)
+            payload, source = checkpoint, None
+        else:
+            payload, source = self.read_checkpoint(checkpoint), checkpoint
+        check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
+        self._check_resumable(payload)
+        self.load_state_dict(payload)
+        if source is not None:
+            # A payload lies nowhere, so it is not saved either.
+            self.checkpoint_manager.begin(source)
+        where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
+        logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
+        if source is not None:
+            self._note_best(source)
+            self.saver.note_loaded()
+
+    def _check_resumable(self, payload: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint from which this run could not go on as the one that was stored."""
+        stored, excluded = payload.get("runner", {}), self.excluded_from_loading
+        if self._draws_seed and stored.get("seed") is not None:
+            self.config.seed = self.seed = int(stored["seed"])
+        differences = self.config_differences(payload)
+        if not differences and not excluded.allows_setting("dataloader.drop_last"):
+            loaders = {split: self.dataloaders[split] for split in self.train_splits if split in self.dataloaders}
+            differences = loader_states.differences_of_passes(payload.get("dataloaders", {}), loaders)
+        check_same_run(differences, excluded)
+        if self.placement.keeps_streams:
+            kept, _ = excluded.apply({"state": payload.get("state", {})}, section="state")
+            state = kept.get("state", {})
+            layout = state.get("elastic", {}).get("streams")
+            if self._streams.would_differ(layout, state.get("rng", {})):
+                check_streams(layout, self._streams.layout, inexact=self.allows_inexact_resume)
+
+    def _note_best(self, checkpoint: str | Path) -> None:
+        own = self.workspace.checkpoints
+        is_here = any((own / name).exists() for name in ("best", "best.pth"))
+        self.saver.best_elsewhere = None if is_here else self.best_index
+        if self.saver.best_elsewhere is not None and self.is_main_process:
+            logger.info(
+                "The best score so far, %s at %d, was kept beside %s; here a best is kept from the next better one on.",
+                format_number(self.best_score or 0.0),
+                self.saver.best_elsewhere,
+                checkpoint,
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a payload: components, loaders, counters, and the random streams last.
+
+        Args:
+            state: What `state_dict` returned, or the payload of a checkpoint.
+
+        Raises:
+            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
+        """
+        payload, excluded = self.excluded_from_loading.apply(state)
+        needed = self.run_state.names() or list(self.component_states())
+        check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
+        self.load_components(payload, excluded)
+        if "dataloaders" in payload:
+            fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
+            self.load_dataloaders({**payload["dataloaders"], **fresh})
+        if "state" in payload:
+            self.state.load_state_dict(payload["state"])
+            self.run_state.load_progress(payload["state"])
+            streams, step = payload["state"].get("rng", {}), self.state.train.global_step
+            self._streams.resume(streams, step=step, speaks=self.is_main_process)
+
+    def load_components(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
+        """Restore what `component_states` returned; a stack of your own overrides both.
+
+        Args:
+            payload: What is left of the payload of a checkpoint.
+            excluded: The dotted paths that were left out of it.
+        """
+        self.run_state.load_components(payload, excluded)
+
+    def load_dataloaders(self, states: Mapping[str, Any]) -> None:
+        """Restore the position in the loaders of the splits to train on.
+
+        Args:
+            states: State by split; `None` for one that begins anew.
+
+        Raises:
+            CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
+        """
+        for split in self.train_splits:
+            loader_states.check_state(states, split)
+            own = self.own_loader_state(split, states[split]) if states[split] is not None else None
+            if own is not None:
+                self.source(split).load_state_dict(own)
+
+    def own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning.
+
+        Args:
+            split: The split.
+            state: What a checkpoint holds of its loader.
+        """
+        domain = self.data_domain
+        return loader_states.share_of(
+            state, split, rank=domain.rank, size=domain.size, inexact=self.allows_inexact_resume
+        )
+
+    @property
+    def allows_inexact_resume(self) -> bool:
+        """Whether a run may go on where it cannot do so exactly: `parallel.allow_degree_change` of a stack that keeps its streams."""
+        return self.placement.keeps_streams and bool(self.config.parallel.allow_degree_change)
+
     # Sources
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:
-        """Construct a runner with the configuration of a checkpoint and restore its full state. Call on all ranks.
+        """Construct a runner with the configuration of a checkpoint and restore its full state.
 
         Places that the checkpoint names (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are not obeyed. A
         checkpoint that lies in the directory of its run goes on there; from anywhere else the run writes where `config` says, or into
@@ -392,22 +1223,14 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
             CheckpointNotFound: If there is none.
         """
         stored = obeyed(without_places(cls.read_config(checkpoint)))
-        # Those of the run that made it, which an older version wrote down, are not for this one to use.
-        stored = without_secrets(stored, stored.get("secret_keys") or ())
-        if isinstance(config, RunnerConfig):
-            own = deepcopy(config)
-            own.merge(stored)
-        else:
-            own = cls.config_class(stored)
-        own.claim(stored)  # the run that is gone on with has trained with them
-        own.merge(config.changed() if isinstance(config, RunnerConfig) else dict(config or {}))
+        own = continued(stored, config, cls.config_class)
         own.resume = str(checkpoint)
         runner: Self = cls(own)
         return runner
 
     @classmethod
     def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path) -> Self:
-        """Construct a runner and load only the model of a checkpoint into it. Call on all ranks.
+        """Construct a runner and load only the model of a checkpoint into it.
 
         Args:
             config: The configuration of the new run.
@@ -435,16 +1258,7 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         """
         return read_config(Path(checkpoint))
 
-    # Speaking and ending
-
-    def print(self, *values: Any, **kwargs: Any) -> None:
-        """Print on the main process only; the builtin is left alone.
-
-        Args:
-            *values: What to print.
-            **kwargs: As of the builtin: `sep`, `end`, `file`, `flush`.
-        """
-        self._printer(*values, **kwargs)
+    # Ending
 
     def unwrap(self, model: Any) -> Any:
         """Return the user's module out of the wrapper of a stack. No communication: may be called on one rank.
@@ -460,21 +1274,15 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
         module: nn.Module = self.unwrap(self.model)
         return module
 
-    @property
-    def dir(self) -> Path:
-        """The run directory."""
-        return self.workspace.dir
-
     def close(self) -> None:
-        """Finish background work and release what the runner opened. Call on all ranks; a second call does nothing.
+        """Finish background work and release what the runner opened; a second call does nothing.
 
         Raises:
             Exception: What a background writer had to report. Everything is closed all the same.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._closers.close()
+        if not self._closed:
+            self._closed = True
+            self._closers.close()
 
     def abandon(self) -> None:
         """Close after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed to come up."""
@@ -487,8 +1295,14 @@ class BaseRunner(RunnerCheckpoints, metaclass=MetaRunner):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        (self.close if kind is None else self.abandon)()
+
+
+def _unimplemented(runner: BaseRunner, verb: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"Expected {type(runner).__name__} to implement `{verb}`. Subclass TorchRunner, ParallelRunner, DeepSpeedRunner "
+        f"or Runner, or override `{verb}`."
+    )

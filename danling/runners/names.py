@@ -16,6 +16,9 @@ SETTABLE = frozenset(
 _REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"})
 """What a user may replace by another value of the same type."""
 
+_CLASS_DATA = frozenset({"mode"})
+"""What the library changes while it runs: it begins as an attribute of the class, and is no setting."""
+
 _RECORD = "_set_by_library"
 _NO_SETTER = re.compile(r"property '(\w+)' of .* has no setter|can't set attribute '?(\w+)")
 
@@ -85,7 +88,9 @@ def check_names(runner: Any) -> None:
         if name in record.values and name not in record.before:
             if value is not record.values[name] and not _fits(name, value, record.values[name]):
                 raise _refused(f"self.{name} = {_short(value)}", name, record.owners[name])
-        elif name in defined and not (_is_cached(value, defined[name][1]) or _overrides(value, defined[name][1])):
+        elif name in _CLASS_DATA or (
+            name in defined and not (_is_cached(value, defined[name][1]) or _overrides(value, defined[name][1]))
+        ):
             raise _refused(f"self.{name} = {_short(value)}", name, defined[name][0])
     for name, kind, value in _of_user(type(runner)):
         owner, original = defined.get(name, (record.owners.get(name), _MISSING))

@@ -172,7 +172,7 @@ class ParallelRunner(TorchRunner):
         if self.degree("pipeline") == 1 or self.batch_size is None:
             return
         for split in self.train_splits:
-            division = self._division(split)
+            division = self.update_plan.division(split)
             if division is not None and not division.is_even:
                 raise ValueError(
                     f"Expected dataloader.global_batch_size to divide into equal micro-batches in a pipeline, whose batches have one size. "
@@ -378,8 +378,6 @@ class ParallelRunner(TorchRunner):
                 "by `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`."
             )
         return FileCheckpointManager
-
-    keeps_streams = True
 
     def build_model_states(self) -> ModelStates:
         """Return how the states of shards, and of parts of a pipeline, are read and put back."""

@@ -70,7 +70,6 @@ class TorchComponents(BaseRunner):
         self._check_wrapped()
         self._build_if_absent()
         self._open_sources()
-        self._choose_score()
         self.metric_set = MetricSet.wrap(self.metrics, domain=self.figures_domain, device=self.device)
 
     def __post_init__(self) -> None:
@@ -78,18 +77,13 @@ class TorchComponents(BaseRunner):
         super().__post_init__()
         self.preparation.note_constructed(self.model)
         # Registered last, so that it is the first thing that `close` does.
-        self._closers.callback(self._unwrap_model)
         self._check_effects()
-
-    def _unwrap_model(self) -> None:
-        if self.model is not None:
-            self.model = self.unwrap(self.model)
 
     memory_retry: MemoryRetry | None = None
     """Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`."""
 
     def _build_memory_retry(self) -> MemoryRetry | None:
-        if not self._finds_micro_batch_size:
+        if not self.update_plan.finds_micro_batch_size:
             return None
         reason = self.preparation.forward_communicates(self.unwrapped_model)
         if reason is not None:
@@ -149,7 +143,7 @@ class TorchComponents(BaseRunner):
                 step_mode=self.is_step_mode,
                 positioned=all(source.kind in ("position", "sampled") for source in built),
                 writes_files=isinstance(self.checkpoint_manager, FileCheckpointManager),
-                divides_updates=not self.train_splits or any(self._division(s) for s in self.train_splits),
+                divides_updates=not self.train_splits or any(self.update_plan.division(s) for s in self.train_splits),
             ),
             *self.preparation.unused_settings(),
             *([] if self.is_step_mode else endless_streams(self.train_splits, self._splits.lengths or {})),
@@ -307,6 +301,16 @@ class TorchComponents(BaseRunner):
         """
         # The user's `__init__` may ask before anything is prepared.
         return self.preparation.unwrap(model) if "preparation" in vars(self) else model
+
+    def close(self) -> None:
+        """Finish background work, release what the runner opened, and leave the user's module on `model`; a second call does nothing.
+
+        Raises:
+            Exception: What a background writer had to report. Everything is closed all the same.
+        """
+        if not self._closed and self.model is not None:
+            self.model = self.unwrap(self.model)
+        super().close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion.

@@ -238,7 +238,7 @@ class TorchEvaluation(TorchState):
         with self.meters.aside():
             with self._evaluating(split, "evaluate"):
                 batches = islice(self._pass_over(source or self._evaluation_source(split)), limit)
-                sums.add_all(self._paced(self._evaluation.between(split, batches)))
+                sums.add_all(self._session.paced(self._evaluation.between(split, batches)))
             sums.totals.merge(self.meters)
         return sums
 
@@ -261,15 +261,15 @@ class TorchEvaluation(TorchState):
     def _try_evaluation(self, split: str) -> None:
         tried = try_one_batch(
             self._evaluation_source(split),
-            reopen=partial(self._source, split),
+            reopen=partial(self.sources.open, split),
             evaluate=partial(self._sum_batches, split, 1),
             summarize=lambda totals: checked_figures("summarize", split, self.summarize(split, totals)),
             written=written_by_forward(
                 self.unwrapped_model, self._criterion_tensors("buffers"), getattr(self.ema, "weights", None)
             ),
         )
-        board = self.scoreboard
-        if tried is None or tried.figures is None or board is None or board.split != split or self._scores_itself:
+        board = self.standing.board
+        if tried is None or tried.figures is None or board is None or board.split != split or self.standing.own:
             return
         if not (board.name == "loss" and tried.scored):
             board.check({split: tried.figures})
@@ -315,11 +315,11 @@ class TorchEvaluation(TorchState):
         evaluating = self._evaluation.mode(
             wrapped,
             self.unwrap(wrapped),
-            seed=derive_seed(self.seed, mode, split, self.stream_place[0]),
+            seed=derive_seed(self.seed, mode, split, self.placement.stream_index),
             equalize=self.equalize_buffers,
             averaged=self.averaged_weights if self.ema is not None else None,
         )
-        with self._collecting(), evaluating:
+        with self._session.collecting(), evaluating:
             self.model, self.mode = self.unwrap(wrapped), mode
             try:
                 yield
@@ -348,14 +348,14 @@ class TorchEvaluation(TorchState):
         if split in self.train_splits:
             # A pass of its own, so that evaluating a training split does not move training's position.
             if split in self.datasets:
-                return self._source(split, self.build_dataloader(split, self.datasets[split]))
+                return self.sources.open(split, self.build_dataloader(split, self.datasets[split]))
             if self.source(split).consumed:
                 raise ValueError(
                     f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
                     f"its place. Received: {type(self.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
                     "`self.datasets` instead, or a second loader under another split name."
                 )
-            return self._source(split, self.dataloaders[split])
+            return self.sources.open(split, self.dataloaders[split])
         return self.source(split)
 
     # Called alone
@@ -400,7 +400,7 @@ class TorchEvaluation(TorchState):
         if stream:
             return self._stream(chosen)
         with self._evaluating(chosen, "infer"):
-            batches = self._paced(self._pass_over(self._evaluation_source(chosen)))
+            batches = self._session.paced(self._pass_over(self._evaluation_source(chosen)))
             mine = [self._predict_batch(batch) for batch in batches]
         return gather_predictions(mine, self.data_domain)
 

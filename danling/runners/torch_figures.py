@@ -151,7 +151,9 @@ class TorchFigures(TorchUpdate):
             processes=f"{self.world_size} {self.device.type} process{'es' if self.world_size > 1 else ''}",
             stack=f"{self.stack}, {self.config.precision or 'fp32'}",
             parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in self.named_parameters()),
-            batches=describe_batches(self.batch_size, self.accum_steps, self._division(), distributed=self.distributed),
+            batches=describe_batches(
+                self.batch_size, self.accum_steps, self.update_plan.division(), distributed=self.distributed
+            ),
             directory=self.workspace.dir,
         )
 
@@ -175,5 +177,5 @@ class TorchFigures(TorchUpdate):
             weights = "trained" if self.ema is None else "averaged"
             latest = {"index": self.index, "weights": weights, "result": self.latest_result}
             best = {"index": self.best_index, "weights": weights, "score": self.best_score, "result": self.best_result}
-            is_here = self.best_index is None or self.best_index != self._best_elsewhere
+            is_here = self.best_index is None or self.best_index != self.saver.best_elsewhere
             self.workspace.write_results(self.results, latest, best if is_here else None)

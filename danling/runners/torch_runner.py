@@ -26,8 +26,8 @@ from danling.training import (
 )
 from danling.training.boundaries import Boundary
 
+from .base_runner import Results
 from .torch_watch import TorchWatch
-from .verbs import Results
 
 logger = logging.getLogger("danling")
 
@@ -277,10 +277,10 @@ class TorchRunner(TorchWatch):
 
     def _check_score(self) -> None:
         """Refuse figures without the score before anything is counted by them."""
-        board = self.scoreboard
-        if board is not None and board.split in self.open_result and not self._scores_itself:
+        board = self.standing.board
+        if board is not None and board.split in self.open_result and not self.standing.own:
             board.check(self.open_result)
-        named = not self._scores_itself or "monitor" in self.config.get("scheduler", {})
+        named = not self.standing.own or "monitor" in self.config.get("scheduler", {})
         if named and self.scheduler is not None and not self._steps_scheduler and needs_metric(self.scheduler):
             self._monitored(self.open_result)
 
@@ -292,7 +292,7 @@ class TorchRunner(TorchWatch):
         return train.epoch >= (self.epochs or 0) or split in self.open_result
 
     def _patience_exhausted(self) -> bool:
-        since = self.evaluations_since_best if self.scoreboard is not None else 0
+        since = self.standing.evaluations_since_best if self.standing.board is not None else 0
         return patience_exhausted(since, self.config.patience)
 
     def _check_ready(self, train_splits: Any, evaluate_splits: Any) -> tuple[list[str], list[str]]:
@@ -367,7 +367,7 @@ class TorchRunner(TorchWatch):
             run_window,
             batches,
             consumed,
-            size=self._undivided_accum_steps(),
+            size=self.update_plan.undivided(),
             following=lambda: self._passes.next_of_window(source, batches),
             run=self._run_microbatch,
         )
@@ -405,7 +405,8 @@ class TorchRunner(TorchWatch):
 
     def _shrink(self, held: int, samples: int) -> None:
         """Go on with smaller micro-batches, and say so."""
-        self._hold_at_most(samples)
+        self.state.elastic.micro_batch_size = samples
+        self.update_plan.hold_at_most(samples)
         if self.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
@@ -432,8 +433,8 @@ class TorchRunner(TorchWatch):
         result, self.open_result = self.open_result, {}
         self.results[self.index] = result
         self._scored_at = self.state.train.global_step
-        scores = self.scoreboard if self._is_scored(result) else None
-        if scores is not None and scores.split and (scores.finds(result) or not self._scores_itself):
+        scores = self.standing.board if self._is_scored(result) else None
+        if scores is not None and scores.split and (scores.finds(result) or not self.standing.own):
             scores.record(self.index, result)
             self._say_not_finite(scores.scores[self.index])
         if self.scheduler is not None and not self._steps_scheduler:
@@ -448,16 +449,16 @@ class TorchRunner(TorchWatch):
         self._report(result)
 
     def _is_scored(self, result: Mapping[str, Any]) -> bool:
-        board = self.scoreboard
+        board = self.standing.board
         if board is None or board.split:
             return board is not None and board.split in result
-        return self.index in self.own_scores
+        return self.index in self.standing.scores
 
     _said_not_finite: bool = False
     """Whether a score that is not finite was warned of; once is enough."""
 
     def _say_not_finite(self, score: float) -> None:
-        board = self.scoreboard
+        board = self.standing.board
         if board is None or self._said_not_finite:
             return
         warning = warning_of_score(f"{board.split}.{board.name}", score, self.index)
@@ -477,8 +478,8 @@ class TorchRunner(TorchWatch):
     def _monitored(self, result: dict[str, dict[str, float]]) -> float:
         """Return the metric that a schedule watches: `scheduler.monitor`, else the score."""
         asked = self.config.scheduler.get("monitor", None)
-        if not asked and self.index in self.own_scores:
-            return self.own_scores[self.index]
+        if not asked and self.index in self.standing.scores:
+            return self.standing.scores[self.index]
         return monitored_metric(result, str(asked or f"{self.score_split}.{self.config.score_name}"))
 
     def _report(self, result: dict[str, dict[str, float]]) -> None:

@@ -76,7 +76,7 @@ class TorchState(TorchComponents):
             ),
             StatePart("meters", lambda: self.meters.state_dict(), lambda s, _: self._load_meters(s), default=dict),
             StatePart.stateful("losses", lambda: self.losses, resets=True),
-            StatePart.stateful("scores", lambda: self.scoreboard),
+            StatePart.stateful("scores", lambda: self.standing.board),
             StatePart.stateful("scaler", lambda: self.precision.scaler),
         ]
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from danling.config import RunnerConfig
 from danling.distributed import Verdict
-from danling.torchft import Healing, ReplicaGroups, ReplicaMember, ReplicaSettings
+from danling.torchft import Healing, ReplicaGroups, ReplicaMember, ReplicaSettings, position_owner
 from danling.training import (
     UNCOMMITTED,
     DDPReduction,
@@ -245,13 +245,13 @@ class TorchUpdate(TorchEvaluation):
         healing = Healing(
             run_state=self.run_state,
             counters=lambda: self.state,
-            sources=self._trained_sources,
-            keeps_positions=lambda: self._position_owner is not None,
+            sources=lambda: self.sources.among(self.train_splits),
+            keeps_positions=lambda: position_owner(self.config) is not None,
             model=lambda: self.unwrapped_model,
             named_parameters=lambda: self.named_parameters(),
             window=lambda: self.window,
             meters=lambda: self.meters,
-            stream=lambda: (self.seed, self.stream_place[0]),
+            stream=lambda: (self.seed, self.placement.stream_index),
             is_main=self.is_main_process,
         )
         groups = ReplicaGroups(

@@ -143,7 +143,7 @@ class TorchWatch(TorchFigures):
         )
 
     def _has_best_at(self, index: int) -> bool:
-        return index in self.results and self.is_best and next(reversed(self.own_scores), None) == index
+        return index in self.results and self.is_best and self.standing.latest_index == index
 
     def _session_end(self) -> SessionEnd:
         return SessionEnd(

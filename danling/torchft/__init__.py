@@ -7,7 +7,7 @@ from .healing import Healing
 from .lighthouse import WaitAbandonedError
 from .loader_checkpoints import OwnPositions, ReplicaLoaderCheckpoints
 from .member import ReplicaMember
-from .settings import ReplicaSettings, check_layout
+from .settings import ReplicaSettings, check_layout, position_owner, workspace_part
 from .update import ReplicatedReduction, ReplicatedUpdate
 
 __all__ = [
@@ -22,4 +22,6 @@ __all__ = [
     "ReplicatedUpdate",
     "WaitAbandonedError",
     "check_layout",
+    "position_owner",
+    "workspace_part",
 ]

@@ -26,6 +26,36 @@ def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) ->
     }
 
 
+def states_of_all(
+    sources: Mapping[str, BatchSource], ranks: Iterable[tuple[int, Mapping[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Return what is saved of the loaders of some splits.
+
+    Args:
+        sources: Batches by split.
+        ranks: As for `state_of`.
+    """
+    gathered = list(ranks)
+    return {split: state_of(split, source, gathered) for split, source in sources.items()}
+
+
+def check_state(states: Mapping[str, Any], split: str) -> None:
+    """Refuse stored states without that of a split that is trained on.
+
+    Args:
+        states: Stored states by split.
+        split: The split.
+
+    Raises:
+        CheckpointMismatch: If it is missing.
+    """
+    if split not in states:
+        raise CheckpointMismatch(
+            f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
+            f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
+        )
+
+
 def state_of(split: str, source: BatchSource, ranks: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
     """Return what is saved of one loader: its position, or the states of all data replicas under `ranks`.
 

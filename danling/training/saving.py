@@ -39,6 +39,7 @@ class RunSaver:
         instead: Called where they are not, so that all replica groups go on alike.
         loaded: Called in this order after the run was restored from a checkpoint.
         saved_at: Updates and epochs that the last save, or the checkpoint resumed from, stands at.
+        best_elsewhere: Index of a best score whose checkpoint lies in the directory that the run came from; `None` where there is none.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RunSaver:
         self.instead: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
         self.saved_at: tuple[int, int] | None = None
+        self.best_elsewhere: int | None = None
 
     @property
     def at(self) -> tuple[int, int]:

@@ -85,6 +85,7 @@ class TrainingSession:
         self.signals: SignalWatcher | None = None
         self.heartbeat: Heartbeat | None = None
         self.gc_pacer: GcPacer | None = None
+        self._heartbeat_settings: tuple[object, ...] | None = None
         self._requested: set[str] = set()
         self._clock = clock
         self._deadline = math.inf
@@ -163,6 +164,20 @@ class TrainingSession:
         """
         if self.heartbeat is not None:
             self.heartbeat.beat(step, epoch)
+
+    def heartbeat_changed(self, *settings: object) -> bool:
+        """Whether the heartbeat is to begin, or to begin anew: one that beats with other settings is stopped.
+
+        Args:
+            *settings: What it is begun with.
+        """
+        if settings == self._heartbeat_settings:
+            return False
+        self._heartbeat_settings = settings
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        self.heartbeat = None
+        return True
 
     def collecting(self) -> AbstractContextManager[None]:
         """Return the context in which garbage is collected at boundaries only, where that is paced."""

@@ -8,9 +8,11 @@ from typing import Any
 
 from danling.config import RunnerConfig
 from danling.distributed import Domain
+from danling.utils.secrets import secret_values, without_secrets
 
 from .claim import Claim, claim
 from .identity import CodeIdentity, make_timestamp, run_id
+from .litter import remove_litter
 from .placing import wish_of
 from .series import number_of
 from .workspace import Workspace
@@ -72,6 +74,51 @@ class RunPlace:
         if self._places() != self._chosen_for:
             self.choose()
         self.id = self._world.on_first(self._entered)
+
+    def open(self, *, code_id: str | None, config_id: str, timestamp: str) -> Workspace:
+        """Become the writer of the run directory, create it, and remove what an attempt that was killed has left in it.
+
+        Args:
+            code_id: Name of the code, which a program may have replaced.
+            config_id: Identity of the configuration, likewise.
+            timestamp: Of this attempt, likewise.
+
+        Returns:
+            The paths of the run.
+
+        Raises:
+            ValueError: If the directory holds a run, and this one starts from scratch.
+            RunInUseError: If another process writes into it and does not end in time.
+        """
+        self.code_id, self.config_id = code_id, config_id
+        self.enter()
+        workspace = self.workspace(id=self.id, code_id=code_id, timestamp=timestamp)
+        workspace.create()
+        if workspace.is_main and not self._settings().checkpoint.load_only:
+            remove_litter(workspace.dir)
+        return workspace
+
+    def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
+        """Write what the run was made of, unless this process only looks at the run.
+
+        Args:
+            workspace: Paths of the run.
+            foreign: Whether the directory holds checkpoints of another run.
+        """
+        config = self._settings()
+        looks = config.checkpoint.load_only
+        if looks and (foreign() or self._world.on_first(workspace.has_metadata)):
+            return
+        if workspace.is_main:
+            listed = config.secret_keys or ()
+            workspace.write_metadata(
+                config.public(),
+                config.canonical(replicas=self._replicas),
+                without_secrets(config.changed(), listed),
+                self.code,
+                keep_diff=config.git_diff,
+                secrets=secret_values(config.plain(), listed),
+            )
 
     def workspace(self, *, id: str, code_id: str | None, timestamp: str) -> Workspace:
         """Return the paths of the run; no file is touched.

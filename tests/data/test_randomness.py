@@ -12,7 +12,7 @@ from support.datasets import host_state
 
 from danling.data import capture_random_state, derive_seed, preserved_random_state, restore_random_state, seed_streams
 from danling.data.host_streams import HOST_STREAMS, HostStreams
-from danling.data.randomness import mix_seed
+from danling.data.randomness import deterministic_kernels, mix_seed
 
 
 def draw() -> list[float]:
@@ -158,3 +158,11 @@ def test_preserving_works_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
     restore_random_state(state)
+
+
+def test_deterministic_kernels_are_asked_for_inside_only() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with pytest.raises(RuntimeError, match="inside"), deterministic_kernels():
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        raise RuntimeError("inside")
+    assert before == (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)

@@ -175,3 +175,13 @@ def test_a_sampler_that_takes_another_share_is_refused() -> None:
     # A rank that reads nothing does not divide anything.
     proxy = open_source(loader, split="train", share=(0, 2), seed=0, reads=False)
     assert not proxy.reads and next(iter(proxy.batches())).data is PLACEHOLDER
+
+
+def test_a_split_whose_figures_select_must_be_evaluated() -> None:
+    run = Run("train", "val")
+    run.splits.check_scored("val", trained=["train"], evaluated=["val"])
+    run.splits.check_scored("train", trained=["train"], evaluated=["train", "val"])
+    with pytest.raises(ValueError, match="score_split='train', which is trained on"):
+        run.splits.check_scored("train", trained=["train"], evaluated=["val"])
+    with pytest.raises(ValueError, match="split='gone'"):
+        run.splits.check_scored("gone", trained=["train"], evaluated=["val"])

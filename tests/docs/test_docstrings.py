@@ -69,7 +69,7 @@ def test_which_ranks_call_a_method_is_said_once_and_the_exceptions_by_each() -> 
     assert {name for name, text in spoken.items() if ALONE.search(text)} >= {
         "read_config",
         "unwrap",
-        "locate_workspace",
+        "data_place",
         "print",
     }
 

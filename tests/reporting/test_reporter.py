@@ -231,6 +231,16 @@ def test_trackers_are_opened_where_the_configuration_asks_for_them(tmp_path: Pat
     assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(3, 1.0)]
 
 
+def test_trackers_of_the_library_are_opened_by_their_hooks_where_there_are_some_and_once(tmp_path: Path) -> None:
+    reporter, asked = Reporter(is_main=True, world_size=1, seconds_between_lines=0.0), list[str]()
+    hooks = {"tensorboard": lambda: asked.append("tensorboard")}
+    for _ in range(2):
+        reporter.open_trackers(hooks.get, lambda: place(tmp_path, tensorboard=True))
+    assert asked == ["tensorboard"]  # a hook that does nothing is asked too, and then there is no such tracker
+    assert [type(tracker).__name__ for tracker in reporter.trackers.opened] == ["JsonlTracker"]
+    reporter.trackers.close()
+
+
 def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     earlier = tmp_path / "tensorboard" / "2025-12-31"

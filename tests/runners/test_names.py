@@ -27,7 +27,7 @@ NAMES = (
     "trackers",
     "_boundaries",
     "_reporter",
-    "scoreboard",
+    "standing",
     "open_result",
     "losses",
     "index",

@@ -11,7 +11,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from danling.checkpoints import CheckpointMismatch
 from danling.data import BatchSource, build_dataloader
-from danling.training.loader_states import differences_of_passes, own_states, share_of, state_of
+from danling.training.loader_states import (
+    check_state,
+    differences_of_passes,
+    own_states,
+    share_of,
+    state_of,
+    states_of_all,
+)
 
 
 def test_a_position_is_one_for_all_ranks() -> None:
@@ -72,3 +79,14 @@ def test_passes_that_end_elsewhere_are_named() -> None:
     assert differences_of_passes({"train": {"end": 9, "length": 12}}, {"train": fours}) == []
     assert differences_of_passes({}, {"train": fours}) == []
     assert differences_of_passes(stored, {"train": [1, 2]}) == []
+
+
+def test_states_of_several_splits_are_those_of_each() -> None:
+    sources = {name: BatchSource([1, 2], split=name) for name in ("train", "more")}
+    ranks = [(0, own_states(sources)), (1, own_states(sources))]
+    found = states_of_all(sources, iter(ranks))
+    assert found == {name: state_of(name, source, ranks) for name, source in sources.items()}
+    assert found["more"]["ranks"].keys() == {"0", "1"}
+    check_state(found, "more")
+    with pytest.raises(CheckpointMismatch, match=r"state of split 'val'.*\['more', 'train'\]"):
+        check_state(found, "val")

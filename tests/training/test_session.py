@@ -249,3 +249,12 @@ def test_updates_beat_the_heart_and_collect_garbage(tmp_path: Path) -> None:
         gc.callbacks.pop()
         session.heartbeat.stop()
     assert json.loads((tmp_path / "rank-0.json").read_text())["global_step"] == 4
+
+
+def test_a_heartbeat_is_begun_anew_only_where_its_settings_have_changed(tmp_path: Path) -> None:
+    session = TrainingSession()
+    assert session.heartbeat_changed("a", ("enabled", True))
+    session.heartbeat = first = Heartbeat(tmp_path, rank=0, interval_seconds=60.0)
+    assert not session.heartbeat_changed("a", ("enabled", True)) and session.heartbeat is first
+    assert session.heartbeat_changed("b", ("enabled", True)) and session.heartbeat is None
+    assert '"stopped"' in first.file.read_text()
