@@ -19,7 +19,6 @@ from typing_extensions import Self
 from danling.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
-from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.checkpoints.reading import obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
@@ -60,6 +59,7 @@ from danling.torchft import (
     workspace_part,
 )
 from danling.training import TrainingSession, loader_states
+from danling.training.loader_states import LoaderPositions
 from danling.training.run_state import (
     RunState,
     StatePart,
@@ -75,7 +75,8 @@ from danling.workspace import Workspace, format_number
 from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
 
-from .meta import MetaRunner, strings_in_methods
+from .meta import MetaRunner, close_after_error
+from .names import by_former_name
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -168,7 +169,11 @@ class BaseRunner(metaclass=MetaRunner):
             lambda: self.scores, lambda: self.best_index, own=type(self).scores is not BaseRunner.scores
         )
         self._hold_data()
-        self.run_state = RunState(self.component_parts(), self.progress_parts())
+        self.run_state = RunState(
+            self.component_parts(),
+            self.progress_parts(),
+            excluded=lambda: self.config.checkpoint.exclude_from_loading,
+        )
         self.saver = RunSaver(
             manager=lambda: self.checkpoint_manager, position=lambda: self.state.train, state=self.checkpoint_state
         )
@@ -218,6 +223,12 @@ class BaseRunner(metaclass=MetaRunner):
             open=self._open_source,
             epoch=lambda: self.state.train.epoch,
         )
+        self._positions = LoaderPositions(
+            lambda split: self.source(split),
+            lambda: self.train_splits,
+            domain=lambda: self.placement.data,
+            inexact=self._goes_on_inexactly,
+        )
         self._streams = RankStreams(
             place=lambda: self.placement.stream_index,
             number=lambda: self.placement.rng_stream[1],
@@ -225,6 +236,9 @@ class BaseRunner(metaclass=MetaRunner):
             seed=lambda: self.seed,
             device=lambda: self.device,
         )
+
+    def _goes_on_inexactly(self) -> bool:
+        return self.placement.keeps_streams and bool(self.config.parallel.allow_degree_change)
 
     def _name_run(self) -> None:
         # Before a seed is drawn, which is no part of the run's identity.
@@ -269,22 +283,6 @@ class BaseRunner(metaclass=MetaRunner):
             check_layout(self.stack, axes, shared=shared, replica_id=own.ft.replica_id, group_size=own.ft.group_size)
         return own
 
-    def check_settings_are_read(self) -> None:
-        """Refuse a key at the top level of the configuration that does nothing: no class declares it, and no rank has read it.
-
-        Called when training begins: by then a program has read its own keys.
-
-        Raises:
-            ValueError: If there is one, with its place in the library's configuration.
-        """
-        unread = self.config.unread()
-        if self._made_of_mapping:
-            # It may read the mapping itself, which nobody sees.
-            unread -= strings_in_methods(type(self))
-        if self.distributed:
-            unread = set.intersection(*self.world.gather_objects(unread))
-        self.config.refuse_unread(unread, may_be_read=self._made_of_mapping)
-
     def __post_init__(self) -> None:
         """Finish construction after the outermost `__init__`.
 
@@ -311,7 +309,7 @@ class BaseRunner(metaclass=MetaRunner):
     def prepare_components(self) -> None:
         """Make ready what `__init__` has set up: here the loaders. Called before the first file is written."""
         self.build_dataloaders()
-        self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
+        self._splits.agree_lengths(self.train_splits, self.placement.optimizer)
         self._open_sources()
 
     def _open_sources(self) -> None:
@@ -659,16 +657,6 @@ class BaseRunner(metaclass=MetaRunner):
         return self.placement.data
 
     @property
-    def optimizer_domain(self) -> Domain:
-        """Ranks that decide an update together."""
-        return self.placement.optimizer
-
-    @property
-    def figures_domain(self) -> Domain:
-        """Ranks whose losses and metrics add up to those of all data; the data domain, unless one sample lies on several ranks."""
-        return self.placement.metrics
-
-    @property
     def dir(self) -> Path:
         """The run directory."""
         return self.workspace.dir
@@ -932,8 +920,8 @@ class BaseRunner(metaclass=MetaRunner):
             sources=lambda: self.sources,
             trained=lambda: self.sources.among(self.train_splits),
             position=lambda: self.state.train,
-            share=lambda split, state: self.own_loader_state(split, state),
-            leaves_out=lambda split: self.excluded_from_loading.leaves_out(f"dataloaders.{split}"),
+            share=self._positions.share,
+            leaves_out=lambda split: self.run_state.excluded.leaves_out(f"dataloaders.{split}"),
             world=self.world,
             data_rank=lambda: self.data_domain.rank,
             device=self.device,
@@ -970,18 +958,12 @@ class BaseRunner(metaclass=MetaRunner):
             ),
             # Restored last of all, since loading draws.
             StatePart("rng", lambda: dict(self.state.rng.ranks), lambda streams, _: None),
-            StatePart("results", self._stored_results, lambda stored, _: self._load_results(stored), default=dict),
+            StatePart.by_index(self, "results"),
         ]
 
     def _load_attempts(self, stored: Mapping[str, Any]) -> None:
         self.state.load_elastic(stored)
         self.update_plan.hold_at_most(self.state.elastic.micro_batch_size)
-
-    def _stored_results(self) -> dict[str, Any]:
-        return {str(index): result for index, result in self.results.items()}
-
-    def _load_results(self, stored: Mapping[str, Any]) -> None:
-        self.results = {int(index): result for index, result in stored.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.
@@ -1028,11 +1010,6 @@ class BaseRunner(metaclass=MetaRunner):
         return self.is_best and self.standing.latest_index == self.index
 
     # Loading
-
-    @property
-    def excluded_from_loading(self) -> ExcludedFromLoading:
-        """What `checkpoint.exclude_from_loading` leaves out of what is loaded."""
-        return ExcludedFromLoading(self.config.checkpoint.exclude_from_loading)
 
     def restore(self) -> None:
         """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
@@ -1096,7 +1073,7 @@ class BaseRunner(metaclass=MetaRunner):
             CheckpointMismatch: If a component is missing, or the stored configuration means another run.
         """
         if isinstance(checkpoint, Mapping):
-            check_given(checkpoint, self.excluded_from_loading)
+            check_given(checkpoint, self.run_state.excluded)
             payload, source = checkpoint, None
         else:
             payload, source = self.read_checkpoint(checkpoint), checkpoint
@@ -1114,7 +1091,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _check_resumable(self, payload: Mapping[str, Any]) -> None:
         """Refuse a checkpoint from which this run could not go on as the one that was stored."""
-        stored, excluded = payload.get("runner", {}), self.excluded_from_loading
+        stored, excluded = payload.get("runner", {}), self.run_state.excluded
         if self._draws_seed and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
         differences = self.config_differences(payload)
@@ -1127,7 +1104,7 @@ class BaseRunner(metaclass=MetaRunner):
             state = kept.get("state", {})
             layout = state.get("elastic", {}).get("streams")
             if self._streams.would_differ(layout, state.get("rng", {})):
-                check_streams(layout, self._streams.layout, inexact=self.allows_inexact_resume)
+                check_streams(layout, self._streams.layout, inexact=self._goes_on_inexactly())
 
     def _note_best(self, checkpoint: str | Path) -> None:
         own = self.workspace.checkpoints
@@ -1150,7 +1127,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
         """
-        payload, excluded = self.excluded_from_loading.apply(state)
+        payload, excluded = self.run_state.excluded.apply(state)
         needed = self.run_state.names() or list(self.component_states())
         check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
         self.load_components(payload, excluded)
@@ -1181,28 +1158,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
         """
-        for split in self.train_splits:
-            loader_states.check_state(states, split)
-            own = self.own_loader_state(split, states[split]) if states[split] is not None else None
-            if own is not None:
-                self.source(split).load_state_dict(own)
-
-    def own_loader_state(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning.
-
-        Args:
-            split: The split.
-            state: What a checkpoint holds of its loader.
-        """
-        domain = self.data_domain
-        return loader_states.share_of(
-            state, split, rank=domain.rank, size=domain.size, inexact=self.allows_inexact_resume
-        )
-
-    @property
-    def allows_inexact_resume(self) -> bool:
-        """Whether a run may go on where it cannot do so exactly: `parallel.allow_degree_change` of a stack that keeps its streams."""
-        return self.placement.keeps_streams and bool(self.config.parallel.allow_degree_change)
+        self._positions.restore(states)
 
     # Sources
 
@@ -1284,13 +1240,10 @@ class BaseRunner(metaclass=MetaRunner):
             self._closed = True
             self._closers.close()
 
-    def abandon(self) -> None:
-        """Close after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed to come up."""
-        try:
-            if hasattr(self, "_closers"):
-                self.close()
-        except Exception:
-            logger.exception("Closing after a failure failed as well; the failure itself follows.")
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            return by_former_name(self, name)
 
     def __enter__(self) -> Self:
         return self
@@ -1298,7 +1251,10 @@ class BaseRunner(metaclass=MetaRunner):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        (self.close if kind is None else self.abandon)()
+        if kind is None:
+            self.close()
+        else:
+            close_after_error(self)
 
 
 def _unimplemented(runner: BaseRunner, verb: str) -> NotImplementedError:

@@ -191,7 +191,7 @@ class DeepSpeedRunner(TorchRunner):
             whole_weights=lambda: self.whole_weights(),
             keeps_master_weights=lambda: uses_bf16_weights(self.given_settings),
             trust=lambda: bool(self.config.checkpoint.trust),
-            excluded=lambda: self.excluded_from_loading,
+            excluded=lambda: self.run_state.excluded,
             on_all=lambda action: self.checkpoint_manager.on_all(action),
             model=lambda: self.unwrapped_model,
             named_parameters=lambda: self.named_parameters(),

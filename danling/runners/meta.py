@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .alone import make_standalone
 from .names import check_names, explain_property, is_library, noting
+
+if TYPE_CHECKING:
+    from danling.config import RunnerConfig
+    from danling.distributed import Domain
+
+logger = logging.getLogger("danling")
 
 
 class MetaRunner(type):
@@ -45,7 +52,7 @@ class MetaRunner(type):
             check_names(runner)
             runner.__post_init__()
         except BaseException:
-            runner.abandon()
+            close_after_error(runner)
             raise
         return runner
 
@@ -67,6 +74,39 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
             f"Expected {name}.__init__ to call super().__init__(config) first. Received: an __init__ that did not. Add it."
         ) from forgotten
+
+
+def close_after_error(runner: Any) -> None:
+    """Close a runner after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed.
+
+    Args:
+        runner: The runner, which may have failed before anything of it was set up.
+    """
+    try:
+        if "_closers" in vars(runner):
+            runner.close()
+    except Exception:
+        logger.exception("Closing after a failure failed as well; the failure itself follows.")
+
+
+def check_settings_are_read(runner_class: type, config: RunnerConfig, world: Domain, *, made_of_mapping: bool) -> None:
+    """Refuse a key at the top level of the configuration that does nothing: no class declares it, and no rank has read it.
+
+    Called on all ranks, when training begins: by then a program has read its own keys.
+
+    Args:
+        runner_class: Class of the runner.
+        config: Its configuration.
+        world: All ranks.
+        made_of_mapping: Whether the configuration was made of a mapping, which the program may read itself, and nobody sees.
+
+    Raises:
+        ValueError: If there is one, with its place in the library's configuration.
+    """
+    unread = config.unread() - (strings_in_methods(runner_class) if made_of_mapping else set())
+    if world.size > 1:
+        unread = set.intersection(*world.gather_objects(unread))
+    config.refuse_unread(unread, may_be_read=made_of_mapping)
 
 
 def strings_in_methods(runner_class: type) -> set[str]:

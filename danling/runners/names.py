@@ -6,7 +6,10 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
+
+from danling.utils.warn import warn_user
 
 SETTABLE = frozenset(
     {"model", "ema", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics", "meters", "config"}
@@ -18,6 +21,44 @@ _REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timesta
 
 _CLASS_DATA = frozenset({"mode"})
 """What the library changes while it runs: it begins as an attribute of the class, and is no setting."""
+
+FORMER_NAMES = {
+    "data_replicas": "placement.data_replicas",
+    "excluded_from_loading": "run_state.excluded",
+    "evaluations_since_best": "standing.evaluations_since_best",
+    "figures_domain": "placement.metrics",
+    "optimizer_domain": "placement.optimizer",
+    "own_scores": "standing.scores",
+    "scoreboard": "standing.board",
+}
+"""Attributes that were a runner's own, and where they are now; the former name is accepted for one version."""
+
+_FORMER_HOOKS = {
+    "asked_to_stop": "`stop`, which asks for it",
+    "commit_over_replicas": "`build_reduction`",
+    "criterion_state_dict": "`component_parts`, with a part called 'criterion'",
+    "evaluated_weights": "`averaged_weights`",
+    "figures_domain": "`build_placement`",
+    "forward_communicates": "`build_preparation`",
+    "gradientless": "`build_reduction`",
+    "heal": "`component_parts` and `progress_parts`, whose parts are taken over when a replica group heals",
+    "healing_state": "`component_parts` and `progress_parts`, whose parts are taken over when a replica group heals",
+    "load_criterion": "`component_parts`, with a part called 'criterion'",
+    "load_run_state": "`progress_parts`",
+    "loader_settings": "`build_dataloader`",
+    "locate_workspace": "`config.dir` or `config.workspace_root`",
+    "needed_components": "`component_parts`",
+    "optimizer_domain": "`build_placement`",
+    "own_loader_state": "`load_dataloaders`",
+    "own_scores": "`scores`",
+    "own_stream_place": "`build_placement`",
+    "stream_layout": "`build_placement`",
+    "stream_place": "`build_placement`",
+    "sum_over_replicas": "`build_reduction`",
+    "update_division": "`build_dataloader`",
+    "whole_parameters": "`build_preparation`",
+}
+"""Methods that the library called in an earlier version, and what is overridden instead. One of that name is never called now."""
 
 _RECORD = "_set_by_library"
 _NO_SETTER = re.compile(r"property '(\w+)' of .* has no setter|can't set attribute '?(\w+)")
@@ -79,6 +120,8 @@ def check_names(runner: Any) -> None:
     Raises:
         AttributeError: If there is one, with its owner and another name.
     """
+    for sentence in former_hooks(type(runner)):
+        warn_user(sentence, FutureWarning)
     record: LibraryNames = vars(runner).pop(_RECORD)
     line: Any = type(runner)
     defined = _defined(line)
@@ -96,6 +139,43 @@ def check_names(runner: Any) -> None:
         owner, original = defined.get(name, (record.owners.get(name), _MISSING))
         if owner is not None and name not in SETTABLE and not _overrides(value, original, private=name.startswith("_")):
             raise _refused(f"{name} of the class {kind.__name__}", name, owner)
+
+
+def former_hooks(runner_class: type) -> list[str]:
+    """Return a sentence for every method of the user's that an earlier version called and this one does not.
+
+    Args:
+        runner_class: Class of the runner.
+    """
+    own = {name: kind for name, kind, value in _of_user(runner_class) if name in _FORMER_HOOKS and not _is_plain(value)}
+    return [
+        f"{kind.__name__}.{name} is not called any more: override {_FORMER_HOOKS[name]} instead, or give it another name."
+        for name, kind in sorted(own.items())
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    return not (callable(value) or isinstance(value, (property, functools.cached_property, staticmethod, classmethod)))
+
+
+def by_former_name(runner: object, name: str) -> Any:
+    """Return an attribute of a runner that was asked for by its former name, with a warning.
+
+    Args:
+        runner: The runner, which has no attribute of that name.
+        name: The name.
+
+    Raises:
+        AttributeError: If it is no former name either, or what the attribute is made of is missing itself.
+    """
+    if name not in FORMER_NAMES:
+        # Once more in the ordinary way, whose error names what is missing.
+        return object.__getattribute__(runner, name)
+    warn_user(
+        f"runner.{name} is runner.{FORMER_NAMES[name]} now; the former name goes with the next version.",
+        DeprecationWarning,
+    )
+    return attrgetter(FORMER_NAMES[name])(runner)
 
 
 def explain_property(runner: Any, error: AttributeError) -> AttributeError | None:

@@ -420,7 +420,7 @@ class ParallelRunner(TorchRunner):
     @cached_property
     def _passes(self) -> PassAgreement:
         return PassAgreement(
-            self.optimizer_domain,
+            self.placement.optimizer,
             self.data_domain,
             blind=self.pipeline is not None and self.pipeline.has_blind_ranks,
             collective_forward=self.degree(*axes_with(forward_communicates=True)) > 1,

@@ -61,16 +61,16 @@ class TorchComponents(BaseRunner):
         self._check_components()
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
-        self.window = Window(self.optimizer_domain, self.device)
+        self.window = Window(self.placement.optimizer, self.device)
         self.label_shift = LabelShift()
         counts = (self.placement.counts_loss, self.placement.counts_samples)
-        self.ballot = Ballot(self.optimizer_domain, self.device, reports=counts)
+        self.ballot = Ballot(self.placement.optimizer, self.device, reports=counts)
         self.memory_retry = self._build_memory_retry()
         self.materialize_model()
         self._check_wrapped()
         self._build_if_absent()
         self._open_sources()
-        self.metric_set = MetricSet.wrap(self.metrics, domain=self.figures_domain, device=self.device)
+        self.metric_set = MetricSet.wrap(self.metrics, domain=self.placement.metrics, device=self.device)
 
     def __post_init__(self) -> None:
         """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
@@ -92,7 +92,7 @@ class TorchComponents(BaseRunner):
                 f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
                 "fit a rank."
             )
-        return MemoryRetry(self.optimizer_domain, self.device, is_out_of_memory)
+        return MemoryRetry(self.placement.optimizer, self.device, is_out_of_memory)
 
     def build_preparation(self) -> ModelPreparation:
         """Return how the stack prepares the model: what wraps it, and where its weights are whole. Called on all ranks."""
@@ -177,7 +177,7 @@ class TorchComponents(BaseRunner):
         if self.optimizer is None and (self.config.get("optim", None) or self._overrides("build_optimizer")):
             self.optimizer = self.build_optimizer()
         self.build_dataloaders()
-        self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
+        self._splits.agree_lengths(self.train_splits, self.placement.optimizer)
         self.bind_optimizer()
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:

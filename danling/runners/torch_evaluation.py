@@ -302,7 +302,7 @@ class TorchEvaluation(TorchState):
             split: The split that was evaluated.
             totals: Sums and weights of this rank.
         """
-        result, metrics = totals.averages(self.figures_domain), self.metric_set.compute(self.figures_domain)
+        result, metrics = totals.averages(self.placement.metrics), self.metric_set.compute(self.placement.metrics)
         check_metrics(metrics, RESERVED_FIGURES)
         return result | metrics
 
@@ -335,7 +335,7 @@ class TorchEvaluation(TorchState):
         source.rewind()
         batches = source.batches()
         if self._evaluates_together:
-            batches = even_out(batches, ranks=self.optimizer_domain, readers=self.data_domain, reads=source.reads)
+            batches = even_out(batches, ranks=self.placement.optimizer, readers=self.data_domain, reads=source.reads)
         yield from batches
         source.rewind()
 

@@ -111,7 +111,7 @@ class TorchFigures(TorchUpdate):
             grad_norm=outcome.grad_norm,
             learning_rates=self._rates,
             epoch=self._epoch_shown(),
-            domain=self.optimizer_domain,
+            domain=self.placement.optimizer,
             counts_samples=self.placement.counts_samples,
             per_token=self.flops_per_token,
             per_sample=self.flops_per_sample,

@@ -27,6 +27,7 @@ from danling.training import (
 from danling.training.boundaries import Boundary
 
 from .base_runner import Results
+from .meta import check_settings_are_read
 from .torch_watch import TorchWatch
 
 logger = logging.getLogger("danling")
@@ -175,7 +176,7 @@ class TorchRunner(TorchWatch):
     def _alone_train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
         self.check_trainable()
         self._splits.check(split)
-        self._splits.agree_lengths(self.train_splits, self.optimizer_domain)
+        self._splits.agree_lengths(self.train_splits, self.placement.optimizer)
         with self._training(whole=False):
             self._position_jumped = False
             metrics = call(split, *args, **kwargs)
@@ -318,7 +319,7 @@ class TorchRunner(TorchWatch):
                 "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
                 "auto_resume goes on from its last checkpoint."
             )
-        self.check_settings_are_read()
+        check_settings_are_read(type(self), self.config, self.world, made_of_mapping=self._made_of_mapping)
         self.check_optimizer_given()
         if takes_closure(self.optimizer):
             raise ValueError(
@@ -331,7 +332,7 @@ class TorchRunner(TorchWatch):
 
     @cached_property
     def _passes(self) -> PassAgreement:
-        return PassAgreement(self.optimizer_domain, self.data_domain)
+        return PassAgreement(self.placement.optimizer, self.data_domain)
 
     def _updates(self, split: str) -> Iterator[UpdateOutcome]:
         """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
@@ -386,7 +387,7 @@ class TorchRunner(TorchWatch):
         """Do before an update what ranks otherwise do together within it: all of them have to come through it alone."""
         if self.preparation.broadcasts_buffers:
             self.equalize_buffers()
-        if self.window.agreed_reference is None and self.optimizer_domain.size > 1:
+        if self.window.agreed_reference is None and self.placement.optimizer.size > 1:
             self.window.agreed_reference = float(held)
 
     def _remembered(self) -> Callable[[], None]:

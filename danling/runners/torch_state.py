@@ -53,7 +53,7 @@ class TorchState(TorchComponents):
 
     def meter_totals(self) -> dict[str, tuple[float, float]]:
         """Return sums and weights of `meters` over all ranks, and over the replica groups that take part. Call on all ranks."""
-        totals = self.meters.totals(self.figures_domain)
+        totals = self.meters.totals(self.placement.metrics)
         return totals if self.fault_tolerance is None else self.fault_tolerance.sum_totals(totals)
 
     # Saving
@@ -92,7 +92,7 @@ class TorchState(TorchComponents):
 
     def _load_meters(self, totals: Mapping[str, Any]) -> None:
         # Sums over all ranks were saved: one of those that add up takes them over.
-        self.meters.load_state_dict(totals if self.figures_domain.rank == 0 else {})
+        self.meters.load_state_dict(totals if self.placement.metrics.rank == 0 else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
@@ -102,7 +102,7 @@ class TorchState(TorchComponents):
         """
         self.equalize_buffers()
         payload = super().state_dict()
-        totals = self.meters.totals(self.figures_domain)
+        totals = self.meters.totals(self.placement.metrics)
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
         return payload
 
@@ -156,7 +156,7 @@ class TorchState(TorchComponents):
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
         """
-        super().load_state_dict(self.model_states.opened(state, self.excluded_from_loading))
+        super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
     def load_components(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
         """Restore model, criterion, averages, optimizer and scheduler, in this order. Called on all ranks.
@@ -168,7 +168,7 @@ class TorchState(TorchComponents):
         options = options_of(self.optimizer) if self.optimizer is not None else []
         super().load_components(payload, excluded)
         if self.optimizer is not None and "optimizer" in payload:
-            allows = self.excluded_from_loading.allows_setting
+            allows = self.run_state.excluded.allows_setting
             adopt_options(
                 self.optimizer,
                 self.scheduler,
@@ -229,7 +229,7 @@ class TorchState(TorchComponents):
         """
         weights = read_model(self.checkpoint_manager, checkpoint)
         # Only weights are read for finetuning, so other exclusions would match nothing there.
-        payload, excluded = exclude({"model": weights}, self.excluded_from_loading.parts_of("model"))
+        payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
         self.load_model(payload["model"], partial=bool(excluded))
         if self.ema is not None:
             self.ema.reset()

@@ -378,7 +378,7 @@ class TorchUpdate(TorchEvaluation):
 
     @cached_property
     def _decision(self) -> UpdateDecision:
-        return UpdateDecision(self.optimizer_domain, self.device)
+        return UpdateDecision(self.placement.optimizer, self.device)
 
     def settle(self) -> None:
         """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated.

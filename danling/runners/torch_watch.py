@@ -74,7 +74,7 @@ class TorchWatch(TorchFigures):
 
         with reporter.aside():
             pending = self.ballot.settle()
-            yield from session.between_batches(batches, domain=self.optimizer_domain, pending=pending, seen=seen)
+            yield from session.between_batches(batches, domain=self.placement.optimizer, pending=pending, seen=seen)
 
     def _keeper(self) -> Callable[[], bool]:
         """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere.
@@ -128,7 +128,7 @@ class TorchWatch(TorchFigures):
             self.open_trackers()
             self.init_signal_handlers()
             self._begin_report()
-            opened = self._session.opened(self._session_end(), domain=self.optimizer_domain, whole=whole)
+            opened = self._session.opened(self._session_end(), domain=self.placement.optimizer, whole=whole)
             with self._evaluation.watched(self.boundaries), opened:
                 yield
 
@@ -170,7 +170,7 @@ class TorchWatch(TorchFigures):
         self.write_results()
         # On all ranks, so that an error of the background writer is raised on all of them.
         self.checkpoint_manager.wait()
-        self._say_ending(session.hear_late_signals(self.optimizer_domain))
+        self._say_ending(session.hear_late_signals(self.placement.optimizer))
         session.exit_if_signalled(train.global_step)
 
     def _close_training(self) -> None:

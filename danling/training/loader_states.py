@@ -3,13 +3,66 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.data import BatchSource, DataLoader
+from danling.utils.protocols import ReductionDomain
 
 logger = logging.getLogger("danling")
+
+
+class LoaderPositions:
+    """The positions in the loaders of the splits to train on, as a checkpoint holds them.
+
+    Args:
+        source: Returns the batches of a split.
+        trained: Returns the splits to train on.
+        domain: Returns the ranks that read different data.
+        inexact: Whether what cannot be divided anew over another number of ranks starts anew, with a warning.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[str], BatchSource],
+        trained: Callable[[], Iterable[str]],
+        *,
+        domain: Callable[[], ReductionDomain],
+        inexact: Callable[[], bool],
+    ) -> None:
+        self._source, self._trained = source, trained
+        self._domain, self._inexact = domain, inexact
+
+    def restore(self, states: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Restore the positions of this rank.
+
+        Args:
+            states: State by split; `None` for one that begins anew.
+
+        Raises:
+            CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
+        """
+        for split in self._trained():
+            if split not in states:
+                raise CheckpointMismatch(
+                    f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
+                    f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
+                )
+            stored = states[split]
+            own = self.share(split, stored) if stored is not None else None
+            if own is not None:
+                self._source(split).load_state_dict(own)
+
+    def share(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning.
+
+        Args:
+            split: The split.
+            state: What a checkpoint holds of its loader.
+        """
+        domain = self._domain()
+        return share_of(state, split, rank=domain.rank, size=domain.size, inexact=self._inexact())
 
 
 def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) -> dict[str, Any]:
@@ -37,23 +90,6 @@ def states_of_all(
     """
     gathered = list(ranks)
     return {split: state_of(split, source, gathered) for split, source in sources.items()}
-
-
-def check_state(states: Mapping[str, Any], split: str) -> None:
-    """Refuse stored states without that of a split that is trained on.
-
-    Args:
-        states: Stored states by split.
-        split: The split.
-
-    Raises:
-        CheckpointMismatch: If it is missing.
-    """
-    if split not in states:
-        raise CheckpointMismatch(
-            f"Expected the loader state of split {split!r}. Received: splits={sorted(states)}. Add "
-            f"'dataloaders' to checkpoint.exclude_from_loading to start it from its beginning."
-        )
 
 
 def state_of(split: str, source: BatchSource, ranks: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -85,6 +85,21 @@ class StatePart:
         )
 
     @classmethod
+    def by_index(cls, holder: object, name: str) -> StatePart:
+        """Return the part that is a mapping by integers, whose keys are texts in a checkpoint.
+
+        Args:
+            holder: The object.
+            name: The attribute, and the part.
+        """
+        return cls(
+            name,
+            get=lambda: {str(index): value for index, value in getattr(holder, name).items()},
+            set=lambda stored, _: setattr(holder, name, {int(index): value for index, value in stored.items()}),
+            default=dict,
+        )
+
+    @classmethod
     def stateful(cls, name: str, held: Callable[[], Stateful | None], *, resets: bool = False) -> StatePart:
         """Return the part that is the state of an object, or empty while there is no such object.
 
@@ -114,12 +129,25 @@ class RunState:
     Args:
         components: Of a checkpoint, less `state` and `dataloaders`.
         progress: Of the entry `state`: counters, attempts, figures, scores.
+        excluded: Returns the entries of `checkpoint.exclude_from_loading`.
     """
 
-    def __init__(self, components: Iterable[StatePart] = (), progress: Iterable[StatePart] = ()) -> None:
+    def __init__(
+        self,
+        components: Iterable[StatePart] = (),
+        progress: Iterable[StatePart] = (),
+        *,
+        excluded: Callable[[], str | Iterable[str] | None] = tuple,
+    ) -> None:
+        self._excluded = excluded
         self._components = {part.name: part for part in components}
         self._progress = {part.name: part for part in progress}
         self._saved_elsewhere: frozenset[str] = frozenset()
+
+    @property
+    def excluded(self) -> ExcludedFromLoading:
+        """What is left out of what is loaded."""
+        return ExcludedFromLoading(self._excluded())
 
     # Components
 

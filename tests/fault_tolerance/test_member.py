@@ -15,7 +15,7 @@ from danling.config import RunnerConfig
 from danling.data import build_dataloader, open_source
 from danling.distributed import LocalDomain
 from danling.metrics import Meters
-from danling.torchft import Healing, ReplicaMember, ReplicaSettings, check_layout
+from danling.torchft import Healing, ReplicaMember, ReplicaSettings, check_layout, position_owner, workspace_part
 from danling.training import Window
 from danling.training.run_state import RunState, StatePart
 
@@ -225,3 +225,19 @@ def test_what_groups_cannot_be_is_refused(
     check_layout("parallel", {"shard": 2, "tensor": 1}, shared=shared, replica_id=0, group_size=1)
     with pytest.raises(ValueError, match=message):
         check_layout(stack, axes, shared=shared, replica_id=place[0], group_size=place[1])
+
+
+def test_a_group_keeps_its_own_place_in_the_data_where_it_is_asked_to_and_has_a_name() -> None:
+    asked = {"enable_ft_dataloader_checkpoints": True}
+    groups = {"enabled": True, "replica_id": 2, "group_size": 3}
+    for settings, owner in (
+        ({}, None),
+        ({"ft": groups}, None),
+        ({"checkpoint": asked}, None),
+        ({"checkpoint": asked, "ft": groups}, "2"),
+        ({"checkpoint": {**asked, "ft_replica_id": "mine"}, "ft": groups}, "mine"),
+        ({"checkpoint": {**asked, "ft_replica_id": "mine"}}, "mine"),
+    ):
+        assert position_owner(RunnerConfig(settings)) == owner
+    assert workspace_part(RunnerConfig({})) is None
+    assert workspace_part(RunnerConfig({"ft": groups})) == "ft-replica-2"

@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.runners.names import SETTABLE, LibraryNames, _defined, is_library
+from danling.runners.names import (
+    _FORMER_HOOKS,
+    FORMER_NAMES,
+    SETTABLE,
+    LibraryNames,
+    _defined,
+    former_hooks,
+    is_library,
+)
 
 NAMES = (
     "window",
@@ -178,3 +187,55 @@ def _recorded(records: list[set[str]], note: Any) -> Any:
         records.append(set(present))
 
     return noted
+
+
+def test_a_hook_that_is_not_called_any_more_is_named_with_what_to_override(tmp_path: Path) -> None:
+    class Former(Named):
+        def load_run_state(self, state: dict[str, Any]) -> None:
+            """Be called by an earlier version."""
+
+        @property
+        def figures_domain(self) -> Any:
+            """Be asked by an earlier version."""
+            return self.world
+
+    with pytest.warns(FutureWarning) as warned, Former(settings(tmp_path)):
+        pass
+    said = sorted(str(warning.message) for warning in warned if warning.category is FutureWarning)
+    assert [line.partition(": ")[0] for line in said] == [
+        "Former.figures_domain is not called any more",
+        "Former.load_run_state is not called any more",
+    ]
+    assert "override `build_placement` instead" in said[0] and "override `progress_parts` instead" in said[1]
+    assert warned[0].filename == __file__
+    assert former_hooks(Named) == [] and former_hooks(type("Plain", (Named,), {"heal": 3})) == []
+
+
+def test_no_hook_of_today_is_among_the_former_ones(tmp_path: Path) -> None:
+    with Named(settings(tmp_path)) as runner:
+        here = set(dir(type(runner))) | set(vars(runner))
+    assert not here & (FORMER_NAMES.keys() | _FORMER_HOOKS.keys())
+
+
+@pytest.mark.parametrize("name", sorted(FORMER_NAMES))
+def test_a_former_name_is_accepted_with_a_warning(name: str, tmp_path: Path) -> None:
+    with Named(settings(tmp_path)) as runner:
+        with pytest.warns(DeprecationWarning, match=f"runner.{name} is runner.{FORMER_NAMES[name]} now") as warned:
+            found = getattr(runner, name)
+        assert warned[0].filename == __file__
+        now = attrgetter(FORMER_NAMES[name])(runner)
+        assert found is now or type(found) is type(now)
+
+
+def test_a_name_that_is_missing_is_an_error_as_ever_also_inside_of_a_property(tmp_path: Path) -> None:
+    class Wrong(Named):
+        @property
+        def mine(self) -> Any:
+            """Ask for what is not there."""
+            return self.nothing_like_it
+
+    with Wrong(settings(tmp_path)) as runner:
+        assert not hasattr(runner, "nowhere")
+        with pytest.raises(AttributeError, match="nothing_like_it") as caught:
+            _ = runner.mine
+        assert caught.value.obj is runner

@@ -11,8 +11,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from danling.checkpoints import CheckpointMismatch
 from danling.data import BatchSource, build_dataloader
+from danling.distributed import LocalDomain
 from danling.training.loader_states import (
-    check_state,
+    LoaderPositions,
     differences_of_passes,
     own_states,
     share_of,
@@ -87,6 +88,22 @@ def test_states_of_several_splits_are_those_of_each() -> None:
     found = states_of_all(sources, iter(ranks))
     assert found == {name: state_of(name, source, ranks) for name, source in sources.items()}
     assert found["more"]["ranks"].keys() == {"0", "1"}
-    check_state(found, "more")
+
+
+def test_positions_of_the_splits_to_train_on_are_put_back() -> None:
+    sources = {name: BatchSource([1, 2, 3], split=name) for name in ("train", "more")}
+    before = {name: BatchSource([1, 2, 3], split=name) for name in sources}
+    for source in before.values():
+        source.commit([next(iter(source.batches()))])
+    trained, inexact = ["train", "more"], False
+    positions = LoaderPositions(sources.__getitem__, lambda: trained, domain=LocalDomain, inexact=lambda: inexact)
+    positions.restore({"train": before["train"].state_dict(), "more": None})
+    assert (sources["train"].consumed, sources["more"].consumed) == (1, 0)
+    trained = ["val"]
     with pytest.raises(CheckpointMismatch, match=r"state of split 'val'.*\['more', 'train'\]"):
-        check_state(found, "val")
+        positions.restore({"train": None, "more": None})
+    of_two_ranks = {"ranks": {"0": {"a": 1}, "1": {"a": 2}}}
+    with pytest.raises(CheckpointMismatch, match="on each of 2 data replicas"):
+        positions.share("train", of_two_ranks)
+    inexact = True
+    assert positions.share("train", of_two_ranks) is None
