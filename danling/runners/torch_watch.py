@@ -93,8 +93,9 @@ class TorchWatch(TorchFigures):
             return lambda: bool(alone(payload, epoch=at[1], global_step=at[0]))
         ahead = getattr(manager, "save_ahead", None) if self.config.checkpoint.before_evaluation else None
         if self.world_size > 1 and ahead is not None and self.fault_tolerance is None:
-            self.settle()
-            ahead(self.checkpoint_state(), epoch=at[1], global_step=at[0])
+            with self._reporter.aside("checkpoint"):
+                self.settle()
+                ahead(self.checkpoint_state(), epoch=at[1], global_step=at[0])
             saved: Callable[[], bool] = manager.is_saved_ahead
             return saved
         return self._save_together
