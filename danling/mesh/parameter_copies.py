@@ -6,22 +6,18 @@ the others; as a plain tensor it is copied over all axes but `pipeline`, whose r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from danling.utils.buckets import bucketed, flattened, scatter
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
 from .axes import axes_with
 from .topology import Topology
-
-Bucket = tuple[tuple[str, ...], list[Any]]
-"""Axes, and the tensors that go over them in one collective."""
-
-_BUCKET_BYTES = 25 * 2**20
 
 
 def divided_axes(tensor: Tensor) -> tuple[str, ...]:
@@ -49,12 +45,12 @@ def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
         divided = divided_axes(tensor)
         return tuple(axis for axis in shared if axis not in divided)
 
-    for axes, bucket in _bucketed(tensors, copied_over):
+    for bucket in bucketed((tensor for tensor in tensors if copied_over(tensor)), copied_over):
         locals_ = [local_part(tensor) for tensor in bucket]
-        flat = torch.cat([tensor.reshape(-1) for tensor in locals_])
+        flat = flattened(locals_)
         flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-        dist.broadcast(flat, group_src=0, group=topology.group(*axes))
-        _scatter(flat, locals_)
+        dist.broadcast(flat, group_src=0, group=topology.group(*copied_over(bucket[0])))
+        scatter(flat, locals_)
 
 
 class Replicas:
@@ -70,7 +66,8 @@ class Replicas:
         self.parameters = list(parameters)
         self._copies = [self._copies_of(parameter) for parameter in self.parameters]
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self._buckets = _bucketed(trained, self._axes_to_sum)
+        axes = self._axes_to_sum
+        self._buckets = bucketed((parameter for parameter in trained if axes(parameter)), axes)
 
     def _copies_of(self, parameter: Tensor) -> int:
         axes = self.topology.axes
@@ -94,8 +91,8 @@ class Replicas:
         A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
         """
         self._complete_partial()
-        for axes, parameters in self._buckets:
-            self._sum_bucket(axes, parameters)
+        for parameters in self._buckets:
+            self._sum_bucket(self._axes_to_sum(parameters[0]), parameters)
 
     def _complete_partial(self) -> None:
         # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
@@ -112,9 +109,9 @@ class Replicas:
                 waiting.setdefault((grad.device_mesh, dim, grad.dtype), []).append(parameter)
         for (mesh, dim, _), parameters in waiting.items():
             locals_ = [local_part(parameter.grad) for parameter in parameters]
-            flat = torch.cat([part.reshape(-1) for part in locals_])
+            flat = flattened(locals_)
             dist.all_reduce(flat, group=mesh.get_group(dim))
-            _scatter(flat, locals_)
+            scatter(flat, locals_)
             for parameter, part in zip(parameters, locals_):
                 parameter.grad = with_local_part(parameter, part)
 
@@ -130,7 +127,7 @@ class Replicas:
             for parameter, count in zip(parameters, counts):
                 if parameter.grad is None and count:
                     parameter.grad = torch.zeros_like(parameter)
-        _scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
+        scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
 
     def gradients(self) -> list[Tensor]:
         """Return what this rank holds of the gradients that exist."""
@@ -153,25 +150,6 @@ class Replicas:
         return domain.all_reduce(total).sqrt()
 
 
-def _bucketed(tensors: Iterable[Any], axes_of: Callable[[Tensor], tuple[str, ...]]) -> list[Bucket]:
-    """Return lists of tensors that share axes and dtype and go into one collective."""
-    open_buckets: dict[Any, Bucket] = {}
-    sizes: dict[Any, int] = {}
-    buckets = []
-    for parameter in tensors:
-        axes = axes_of(parameter)
-        if not axes:
-            continue
-        key = (axes, parameter.dtype, parameter.device)
-        size = local_part(parameter).numel() * parameter.element_size()
-        if key not in open_buckets or sizes[key] + size > _BUCKET_BYTES:
-            open_buckets[key], sizes[key] = (axes, []), 0
-            buckets.append(open_buckets[key])
-        open_buckets[key][1].append(parameter)
-        sizes[key] += size
-    return buckets
-
-
 def _placements(tensor: Any) -> Any:
     return tensor.placements
 
@@ -187,10 +165,3 @@ def _open_sum(grad: Any, parameter: Any) -> int | None:
         return None
     own, wanted = grad.placements[dims[0]], parameter.placements[dims[0]]
     return dims[0] if own.is_partial("sum") and wanted.is_replicate() else None
-
-
-def _scatter(flat: Tensor, targets: list[Tensor]) -> None:
-    start = 0
-    for target in targets:
-        target.copy_(flat[start : start + target.numel()].view(target.shape))
-        start += target.numel()

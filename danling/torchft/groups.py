@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from danling.distributed.domain import Domain
+from danling.utils.buckets import bucketed, flattened, scatter
 from danling.utils.tensors import local_part
 
 from .lighthouse import (
@@ -30,7 +31,6 @@ from .settings import ReplicaSettings
 
 logger = logging.getLogger("danling")
 
-_BUCKET_BYTES = 32 << 20
 _PAUSE = 0.1
 _LONGEST_PAUSE = 1.0
 """Seconds before an update is tried again."""
@@ -205,21 +205,16 @@ class ReplicaGroups:
             factor: What the gradients of this group are multiplied with first.
         """
         gradients = [_local_gradient(p) for p, there in zip(parameters, present, strict=True) if there]
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        for bucket in bucketed(gradients):
+            flat = flattened(bucket)
             if not (isinstance(factor, float) and factor == 1.0):
                 flat.mul_(factor)
-            self.all_reduce(flat)
-            sizes = [gradient.numel() for gradient in bucket]
-            for gradient, summed in zip(bucket, torch.split(flat, sizes)):
-                gradient.copy_(summed.view_as(gradient))
+            scatter(self.all_reduce(flat), bucket)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over the groups that take part."""
-        for bucket in _buckets(tensors):
-            flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in bucket])).div_(self.num_participants)
-            for tensor, mean in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket])):
-                tensor.copy_(mean.view_as(tensor))
+        for bucket in bucketed(tensors):
+            scatter(self.all_reduce(flattened(bucket)).div_(self.num_participants), bucket)
 
     def sum_totals(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """Add sums and weights by name over the groups that took part in the last update. Between two updates.
@@ -295,17 +290,3 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_part(parameter.grad)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists of one dtype and device and of some megabytes, in the same order everywhere."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        open_buckets.setdefault(key, []).append(tensor)
-        sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
-        if sizes[key] >= _BUCKET_BYTES:
-            yield open_buckets.pop(key)
-            del sizes[key]
-    yield from open_buckets.values()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from danling.utils.buckets import bucketed, flattened
 from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import local_part
 
@@ -28,9 +29,6 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return parameter.grad._values()
 
 
-_BUCKET_BYTES = 25 * 2**20
-
-
 def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
     """Average gradients over a domain, as DistributedDataParallel does. Call on all its members.
 
@@ -48,28 +46,13 @@ def average_gradients(parameters: Sequence[Tensor], domain: ReductionDomain) -> 
             "Expected dense gradients to average in one piece. Received: a sparse one. Set sparse=False in the embedding."
         )
     present = domain.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64))
-    for bucket in _buckets([p for p, count in zip(parameters, present.tolist()) if count]):
+    for bucket in bucketed([p for p, count in zip(parameters, present.tolist()) if count]):
         _average_bucket(bucket, domain)
-
-
-def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters in lists of one dtype and of a bounded size: what is averaged is copied."""
-    buckets: list[list[Tensor]] = []
-    sizes: dict[torch.dtype, int] = {}
-    current: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        kind, size = parameter.dtype, parameter.numel() * parameter.element_size()
-        if kind not in current or sizes[kind] + size > _BUCKET_BYTES:
-            current[kind], sizes[kind] = [], 0
-            buckets.append(current[kind])
-        current[kind].append(parameter)
-        sizes[kind] += size
-    return buckets
 
 
 def _average_bucket(parameters: Sequence[Tensor], domain: ReductionDomain) -> None:
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = domain.all_reduce(torch.cat([piece.reshape(-1) for piece in pieces])) / domain.size
+    flat = domain.all_reduce(flattened(pieces)) / domain.size
     start = 0
     for parameter, piece in zip(parameters, pieces):
         parameter.grad = flat[start : start + piece.numel()].view_as(piece).clone()
