@@ -28,7 +28,7 @@ from danling.training import (
 from danling.training.coverage import ungraded_names
 from danling.training.decision import UpdateDecision
 from danling.training.gradients import normalization_statistics
-from danling.training.outcome import count_skip
+from danling.training.outcome import count_skip, no_gradient
 from danling.training.rollback import buffers_of, remember_forwards
 
 from .torch_evaluation import TorchEvaluation
@@ -118,8 +118,8 @@ class TorchUpdate(TorchEvaluation):
         Raises:
             ValueError: If no micro-batch is open, so that nobody knows what the loss weighs.
         """
-        if self.window.count == 0:
-            self.check_micro_batch_open()
+        if self.window.count == 0 and not self._session.running:
+            self.window.check_open()
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise ValueError(
                 "Expected a loss that depends on parameters that are trained. Received: one without a gradient. Look for .detach(), "
@@ -129,18 +129,6 @@ class TorchUpdate(TorchEvaluation):
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)
         self.reduction.backward(scaled, last=self.reduces_gradients)
-
-    def check_micro_batch_open(self) -> None:
-        """Refuse a loss, or an update, of no micro-batch. No communication: may be called on one rank.
-
-        Raises:
-            ValueError: If none was opened since the last update.
-        """
-        if self.window.count == 0 and not self._session.running:
-            raise ValueError(
-                "Expected a micro-batch, whose weight the gradient is divided by. Received: none since the last update. Call "
-                "`train_step(batch)` first, which calls `backward`, then `step()`; or `train_epoch(split)`, which calls them all."
-            )
 
     def step(self) -> UpdateOutcome:
         """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
@@ -154,14 +142,11 @@ class TorchUpdate(TorchEvaluation):
         """
         if self.reduction.optimizer is not self.optimizer:
             self.bind_reduction()
-        if self.window.count == 0:
-            self.check_micro_batch_open()
+        if self.window.count == 0 and not self._session.running:
+            self.window.check_open()
         self.window.close_batch()
         if self.window.unscaled and not self._overrides("backward"):
-            raise ValueError(
-                f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.window.unscaled} of "
-                f"{self.window.count} without. Replace `loss.backward()`: the window weighs the loss and notes whether it is finite."
-            )
+            self.window.check_scaled()
         verdict = self.ballot.cast(
             weight=self.window.weight,
             loss=self.window.loss,
@@ -177,8 +162,8 @@ class TorchUpdate(TorchEvaluation):
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
         verdict = agreed
         gradients = self.unscale_gradients(verdict)
-        if not gradients and self._overrides("backward"):
-            self._check_gradients(verdict)
+        if not gradients and self._overrides("backward") and self.parameters and float(verdict.weight):
+            raise no_gradient()
         grad_norm = self.gradient_norm(gradients)
         reason = self._decision.objection(
             verdict,
@@ -187,7 +172,7 @@ class TorchUpdate(TorchEvaluation):
             own_nonfinite=self.window.nonfinite,
             scales=self.precision.scaler is not None,
             may_skip=self.config.skip_nonfinite_grad,
-            named=self.nonfinite_gradients,
+            named=self.reduction.nonfinite,
         )
         if reason is None:
             if not self._looked:
@@ -213,14 +198,6 @@ class TorchUpdate(TorchEvaluation):
             logger.warning("%s", ungraded(names))
         if self.criterion is None and self.label_shift.agree(self.world.gather_objects(self.label_shift.answer)):
             self._say_of_labels()
-
-    def _check_gradients(self, verdict: Verdict) -> None:
-        """Refuse an update of a window that weighs something, and of which an overridden `backward` has left no gradient."""
-        if self.parameters and float(verdict.weight):
-            raise ValueError(
-                "Expected `backward` to leave a gradient on the parameters. Received: none on any. Call super().backward(loss) in it, or "
-                "loss.backward()."
-            )
 
     # Replica groups
 
@@ -394,10 +371,6 @@ class TorchUpdate(TorchEvaluation):
         if counted is not None:
             self.state.train.samples += int(counted)
 
-    def nonfinite_gradients(self) -> list[str]:
-        """Return the names of the first parameters whose gradient is not finite. Call on all ranks."""
-        return self.reduction.nonfinite()
-
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights, with the gradient as it is. Called on all ranks.
 
@@ -406,8 +379,8 @@ class TorchUpdate(TorchEvaluation):
         """
         if self.reduction.optimizer is not self.optimizer:
             self.reduction = self._chosen_reduction()
-        if self.precision.scaler is not None and self.window.count == 0:
-            self.check_micro_batch_open()
+        if self.precision.scaler is not None and not self._session.running:
+            self.window.check_open()
         self.reduction.apply(self.state.train.global_step + 1)
 
     def zero_gradients(self) -> None:

@@ -48,6 +48,14 @@ class NonFiniteError(FloatingPointError):
     """The loss or the gradient of an update is not finite, and the run is not allowed to skip it."""
 
 
+def no_gradient() -> ValueError:
+    """Return the error for a window that weighs something, and of which an overridden `backward` has left no gradient."""
+    return ValueError(
+        "Expected `backward` to leave a gradient on the parameters. Received: none on any. Call super().backward(loss) in it, or "
+        "loss.backward()."
+    )
+
+
 class CountsSkips(Protocol):
     """Counters of a run."""
 

@@ -81,6 +81,30 @@ class Window:
         """Expect no loss of the open micro-batch on this rank."""
         self._scaled = True
 
+    def check_open(self) -> None:
+        """Refuse a loss, or an update, of no micro-batch.
+
+        Raises:
+            ValueError: If none was opened since the last update.
+        """
+        if self.count == 0:
+            raise ValueError(
+                "Expected a micro-batch, whose weight the gradient is divided by. Received: none since the last update. Call "
+                "`train_step(batch)` first, which calls `backward`, then `step()`; or `train_epoch(split)`, which calls them all."
+            )
+
+    def check_scaled(self) -> None:
+        """Refuse an update of micro-batches whose losses never came here.
+
+        Raises:
+            ValueError: If there are such.
+        """
+        if self.unscaled:
+            raise ValueError(
+                f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.unscaled} of {self.count} "
+                "without. Replace `loss.backward()`: the window weighs the loss and notes whether it is finite."
+            )
+
     def close_batch(self) -> None:
         """Note whether the loss of the open micro-batch was scaled."""
         if not self._scaled:

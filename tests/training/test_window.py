@@ -100,3 +100,20 @@ def test_ranks_agree_on_weight_and_requests() -> None:
     assert ranks[0] == ranks[1] and mean == pytest.approx((1 * 1.0 + 3 * 2.0) / 4)
     # Of ranks that work on one batch together, one counts its samples.
     assert (weight, samples, requests) == (4.0, 1.0, frozenset({"save"}))
+
+
+def test_an_update_of_no_micro_batch_or_of_unscaled_losses_is_refused() -> None:
+    window = Window(LocalDomain(), HOST)
+    with pytest.raises(ValueError, match="Received: none since the last update"):
+        window.check_open()
+    for _ in range(3):
+        window.open(2.0, 2.0)
+    window.check_open()
+    window.scale(torch.ones(()))
+    window.close_batch()
+    with pytest.raises(ValueError, match="Received: 2 of 3 without"):
+        window.check_scaled()
+    window.reset()
+    window.open(0.0, 0.0)  # padding has no loss
+    window.close_batch()
+    window.check_scaled()
