@@ -121,9 +121,7 @@ class ParallelRunner(TorchRunner):
 
     def build_preparation(self) -> MeshPreparation:
         """Return how the ranks of the mesh hold the model. Called on all ranks."""
-        return MeshPreparation(
-            self.topology, world=self.world, config=self.config, communication=self.communication_of_groups
-        )
+        return MeshPreparation(self.topology, world=self.world, config=self.config)
 
     # Model
 

@@ -96,12 +96,7 @@ class TorchComponents(BaseRunner):
 
     def build_preparation(self) -> ModelPreparation:
         """Return how the stack prepares the model: what wraps it, and where its weights are whole. Called on all ranks."""
-        return ModelPreparation(self.world, communication=self.communication_of_groups)
-
-    @property
-    def communication_of_groups(self) -> str | None:
-        """What makes every forward communicate: an update that replica groups agree on."""
-        return "ft.enabled=True" if self.config.ft.enabled else None
+        return ModelPreparation(self.world)
 
     def _check_wrapped(self) -> None:
         if self.stack == "ddp":

@@ -66,33 +66,33 @@ class TorchState(TorchComponents):
         """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
         return [
             *super().progress_parts(),
-            StatePart("train", self._counters, lambda stored, _: self._load_counters(stored)),
+            StatePart(
+                "train",
+                lambda: {**asdict(self.state.train), "weight_reference": self.window.agreed_reference},
+                lambda stored, _: self._load_counters(stored),
+            ),
             StatePart.attribute(self, "open_result", convert=dict),
             StatePart(
                 "bare",
                 lambda: self._batch_weights.targetless,
-                lambda s, _: self._load_targetless(s),
+                lambda known, _: setattr(self._batch_weights, "targetless", known),
                 default=lambda: None,
             ),
-            StatePart("meters", lambda: self.meters.state_dict(), lambda s, _: self._load_meters(s), default=dict),
+            StatePart(
+                "meters",
+                lambda: self.meters.state_dict(),
+                # Sums over all ranks were saved: one of those that add up takes them over.
+                lambda sums, _: self.meters.load_state_dict(sums if self.placement.metrics.rank == 0 else {}),
+                default=dict,
+            ),
             StatePart.stateful("losses", lambda: self.losses, resets=True),
             StatePart.stateful("scores", lambda: self.standing.board),
             StatePart.stateful("scaler", lambda: self.precision.scaler),
         ]
 
-    def _counters(self) -> dict[str, Any]:
-        return {**asdict(self.state.train), "weight_reference": self.window.agreed_reference}
-
     def _load_counters(self, stored: Mapping[str, Any]) -> None:
         self.state.load_train(stored)
         self.window.agreed_reference = self.state.train.weight_reference
-
-    def _load_targetless(self, known: bool | None) -> None:
-        self._batch_weights.targetless = known
-
-    def _load_meters(self, totals: Mapping[str, Any]) -> None:
-        # Sums over all ranks were saved: one of those that add up takes them over.
-        self.meters.load_state_dict(totals if self.placement.metrics.rank == 0 else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.

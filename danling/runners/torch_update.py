@@ -213,6 +213,8 @@ class TorchUpdate(TorchEvaluation):
             return
         member = self.fault_tolerance = self._join_replica_groups()
         self._closers.callback(member.close)
+        # Every forward waits for the other groups.
+        self.preparation.communication = "ft.enabled=True"
         self.run_state.add_progress(member.progress_part())
         self.saver.writes = member.writes
         # As a save does, so that all groups go on alike.
@@ -300,14 +302,13 @@ class TorchUpdate(TorchEvaluation):
             self.precision.scaler,
             model=self.model,
             domain=self.data_domain,
-            unreduced=self._unreduced_parameters,
+            # DistributedDataParallel has reduced nothing where memory may run out in the backward, and never the criterion's.
+            unreduced=lambda: (
+                self._criterion_tensors("parameters")
+                if self.memory_retry is None
+                else [parameter for _, parameter in self.named_parameters()]
+            ),
         )
-
-    def _unreduced_parameters(self) -> list[Tensor]:
-        """Return what DistributedDataParallel has not reduced in the backward: all where memory may run out in it."""
-        if self.memory_retry is not None:
-            return [parameter for _, parameter in self.named_parameters()]
-        return self._criterion_tensors("parameters")
 
     reduces_gradients: bool = True
     """Whether the open micro-batch is the last one of its window."""
