@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,25 @@ def strict_json(settings: Any) -> Any:
     if isinstance(settings, dict):
         return {name: strict_json(value) for name, value in settings.items()}
     return [strict_json(value) for value in settings] if isinstance(settings, list) else settings
+
+
+def as_mapping(settings: object) -> Mapping[Any, Any]:
+    """Return settings that are a mapping, lie in a file, were parsed by `argparse`, or are none.
+
+    Args:
+        settings: What a configuration is made of.
+
+    Raises:
+        TypeError: If it is nothing of these.
+    """
+    if settings is None:
+        return {}
+    if isinstance(settings, Namespace):
+        return vars(settings)
+    if isinstance(settings, (str, os.PathLike)):
+        return read_settings(settings)
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f"Expected a mapping or the path of a file. Received: {settings!r} ({type(settings).__name__})."
+        )
+    return settings

@@ -219,3 +219,17 @@ def _mode(settings: Mapping[str, Any]) -> str | None:
     if settings.get("epochs") is not None:
         return "epochs"
     return "steps" if settings.get("steps") is not None else None
+
+
+def overlay(base: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Put nested values over others, key by key.
+
+    Args:
+        base: What is changed.
+        other: What goes over it.
+    """
+    for name, value in other.items():
+        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping):
+            overlay(base[name], value)
+        else:
+            base[name] = value

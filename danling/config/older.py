@@ -31,6 +31,20 @@ _PRECISIONS: dict[str, str | None] = {
 }
 
 
+def stack_named(stack: object) -> str:
+    """Return the name of a stack without aliases; case, `-` and `_` do not matter.
+
+    Raises:
+        ValueError: If it is unknown; the message lists those there are.
+    """
+    name = str(stack).lower().replace("-", "").replace("_", "")
+    if name not in STACKS:
+        raise ValueError(
+            f"Expected stack to be one of {', '.join(map(repr, STACKS))}. Received: stack={stack!r}.{did_you_mean(name, STACKS)}"
+        )
+    return STACKS[name]
+
+
 def read_precision(value: Any) -> Any:
     """Return the name of a precision that torch or another trainer calls otherwise."""
     name = str(value).removeprefix("torch.").lower()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 
@@ -20,3 +22,19 @@ class OwnKeys:
     read: set[str] = field(default_factory=set)
     set: set[str] = field(default_factory=set)
     file: dict[str, str] = field(default_factory=dict)
+
+    def unread(self, values: Mapping[str, object], *, declared: Collection[str]) -> builtins.set[str]:
+        """Return the keys that ask for something and that nothing has read.
+
+        Values of none and false, and empty sections, ask for nothing.
+
+        Args:
+            values: The top level of the configuration.
+            declared: Keys of the library and of the configuration class.
+        """
+        known = {*declared, *self.declared, *self.read}
+        return {str(name) for name, value in values.items() if name not in known and _asks(value)}
+
+
+def _asks(value: object) -> bool:
+    return value is not None and value is not False and not (isinstance(value, Mapping) and not value)

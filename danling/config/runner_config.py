@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,19 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from chanfig.utils import Null
 
 from danling.utils.secrets import hide_secrets, without_secrets
-from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
 from . import identity
 from .checks import check_sections
+from .durations import seconds_of
 from .effects import settings_without_effect
 from .fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
-from .files import read_settings, strict_json
+from .files import as_mapping, read_settings, strict_json
 from .foreign import describe_received, place_of, refusal
 from .help import help_text, usage_errors
 from .hints import slip_of
 from .node import ClosedSection, Section, fresh
-from .older import OLDER_KEYS, STACKS, read_older, read_precision, warn_older
+from .older import OLDER_KEYS, read_older, read_precision, stack_named, warn_older
 from .own import OwnKeys
 from .parse import parse_into
 from .schema import (
@@ -46,8 +45,6 @@ from .schema import (
     WandbConfig,
 )
 from .user_types import Nested
-
-_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
 
 
 class RunnerConfig(ClosedSection):
@@ -177,7 +174,7 @@ class RunnerConfig(ClosedSection):
 
     def __init__(self, settings: Any = None, /, **kwargs: Any) -> None:
         own = self.__dict__["_own_keys"] = OwnKeys()
-        given = _as_mapping(settings)
+        given = as_mapping(settings)
         super().__init__(given, **kwargs)
         if type(self).__init__ is not RunnerConfig.__init__:
             self.__dict__["_given"] = ({name: fresh(value) for name, value in given.items()}, kwargs)
@@ -346,12 +343,7 @@ class RunnerConfig(ClosedSection):
         Values of none and false, and empty sections, ask for nothing and are left out.
         """
         own: OwnKeys = self.__dict__["_own_keys"]
-        known = fields_of(type(self)).keys() | own.declared | own.read
-        return {
-            str(name)
-            for name, value in self.items()
-            if name not in known and value is not None and value is not False and not _is_empty(value)
-        }
+        return own.unread(dict(self.items()), declared=fields_of(type(self)))
 
     def refuse_unread(self, names: Iterable[str], *, may_be_read: bool = False) -> None:
         """Refuse top-level keys that were set and that nothing reads.
@@ -405,13 +397,7 @@ class RunnerConfig(ClosedSection):
         Raises:
             ValueError: If the stack is unknown.
         """
-        name = str(self.stack).lower().replace("-", "").replace("_", "")
-        if name not in STACKS:
-            raise ValueError(
-                f"Expected stack to be one of {', '.join(map(repr, STACKS))}. Received: stack={self.stack!r}."
-                f"{did_you_mean(name, STACKS)}"
-            )
-        return STACKS[name]
+        return stack_named(self.stack)
 
     def max_time_seconds(self) -> float | None:
         """Return `max_time` in seconds, `None` when there is no limit.
@@ -419,21 +405,7 @@ class RunnerConfig(ClosedSection):
         Raises:
             ValueError: If it is neither a positive number nor MM:SS or HH:MM:SS.
         """
-        limit = self.max_time
-        if limit is None:
-            return None
-        clock = _CLOCK.match(limit) if isinstance(limit, str) else None
-        try:
-            seconds = (
-                float(limit)
-                if clock is None
-                else sum(float(part or 0) * unit for part, unit in zip(clock.groups(), (3600, 60, 1)))
-            )
-        except ValueError:
-            seconds = -1.0
-        if not seconds > 0:
-            raise ValueError(f"Expected max_time to be seconds or 'HH:MM:SS'. Received: max_time={limit!r}.")
-        return seconds
+        return None if self.max_time is None else seconds_of("max_time", self.max_time)
 
     def warn_without_effect(self, stack: str) -> list[str]:
         """Warn about settings that were changed but do nothing on a stack.
@@ -600,34 +572,8 @@ class RunnerConfig(ClosedSection):
             stored: The stored configuration.
         """
         whole = RunnerConfig().plain()
-        _overlay(whole, identity.plain(stored))
+        identity.overlay(whole, identity.plain(stored))
         return whole
 
     def __hash__(self) -> int:  # type: ignore[override]
         return int(self.config_id(), 16)
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Mapping) and not value
-
-
-def _as_mapping(settings: Any) -> Mapping[Any, Any]:
-    if settings is None:
-        return {}
-    if isinstance(settings, Namespace):
-        return vars(settings)
-    if isinstance(settings, (str, os.PathLike)):
-        return read_settings(settings)
-    if not isinstance(settings, Mapping):
-        raise TypeError(
-            f"Expected a mapping or the path of a file. Received: {settings!r} ({type(settings).__name__})."
-        )
-    return settings
-
-
-def _overlay(base: Any, other: Mapping[str, Any]) -> None:
-    for name, value in other.items():
-        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping):
-            _overlay(base[name], value)
-        else:
-            base[name] = value
