@@ -14,7 +14,7 @@ class NoCheckpoints:
     def save_checkpoint(self, payload: Any, **names: Any) -> None:
         """Write nothing."""
 
-    def export_model(self, payload: Any, **names: Any) -> None:
+    def export_model(self, payload: object, **names: Any) -> None:
         """Write nothing."""
 
     def load_checkpoint(self, source: str | Path, **how: Any) -> NoReturn:

@@ -42,7 +42,7 @@ class Backend:
         self,
         path: Path,
         *,
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
         sections: frozenset[str] | None = None,
         mmap: bool = False,
         trust: bool = False,

@@ -115,7 +115,7 @@ class CheckpointManager(ABC):
         # `latest` becomes visible last: it is what a restart looks for first.
         self._save(payload, [*names, "latest"], epoch=epoch, global_step=global_step)
 
-    def export_model(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+    def export_model(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Write weights only, as `model`; `latest` is left alone. Call on all ranks.
 
         Args:
@@ -129,7 +129,7 @@ class CheckpointManager(ABC):
         self._save(payload, ["model"], epoch=epoch, global_step=global_step)
 
     @abstractmethod
-    def _save(self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int) -> None:
+    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
         """Write a payload under names, now or in the background."""
 
     def _open_attempt(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:

@@ -171,7 +171,7 @@ class TargetReader(FileSystemReader):
 
 
 def read_target(
-    path: Path, *, template: Mapping[str, Any] | None = None, sections: Iterable[str] | None = None
+    path: Path, *, template: Mapping[str, object] | None = None, sections: Iterable[str] | None = None
 ) -> dict[str, Any]:
     """Return the state in a target. Communicates nothing.
 
@@ -246,7 +246,7 @@ def _metadata(path: Path) -> Metadata:
 def read_payload(
     path: Path,
     *,
-    template: Mapping[str, Any] | None = None,
+    template: Mapping[str, object] | None = None,
     sections: frozenset[str] | None = None,
     mmap: bool = False,
     trust: bool = False,

@@ -23,7 +23,7 @@ from .plan_cache import PlanCache
 Path = tuple[Any, ...]
 
 
-def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+def flatten(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the leaves of a state by dotted name, and the path of each.
 
     A leaf is a tensor, or the largest part that holds none: settings and results go into one entry each instead of one a value, keep
@@ -60,7 +60,7 @@ def _leaves(value: Any, path: Path) -> list[tuple[Path, Any]]:
     return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: object) -> bool:
     if isinstance(value, Tensor):
         return True
     if isinstance(value, Mapping):
@@ -81,7 +81,7 @@ def nest(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
     return nested
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> Any:
     # Only what `nest` has built is looked into: a plain leaf may be a dictionary with integer keys of its own.
     if isinstance(value, _Leaf):
         return value.content
@@ -95,7 +95,7 @@ def _with_lists(value: Any) -> Any:
 class _Leaf:
     """A plain leaf on its way back."""
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content: object) -> None:
         self.content = content
 
 
@@ -176,8 +176,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def destinations(
-    metadata: Metadata, template: Mapping[str, Any] | None, sections: frozenset[str] | None
-) -> dict[str, Any]:
+    metadata: Metadata, template: Mapping[str, object] | None, sections: frozenset[str] | None
+) -> dict[str, object]:
     """Return fresh memory for everything that a checkpoint holds, by dotted name: nothing of it is skipped in silence.
 
     Args:

@@ -64,7 +64,7 @@ class DeepSpeedCheckpointManager(CheckpointManager):
 
     # Saving
 
-    def save_ahead(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Save a state as `latest` before an evaluation, after which the next save of it links the files that are the same.
 
         Call on all ranks. Until then a run that goes on finds this one.
@@ -112,7 +112,7 @@ class DeepSpeedCheckpointManager(CheckpointManager):
         storage.make_directory(self.store.path(record.name))
         return record
 
-    def _save_engine(self, files: HashingFiles, record: Record, client: Mapping[str, Any]) -> None:
+    def _save_engine(self, files: HashingFiles, record: Record, client: Mapping[str, object]) -> None:
         with self._engine.writing_to(files):
             self._engine.save(str(self.store.path(record.name).parent), record.name, {CLIENT_STATE: client})
 
@@ -125,7 +125,7 @@ class DeepSpeedCheckpointManager(CheckpointManager):
         self.on_main(lambda: self._publish(record, plain, written, names))
 
     def _publish(
-        self, record: Record, plain: Mapping[str, Any], written: Mapping[str, tuple[int, str]], names: Sequence[str]
+        self, record: Record, plain: Mapping[str, object], written: Mapping[str, tuple[int, str]], names: Sequence[str]
     ) -> None:
         target = self.store.path(record.name)
         own = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]

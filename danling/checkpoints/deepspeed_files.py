@@ -71,7 +71,7 @@ class EngineAhead:
     client: Mapping[str, Any]
     written: Mapping[str, tuple[int, str]]
 
-    def link(self, state: Any, path: Path) -> tuple[int, str] | None:
+    def link(self, state: object, path: Path) -> tuple[int, str] | None:
         """Make a file of the same state appear at a path without writing it again; return its size and sum.
 
         The state of the runner in it may be another one: the file keeps the one from before the evaluation, which is as good a one to
@@ -117,18 +117,18 @@ class HashingFiles:
         self.written: dict[str, tuple[int, str]] = {}
         self.error: Exception | None = None
 
-    def create(self, info: Any) -> None:
+    def create(self, info: object) -> None:
         """Nothing is to be prepared."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory that may be there already: every rank does."""
         self._try(lambda: storage.make_directory(Path(path)))
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         """Write one file."""
         self._try(lambda: self._write(state_dict, Path(path)))
 
-    def _write(self, state: Any, path: Path) -> None:
+    def _write(self, state: object, path: Path) -> None:
         found = None if self._ahead is None else self._ahead.link(state, path)
         if found is None:
             found = storage.write_file(path, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ class HashingFiles:
         """Read one file of DeepSpeed's."""
         return read_engine_file(Path(path), map_location=map_location, trust=self.trust)
 
-    def commit(self, info: Any) -> bool:
+    def commit(self, info: object) -> bool:
         """Nothing is left to do."""
         return True
 
@@ -156,7 +156,7 @@ class HashingFiles:
         """Whether files are written in the background."""
         return False
 
-    def set_commit_info(self, info: Any) -> None:
+    def set_commit_info(self, info: object) -> None:
         """Nothing is committed later."""
 
     def get_commit_info(self) -> None:
@@ -302,7 +302,12 @@ def _named(state: Mapping[str, Any], groups: Any) -> dict[str, Any]:
 
 
 def read_payload(
-    path: Path, *, template: Any = None, sections: frozenset[str] | None = None, mmap: bool = False, trust: bool = False
+    path: Path,
+    *,
+    template: object = None,
+    sections: frozenset[str] | None = None,
+    mmap: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Return the payload of a target; see `Backend.read_payload`."""
     return read_engine_target(path, sections=sections, trust=trust)

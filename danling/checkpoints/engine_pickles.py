@@ -35,7 +35,7 @@ class _Record:
         self.values = values
 
 
-def _member(kind: Any, name: Any) -> Any:
+def _member(kind: Any, name: Any) -> object:
     """Return a member of an enumeration: Python 3.11.0 to 3.11.3 write one as `getattr` of its class and its name."""
     if getattr(kind, "__name__", None) not in _ENUMS or type(name) is not str:
         raise ValueError(f"getattr of {name!r} is no part of an engine's file")

@@ -120,7 +120,7 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     return _canonical(weights)
 
 
-def _read_torch_file(path: Path) -> Any:
+def _read_torch_file(path: Path) -> object:
     """Read a file of `torch.save` after comparing it with its sums, or with those inside of it where it has none beside it."""
     if has_sums(path):
         read_manifest(path, "full")

@@ -28,7 +28,7 @@ class ExcludedFromLoading:
         """Entries that name parts of the payload, as they were written."""
         return [entry for entry in self._all if entry.partition(".")[0] != _SETTINGS]
 
-    def apply(self, payload: Mapping[str, Any], *, section: str | None = None) -> tuple[dict[str, Any], set[str]]:
+    def apply(self, payload: Mapping[str, object], *, section: str | None = None) -> tuple[dict[str, Any], set[str]]:
         """Return the payload without the excluded parts, and the dotted paths that were left out.
 
         Args:
@@ -61,7 +61,7 @@ class ExcludedFromLoading:
         return any(f"{_SETTINGS}.{key}.".startswith(f"{entry}.") for entry in self._all)
 
 
-def exclude(payload: Mapping[str, Any], entries: str | Iterable[str] | None) -> tuple[dict[str, Any], set[str]]:
+def exclude(payload: Mapping[str, object], entries: str | Iterable[str] | None) -> tuple[dict[str, Any], set[str]]:
     """Return the payload without the excluded parts, and what was excluded.
 
     Args:

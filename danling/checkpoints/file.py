@@ -25,13 +25,13 @@ class FileCheckpointManager(CheckpointManager):
     store_class: ClassVar[type[FileStore]] = FileStore
     store: FileStore
 
-    def _save(self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int) -> None:
+    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
         if self.settings.load_only:
             return
         self._surface()
         self.on_main(lambda: self._write_or_enqueue(payload, names, epoch, global_step))
 
-    def _write_or_enqueue(self, payload: Mapping[str, Any], names: list[str], epoch: int, global_step: int) -> None:
+    def _write_or_enqueue(self, payload: Mapping[str, object], names: list[str], epoch: int, global_step: int) -> None:
         records = self._open_attempt(names, needed=count_bytes(payload), epoch=epoch, global_step=global_step)
         if not self.settings.is_async:
             self._write(self._prepared(payload)[0], records)

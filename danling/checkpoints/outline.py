@@ -70,7 +70,7 @@ class Outline:
         return table
 
 
-def tensors_in(value: Any, name: str = "") -> Iterator[Entry]:
+def tensors_in(value: object, name: str = "") -> Iterator[Entry]:
     """Yield the tensors of a nested state by dotted name."""
     # Read from headers alone, as of safetensors, a checkpoint needs no torch.
     from torch import Tensor
@@ -86,7 +86,7 @@ def tensors_in(value: Any, name: str = "") -> Iterator[Entry]:
             yield from tensors_in(item, f"{name}.{index}")
 
 
-def without_tensors(value: Any) -> Any:
+def without_tensors(value: object) -> Any:
     """Return a nested state less its tensors, with keys that are strings."""
     # Read from headers alone, as of safetensors, a checkpoint needs no torch.
     from torch import Tensor

@@ -38,7 +38,7 @@ logger = logging.getLogger("danling")
 def read_payload(
     path: Path,
     *,
-    template: Mapping[str, Any] | None = None,
+    template: Mapping[str, object] | None = None,
     sections: Iterable[str] | None = None,
     mmap: bool = False,
     trust: bool = False,
@@ -118,7 +118,7 @@ _NEVER_OBEYED = frozenset({"checkpoint.trust", "compile.precompile_artifact_dir"
 _COMPILER = "compile.options."
 
 
-def obeyed(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return the settings of a checkpoint less those that would let a file say that it is to be trusted, or what is to be run.
 
     Args:
@@ -161,7 +161,7 @@ def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tens
     return dict(weights)
 
 
-def moment(payload: Mapping[str, Any]) -> str:
+def moment(payload: Mapping[str, object]) -> str:
     """Return when in its run a payload was saved, as people read it."""
     state = payload.get("state")
     train = state.get("train") if isinstance(state, Mapping) else None

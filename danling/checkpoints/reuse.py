@@ -42,7 +42,9 @@ class SavedAhead:
     step: int
     sums: dict[str, str]
 
-    def reuse(self, payload: Mapping[str, Any], exchange: Callable[[Any], list[Any]], *, exists: bool) -> Reuse | None:
+    def reuse(
+        self, payload: Mapping[str, object], exchange: Callable[[Any], list[Any]], *, exists: bool
+    ) -> Reuse | None:
         """Return what a later payload has in common with it on every rank, `None` where that is nothing. Call on all ranks.
 
         Compared is what the tensors hold, so that whatever an evaluation has written to, such as a buffer, is saved again.
@@ -59,7 +61,7 @@ class SavedAhead:
         return Reuse(self.target, names) if names else None
 
 
-def tensor_sums(payload: Mapping[str, Any]) -> dict[str, str]:
+def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
     """Return the SHA-256 of what this rank holds of each dense tensor of a state, with dtype and shape, by dotted name.
 
     Args:

@@ -166,12 +166,12 @@ def _tensor(about: Mapping[str, Any], files: list[str]) -> TensorEntry:
     return TensorEntry(path_of(about["path"]), string(about["dtype"]), whole(about["shape"]), chunks)
 
 
-def _extent(place: Any, files: list[str]) -> Extent:
+def _extent(place: object, files: list[str]) -> Extent:
     file, offset, length = whole(place)
     return Extent(files[file], offset, length)
 
 
-def string(value: Any) -> str:
+def string(value: object) -> str:
     """Return a value that must be a string."""
     if type(value) is not str:
         raise TypeError(f"{value!r} is no string")
@@ -246,7 +246,7 @@ def to_metadata(index: ShardIndex) -> Metadata:
     return stock.Metadata(entries, planner_data=paths, storage_data=places)
 
 
-def _stored(extent: Extent) -> Any:
+def _stored(extent: Extent) -> object:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(extent.file, extent.offset, extent.length)

@@ -17,7 +17,7 @@ _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _KEPT = (type(None), torch.dtype, torch.device, torch.Size, *_PLAIN)
 
 
-def convert(value: Any, on_tensor: Callable[[Tensor], Tensor], path: str = "") -> Any:
+def convert(value: object, on_tensor: Callable[[Tensor], Tensor], path: str = "") -> Any:
     """Return nested mappings, lists and tuples as dicts, lists and tuples, with `on_tensor` applied to every tensor.
 
     Args:
@@ -45,7 +45,7 @@ def convert(value: Any, on_tensor: Callable[[Tensor], Tensor], path: str = "") -
     return _plain(value, path)
 
 
-def _plain(value: Any, path: str) -> Any:
+def _plain(value: object, path: str) -> object:
     if type(value) in _KEPT:
         return value
     for kind in _PLAIN:
@@ -73,7 +73,7 @@ class SnapshotBuffers:
         self._spare: dict[Any, list[Tensor]] | None = {}
         self._lock = threading.Lock()
 
-    def copy(self, value: Any) -> tuple[Any, Callable[[], None]]:
+    def copy(self, value: object) -> tuple[Any, Callable[[], None]]:
         """Copy a state; tensors that are one and the same share their copy.
 
         Returns:
@@ -123,7 +123,7 @@ class SnapshotBuffers:
                 self._spare = used
 
 
-def to_host(value: Any) -> Any:
+def to_host(value: object) -> Any:
     """Return a state ready to be written at once: on the CPU, and no tensor that drags a larger storage along."""
 
     def on_tensor(tensor: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def to_host(value: Any) -> Any:
     return convert(value, on_tensor)
 
 
-def count_bytes(value: Any) -> int:
+def count_bytes(value: object) -> int:
     """Return the bytes that the tensors of a state take, those of sharded ones on all ranks together."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()

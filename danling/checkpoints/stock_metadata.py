@@ -118,7 +118,7 @@ TABLE: Mapping[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         # Not handed on: the inherited one imports.
         found = TABLE.get((module, name))
         if found is None:

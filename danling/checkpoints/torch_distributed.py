@@ -73,7 +73,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
 
     # Saving
 
-    def save_ahead(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
 
         Call on all ranks. Until then a run that goes on finds this one.
@@ -95,7 +95,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
 
     def _save(
         self,
-        payload: Mapping[str, Any],
+        payload: Mapping[str, object],
         names: list[str],
         *,
         epoch: int,
@@ -120,7 +120,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
         else:
             self._submit(save)
 
-    def _open_target(self, payload: Mapping[str, Any], epoch: int, global_step: int) -> Record:
+    def _open_target(self, payload: Mapping[str, object], epoch: int, global_step: int) -> Record:
         record = self._open_attempt(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)[0]
         return replace(record, name=self.store.new_target(record.sequence))
 
@@ -174,7 +174,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
         # The copy lies in shared memory, so that the process takes it over without another one.
         self._process.write(payload, writer)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _exchange(self, value: object) -> list[Any]:
         values = [value] * self.domain.size
         if self.domain.size > 1:
             dist.all_gather_object(values, value, group=self._group)

@@ -52,7 +52,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     return "which is damaged, or something else."
 
 
-def check_format(payload: Any, path: Path) -> dict[str, Any]:
+def check_format(payload: Any, path: Path) -> dict[str, object]:
     """Return a payload that this version understands.
 
     Raises:
@@ -81,7 +81,7 @@ def holds_format(path: Path) -> bool:
     return is_own(read_file(path, mmap=True))
 
 
-def is_own(payload: Any) -> bool:
+def is_own(payload: object) -> bool:
     """Whether a payload was saved by this library."""
     return isinstance(payload, Mapping) and "format_version" in payload
 
@@ -100,7 +100,12 @@ def check_foreign(path: Path, level: str) -> None:
 
 
 def read_payload(
-    path: Path, *, template: Any = None, sections: frozenset[str] | None = None, mmap: bool = False, trust: bool = False
+    path: Path,
+    *,
+    template: object = None,
+    sections: frozenset[str] | None = None,
+    mmap: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Return the payload of a checkpoint file; see `Backend.read_payload`."""
     payload = check_format(read_file(path, mmap=mmap), path)

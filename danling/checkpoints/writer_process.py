@@ -110,7 +110,7 @@ class WriterProcess:
         self._ask(("join", address, rank, size))
         self.joined = True
 
-    def write(self, payload: Mapping[str, Any], writer: TargetWriter) -> None:
+    def write(self, payload: Mapping[str, object], writer: TargetWriter) -> None:
         """Write a target together with the processes of all other ranks.
 
         Raises:

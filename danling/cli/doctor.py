@@ -111,7 +111,7 @@ class _Sigterm:
     def __init__(self) -> None:
         self._held = self._came = False
 
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number: int, frame: object) -> None:
         self._came = True
         self._leave()
 

@@ -56,11 +56,11 @@ class DoctorRunner(dl.TorchRunner):
         return super().step()
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Return a SHA-256 over nested plain values and tensors, equal when all of them are bitwise the same."""
     total = hashlib.sha256()
 
-    def add(item: Any, path: str) -> None:
+    def add(item: object, path: str) -> None:
         total.update(path.encode())
         if isinstance(item, torch.Tensor):
             raw = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -15,7 +15,6 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from danling import __version__
 
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return the facts as plain values."""
     variables = {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k) and not _SECRET.search(k)}
     return {

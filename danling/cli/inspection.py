@@ -81,7 +81,7 @@ def _dtypes(row: dict[str, Any]) -> str:
     return ", ".join(sorted(row["dtypes"]))
 
 
-def _as_json(contents: Outline, *, tensors: bool, config: bool) -> dict[str, Any]:
+def _as_json(contents: Outline, *, tensors: bool, config: bool) -> dict[str, object]:
     facts: dict[str, Any] = {"path": str(contents.path), "kind": contents.kind, **describe(contents)}
     facts["sections"] = contents.sections()
     if tensors:

@@ -22,7 +22,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print valid JSON; what is not finite becomes null."""
     print(json_text(value), end="")
 
@@ -39,14 +39,14 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join(fitted).rstrip())
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return a value as people read it: five digits of a float, `-` for nothing."""
     if value is None:
         return "-"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a number; truth values are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

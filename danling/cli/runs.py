@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return name_problems(runs)
 
 
-def _row(run: Run) -> list[Any]:
+def _row(run: Run) -> list[object]:
     changed = f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None
     row = {**run.summary(), "changed": changed}
     return [row[name] for name in _COLUMNS]

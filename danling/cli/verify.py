@@ -122,7 +122,7 @@ def checkpoints_of(path: Path) -> Iterator[Path]:
             yield from store.listed()
 
 
-def _verdict(path: Path, level: str) -> dict[str, Any]:
+def _verdict(path: Path, level: str) -> dict[str, object]:
     manifest: Manifest | None = None
     try:
         if path.suffix == SUFFIX and path.is_file() and not has_sums(path) and not is_of_run(path.parent):

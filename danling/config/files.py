@@ -69,12 +69,12 @@ def _read(path: Path, suffix: str) -> Any:
         return yaml.load(stream, Loader=SettingsLoader)
 
 
-def _toml(text: str) -> Any:
+def _toml(text: str) -> object:
     reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     return reader.loads(text)
 
 
-def strict_json(settings: Any) -> Any:
+def strict_json(settings: object) -> object:
     """Return plain settings with infinities and NaN as strings, which JSON lacks and number keys read back."""
     if isinstance(settings, float) and not math.isfinite(settings):
         return str(settings)

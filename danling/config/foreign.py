@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 from chanfig import Config
 
@@ -123,7 +122,7 @@ def _leaves(root: type[Config], prefix: str = "") -> Mapping[str, list[str]]:
     return places
 
 
-def describe_received(name: str, value: Any) -> str:
+def describe_received(name: str, value: object) -> str:
     """Return a key and its value as one writes them in code; a long value is cut."""
     text = repr(value)
     return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"

@@ -116,11 +116,11 @@ def _entry(section: Config, field: Field, prefix: str) -> Iterator[str]:
     yield from textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
 
-def _undeclared(name: str, value: Any) -> Iterator[str]:
+def _undeclared(name: str, value: object) -> Iterator[str]:
     yield f"  --{name}  (default: {_shown(value)})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):

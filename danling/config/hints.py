@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import combinations
-from typing import Any
 
 ENGINE_KEYS = (
     "activation_checkpointing",
@@ -59,7 +58,7 @@ ENGINE_KEYS = (
 """Keys that DeepSpeed reads. It passes over any other in silence, so that a slip of the pen would train without."""
 
 
-def slip_of(name: Any, known: Iterable[str]) -> str | None:
+def slip_of(name: object, known: Iterable[str]) -> str | None:
     """Return the known key that `name` is one slip away from, `None` for a known key or a truly different name.
 
     A slip is one letter more, less or other, two letters swapped, or other capitals, dashes or underscores. Very short keys

@@ -74,7 +74,7 @@ def plain(value: Any, key: str = "") -> Any:
     return _plain_object(value, key)
 
 
-def _plain_object(value: Any, key: str) -> Any:
+def _plain_object(value: object, key: str) -> object:
     if isinstance(value, PathLike):
         return fspath(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
@@ -113,7 +113,7 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
     return dict(sorted(result.items()))
 
 
-def _without_loading(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_loading(settings: Mapping[str, object]) -> dict[str, Any]:
     return {
         name: _without_loading(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -121,19 +121,19 @@ def _without_loading(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_empty(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(settings: Mapping[str, object]) -> dict[str, Any]:
     # Reading `config.model` creates it, so an empty section means nothing.
     result = {name: _without_empty(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
     return {name: value for name, value in result.items() if value != {}}
 
 
-def digest(settings: Mapping[str, Any]) -> str:
+def digest(settings: Mapping[str, object]) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of plain settings; the same in every process and on every machine."""
     text = json.dumps(_normal_numbers(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _normal_numbers(value: Any) -> Any:
+def _normal_numbers(value: object) -> object:
     # Equal configurations have equal hashes, and Python finds 1 equal to 1.0.
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         return int(value)
@@ -142,7 +142,7 @@ def _normal_numbers(value: Any) -> Any:
     return [_normal_numbers(item) for item in value] if isinstance(value, list) else value
 
 
-def changed(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+def changed(settings: Mapping[str, object], usual: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings, nested as they are, that differ from the usual ones or are not among them.
 
     Args:
@@ -161,7 +161,7 @@ def changed(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Return nested settings with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
@@ -203,11 +203,11 @@ def differences(
     return lines
 
 
-def _shown(flat: Mapping[str, Any], key: str) -> str:
+def _shown(flat: Mapping[str, object], key: str) -> str:
     return repr(flat[key]) if key in flat else "absent"
 
 
-def _difference_of_mode(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _difference_of_mode(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     modes = [_mode(settings) for settings in (stored, now)]
     if None in modes or modes[0] == modes[1]:
         return []
@@ -215,7 +215,7 @@ def _difference_of_mode(stored: Mapping[str, Any], now: Mapping[str, Any]) -> li
     return [f"mode: stored {shown[0]}, now {shown[1]}"]
 
 
-def _mode(settings: Mapping[str, Any]) -> str | None:
+def _mode(settings: Mapping[str, object]) -> str | None:
     if settings.get("epochs") is not None:
         return "epochs"
     return "steps" if settings.get("steps") is not None else None

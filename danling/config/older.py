@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
@@ -45,13 +43,13 @@ def stack_named(stack: object) -> str:
     return STACKS[name]
 
 
-def read_precision(value: Any) -> Any:
+def read_precision(value: object) -> object:
     """Return the name of a precision that torch or another trainer calls otherwise."""
     name = str(value).removeprefix("torch.").lower()
     return _PRECISIONS.get(name, value)
 
 
-def read_older(name: str, value: Any) -> Any:
+def read_older(name: str, value: object) -> object:
     """Return what an older key's value means for the key that has taken its place, with a warning.
 
     Raises:

@@ -139,7 +139,7 @@ def assign(config: Section, key: str, words: list[str], *, strict: bool = False)
     config.set(key, value)
 
 
-def _declared(config: Section, key: str) -> Any:
+def _declared(config: Section, key: str) -> object:
     """Return the hint of a dotted key, `None` where nothing declares it."""
     node: Any = config
     *path, leaf = key.split(".")
@@ -155,7 +155,7 @@ def _declared(config: Section, key: str) -> Any:
     return None if field is None else field.hint
 
 
-def _section_value(key: str, words: list[str], section: Config) -> Any:
+def _section_value(key: str, words: list[str], section: Config) -> object:
     if key == "deepspeed" and len(words) == 1 and not words[0].startswith("{"):
         return words[0]  # a file of DeepSpeed's
     value = _yaml(" ".join(words)) if words and words[0].startswith("{") else None
@@ -168,7 +168,7 @@ def _section_value(key: str, words: list[str], section: Config) -> Any:
     return value
 
 
-def read(words: list[str], hint: Any) -> Any:
+def read(words: list[str], hint: object) -> Any:
     """Return what words mean for a declared type.
 
     Args:
@@ -192,11 +192,11 @@ def read(words: list[str], hint: Any) -> Any:
     raise TypeError(describe(hint))
 
 
-def _is_word_for_none(words: list[str], members: tuple[Any, ...]) -> bool:
+def _is_word_for_none(words: list[str], members: tuple[object, ...]) -> bool:
     return type(None) in members and len(words) == 1 and words[0].lower() in _NONE_WORDS
 
 
-def _items(words: list[str], sequence: Any) -> list[Any]:
+def _items(words: list[str], sequence: object) -> list[object]:
     if words[0].startswith(("[", "(")):
         text = " ".join(words)
         items = _yaml(f"[{text[1:-1]}]" if text.startswith("(") else text)
@@ -217,32 +217,32 @@ def _read_word(word: str, members: tuple[Any, ...]) -> Any:
     raise TypeError(" or ".join(describe(member) for member in members))
 
 
-def _rank(member: Any) -> int:
+def _rank(member: object) -> int:
     # A word that is one of the choices is that choice, even if the choice is "none"; a string takes any word, so it comes last.
     order: list[Any] = [Literal, type(None), bool, int, float]
     origin = get_origin(member) or member
     return order.index(origin) if origin in order else (len(order) + 1 if origin is str else len(order))
 
 
-def _read_choice(word: str, member: Any) -> Any:
+def _read_choice(word: str, member: object) -> object:
     for choice in get_args(member):
         if str(choice).lower() == word.lower():
             return choice
     raise TypeError
 
 
-def _read_none(word: str, _: Any) -> None:
+def _read_none(word: str, _: object) -> None:
     if word.lower() not in _NONE_WORDS:
         raise TypeError
 
 
-def _read_bool(word: str, _: Any) -> bool:
+def _read_bool(word: str, _: object) -> bool:
     if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
         return word.lower() in _TRUE_WORDS
     raise TypeError
 
 
-def _read_int(word: str, _: Any) -> int:
+def _read_int(word: str, _: object) -> int:
     number = int(word) if _INTEGER.match(word.replace("_", "")) else float(word)
     return int(conform(number, int))
 
@@ -261,7 +261,7 @@ _READERS: dict[Any, Callable[[str, Any], Any]] = {
 }
 
 
-def _read_undeclared(words: list[str], existing: Any) -> Any:
+def _read_undeclared(words: list[str], existing: object) -> object:
     if existing is MISSING or existing is None:
         return infer_all(words)
     if isinstance(existing, bool):
@@ -275,14 +275,14 @@ def _read_undeclared(words: list[str], existing: Any) -> Any:
     return infer_all(words)
 
 
-def _read_number(words: list[str]) -> Any:
+def _read_number(words: list[str]) -> object:
     value = infer_all(words)
     if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
         raise TypeError("a number or none")
     return value
 
 
-def infer_all(words: list[str]) -> Any:
+def infer_all(words: list[str]) -> object:
     """Return what words mean by their looks: no word is true, several are a list."""
     if not words:
         return True
@@ -307,7 +307,7 @@ def infer(word: str) -> Any:
     return word
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     try:
         return yaml.load(text, Loader=SettingsLoader)
     except yaml.YAMLError:

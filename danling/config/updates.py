@@ -67,7 +67,7 @@ def train_sections(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[s
             yield name, section
 
 
-def _size_of(section: Mapping[str, Any], place: str, accum_steps: Any, replicas: int) -> UpdateSize | None:
+def _size_of(section: Mapping[str, object], place: str, accum_steps: object, replicas: int) -> UpdateSize | None:
     samples, batch = section.get("global_batch_size"), section.get("batch_size")
     if isinstance(samples, int):
         return UpdateSize(samples, f"{place}.global_batch_size", f"global_batch_size={samples}")
@@ -78,7 +78,7 @@ def _size_of(section: Mapping[str, Any], place: str, accum_steps: Any, replicas:
     return UpdateSize(batch * accum_steps * replicas, f"{place}.batch_size", source)
 
 
-def with_update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Any]:
+def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str, Any]:
     """Return settings with the samples of an update as `global_batch_size`, in the place of all that they follow from.
 
     Batch sizes of splits that are only evaluated are left out: figures do not depend on them.
@@ -101,7 +101,7 @@ def with_update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, A
     return {**kept, "dataloader": _with_size(loading, sizes.get("dataloader"), is_known=bool(sizes)) | sections}
 
 
-def _with_size(section: Mapping[str, Any], size: UpdateSize | None, *, is_known: bool) -> dict[str, Any]:
+def _with_size(section: Mapping[str, object], size: UpdateSize | None, *, is_known: bool) -> dict[str, object]:
     if not is_known:
         return {name: value for name, value in section.items() if name != "micro_batch_size"}
     kept = {name: value for name, value in section.items() if name not in SIZES}
@@ -114,7 +114,7 @@ def is_update_key(key: str) -> bool:
 
 
 def size_differences(
-    stored: Mapping[str, Any], now: Mapping[str, Any], *, stored_replicas: int, replicas: int
+    stored: Mapping[str, object], now: Mapping[str, object], *, stored_replicas: int, replicas: int
 ) -> list[str]:
     """Return in which sections two configurations make updates of another number of samples, a line each.
 

@@ -15,7 +15,7 @@ OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "mul
 """Settings of worker processes, which are errors where there are none."""
 
 
-def merge_settings(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of one split over those that all splits share.
 
     One of the two batch sizes in the split's own section takes the place of the other one in the common section. What

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
@@ -33,7 +32,7 @@ def can_glance(source: BatchSource) -> bool:
 
 
 @contextmanager
-def glanced(loader: Any) -> Iterator[None]:
+def glanced(loader: object) -> Iterator[None]:
     """Put what reading a loader changes in this process back on exit, also after an error.
 
     That is the generators that the loader, its samplers and its dataset hold, the attributes that samplers and iterable
@@ -58,7 +57,7 @@ def glanced(loader: Any) -> Iterator[None]:
         generators.set_states(states)
 
 
-def _holders_of_order(loader: Any) -> list[Any]:
+def _holders_of_order(loader: object) -> list[object]:
     if isinstance(loader, SampledLoader):
         return [loader.order.sampler]
     dataset = getattr(loader, "dataset", None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def move_to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
+def move_to_device(batch: object, device: torch.device, non_blocking: bool = True) -> object:
     """Return a batch with its tensors on `device`.
 
     Tensors are found in mappings, lists, tuples and named tuples, at any depth; an object with a method `to` is asked
@@ -25,7 +25,7 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = True) 
     return batch if device.type == "cpu" else _move(batch, device, non_blocking)
 
 
-def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+def _move(value: Any, device: torch.device, non_blocking: bool) -> object:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
     if type(value) in (list, tuple):
@@ -39,7 +39,7 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     return _move_container(value, device, non_blocking)
 
 
-def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> object:
     try:
         return value.to(device, non_blocking=non_blocking)
     except TypeError:
@@ -47,7 +47,7 @@ def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> Any:
         return value.to(device)
 
 
-def _move_container(value: Any, device: torch.device, non_blocking: bool) -> Any:
+def _move_container(value: object, device: torch.device, non_blocking: bool) -> object:
     kind: Any = type(value)
     if isinstance(value, Mapping):
         return kind({key: _move(item, device, non_blocking) for key, item in value.items()})

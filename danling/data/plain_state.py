@@ -11,12 +11,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
 _ARRAY, _SCALAR = "__numpy_array__", "__numpy_scalar__"
 
 
-def is_stateful(value: Any) -> bool:
+def is_stateful(value: object) -> bool:
     """Return whether something has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def to_plain(value: Any, path: str = "state") -> Any:
+def to_plain(value: Any, path: str = "state") -> object:
     """Return a copy as tensors and plain values; arrays of NumPy become tensors that `from_plain` turns back.
 
     Args:
@@ -48,7 +48,7 @@ def to_plain(value: Any, path: str = "state") -> Any:
     raise TypeError(f"{path} is {value!r} ({type(value).__name__})")
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: object) -> Any:
     """Return what `to_plain` was given."""
     if isinstance(value, Tensor):
         return value.clone()

@@ -55,7 +55,7 @@ class RankStreams:
         """Return the index of the streams of this rank and what they are now."""
         return self._place(), capture_random_state(self._device())
 
-    def would_differ(self, layout: Mapping[str, int] | None, stored: Mapping[str, Any]) -> bool:
+    def would_differ(self, layout: Mapping[str, int] | None, stored: Mapping[str, object]) -> bool:
         """Whether a run that goes on here would draw other numbers than the one that was stored.
 
         Args:
@@ -64,7 +64,7 @@ class RankStreams:
         """
         return bool(layout) and layout != self.layout and self._have_drawn(stored)
 
-    def resume(self, stored: Mapping[str, Any], *, step: int, speaks: bool) -> None:
+    def resume(self, stored: Mapping[str, object], *, step: int, speaks: bool) -> None:
         """Go on with the stored streams of this rank; say so where their number is another one.
 
         Args:
@@ -83,7 +83,7 @@ class RankStreams:
             )
         resume_stream(stored, self._place(), seed=self._seed(), step=step, device=self._device())
 
-    def _have_drawn(self, stored: Mapping[str, Any]) -> bool:
+    def _have_drawn(self, stored: Mapping[str, object]) -> bool:
         return have_drawn(stored, seed=self._seed(), device=self._device())
 
 
@@ -96,7 +96,7 @@ def streams_by_index(ranks: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, d
     return {str(index): streams for index, streams in reversed(list(ranks))}
 
 
-def have_drawn(stored: Mapping[str, Any], *, seed: int, device: torch.device) -> bool:
+def have_drawn(stored: Mapping[str, object], *, seed: int, device: torch.device) -> bool:
     """Whether the forward of a run has drawn random numbers, seen in its streams; one that has drawn none goes on exactly with others.
 
     Args:

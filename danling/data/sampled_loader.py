@@ -40,10 +40,10 @@ class SampledLoader(KeyedLoader):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         *,
-        sampler: Any = None,
-        batch_sampler: Any = None,
+        sampler: object = None,
+        batch_sampler: object = None,
         batch_size: int | None = 1,
         drop_last: bool = False,
         seed: int = 0,

@@ -29,14 +29,14 @@ class SamplerState:
         dataset: The dataset that it draws from, which is not part of it.
     """
 
-    def __init__(self, sampler: Any, dataset: Any) -> None:
+    def __init__(self, sampler: object, dataset: object) -> None:
         self._generators = Generators(
             {"sampler": sampler}, skip=lambda held: held is dataset or _belongs_to_others(held)
         )
         self._first = {name: _copy(value) for name, value in self._attributes().items()}
         self._opaque = self._attributes(plain=False)
 
-    def _attributes(self, *, plain: bool = True) -> dict[str, Any]:
+    def _attributes(self, *, plain: bool = True) -> dict[str, object]:
         return {
             f"{path}.{name}": value
             for path, held in self._held()
@@ -83,11 +83,11 @@ class SamplerState:
         self._generators.set_states(state["generators"])
 
 
-def _belongs_to_others(held: Any) -> bool:
+def _belongs_to_others(held: object) -> bool:
     return isinstance(held, nn.Module) or (isinstance(held, Dataset) and not isinstance(held, IterableDataset))
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tolist")
 
 
@@ -103,7 +103,7 @@ def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
     return False
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
@@ -126,7 +126,7 @@ def _flat(values: Any) -> bool:
     return all(type(value) in (int, float, str, bool) for value in values)
 
 
-def _to_saved(value: Any) -> Any:
+def _to_saved(value: object) -> Any:
     """Return a copy for a checkpoint: long lists of integers as tensors, arrays as tensors."""
     if isinstance(value, Tensor):
         return {"tensor": value.detach().clone()}
@@ -166,7 +166,7 @@ def _from_saved(saved: Mapping[str, Any], current: Any) -> Any:
     return values.clone()
 
 
-def _refilled(current: Any, items: list[Any]) -> list[Any]:
+def _refilled(current: object, items: list[Any]) -> list[Any]:
     if isinstance(current, list):
         current[:] = items
         return current

@@ -19,7 +19,7 @@ class Seeder:
         name: Its method.
     """
 
-    def __init__(self, path: str, target: Any, name: str) -> None:
+    def __init__(self, path: str, target: object, name: str) -> None:
         self.path = path
         self._target = target
         self._name = name
@@ -37,7 +37,7 @@ class Seeder:
             method(seed=seed % _WORD)
 
 
-def asks_for_seed(value: Any) -> bool:
+def asks_for_seed(value: object) -> bool:
     """Whether a class of this kind of object has one of the methods; nothing is called."""
     return any(callable(getattr(type(value), name, None)) for name in ("set_random_seed", "set_random_state"))
 
@@ -59,7 +59,7 @@ def seeder_of(path: str, value: Any) -> Seeder | None:
     return Seeder(path, value, "set_random_state") if _takes_seed(kind.set_random_state) else None
 
 
-def _takes_seed(method: Callable[..., Any]) -> bool:
+def _takes_seed(method: Callable[..., object]) -> bool:
     try:
         return "seed" in inspect.signature(method).parameters
     except (TypeError, ValueError):

@@ -33,8 +33,8 @@ class Splits:
 
     def __init__(
         self,
-        datasets: Callable[[], Mapping[str, Any]],
-        loaders: Callable[[], Mapping[str, Any]],
+        datasets: Callable[[], Mapping[str, object]],
+        loaders: Callable[[], Mapping[str, object]],
         setting: Callable[[str], Any],
         *,
         accum_steps: Callable[[], int] | None = None,
@@ -186,7 +186,7 @@ class Splits:
         loaders = self._loaders()
         return {split: self._updates_of_pass(loaders[split]) for split in trained if split in loaders}
 
-    def _updates_of_pass(self, loader: Any) -> int | None:
+    def _updates_of_pass(self, loader: object) -> int | None:
         known = loader.num_updates if isinstance(loader, DataLoader) else None
         length = _length(loader)
         return known if known is not None or length is None else -(-length // self._accum_steps())
@@ -225,7 +225,7 @@ def check_named_once(splits: Sequence[str], where: str) -> None:
         )
 
 
-def check_share(loader: Any, split: str, share: tuple[int, int]) -> None:
+def check_share(loader: object, split: str, share: tuple[int, int]) -> None:
     """Refuse a sampler that divides a user's loader over other ranks than those that read different data.
 
     Args:
@@ -248,7 +248,7 @@ def check_share(loader: Any, split: str, share: tuple[int, int]) -> None:
 
 
 def open_source(
-    loader: Any, *, split: str, share: tuple[int, int], seed: int, reads: bool = True, shared: bool = False
+    loader: object, *, split: str, share: tuple[int, int], seed: int, reads: bool = True, shared: bool = False
 ) -> BatchSource:
     """Return the batches of a loader and the position in them.
 

@@ -40,7 +40,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     next_iter_state: dict[str, Any] | None
     """The loaded state, until an iterator is made from it."""
 
-    def __init__(self, dataset: Any, *, seed: int = 0, rank: int = 0, split: str = "train", **settings: Any) -> None:
+    def __init__(self, dataset: object, *, seed: int = 0, rank: int = 0, split: str = "train", **settings: Any) -> None:
         self.split, self.seed, self.rank = split, seed, rank
         self.epoch = 0
         if is_stateful(dataset):
@@ -83,7 +83,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
                 ", ".join(changed),
             )
 
-    def carried(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, object]:
         """Return what a resumed run needs besides the place in the pass."""
         state: dict[str, Any] = {"origins": dict(self.origins)}
         if self._state is not None:
@@ -100,7 +100,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             self._resumed = state["current"]
             self._state.restore(self._resumed)
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self) -> object:
         # The iterator sees the keyed view, whoever looks at `loader.dataset` sees the user's own dataset.
         view = copy.copy(self)
         view.__dict__["dataset"] = KeyedStream(
@@ -128,7 +128,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             self._state.restore(resumed)
 
 
-def is_stream(loader: Any) -> bool:
+def is_stream(loader: object) -> bool:
     """Return whether a loader of the user's is one of torch or torchdata over an iterable dataset, as it was made."""
     dataset = getattr(loader, "dataset", None)
     return is_plain_loader(loader) and isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)

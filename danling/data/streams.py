@@ -37,13 +37,13 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         seed: int,
         *,
         split: str,
         epoch: int,
         every: int,
-        collate_fn: Any = None,
+        collate_fn: object = None,
         origins: Mapping[str, int] | None = None,
         speaks: bool = True,
     ) -> None:
@@ -76,7 +76,7 @@ class StreamIterator:
     def __iter__(self) -> StreamIterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         """Return the next item."""
         if self._over:
             raise StopIteration
@@ -92,7 +92,7 @@ class StreamIterator:
         self._items += 1
         return item
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[object]:
         self._seed(0)
         return iter(self.stream.dataset)
 
@@ -153,19 +153,19 @@ class StreamIterator:
             next(self)
 
 
-def stream_generators(dataset: Any, collate_fn: Any = None) -> Generators:
+def stream_generators(dataset: object, collate_fn: object = None) -> Generators:
     """Return the generators that reading an iterable dataset draws from."""
     roots = {"dataset": dataset}
     return Generators(roots if collate_fn is None else {**roots, "collate_fn": collate_fn})
 
 
-def generator_origins(dataset: Any, collate_fn: Any = None) -> dict[str, int]:
+def generator_origins(dataset: object, collate_fn: object = None) -> dict[str, int]:
     """Return a number for the state of each generator, by path, that tells apart those that ranks seed differently."""
     found = stream_generators(dataset, collate_fn)
     return {place.path: crc32(_text(generator_state(place.current()))) for place in found.places}
 
 
-def _text(state: Any) -> bytes:
+def _text(state: object) -> bytes:
     if hasattr(state, "tolist"):
         return repr(state.tolist()).encode()
     if isinstance(state, Mapping):

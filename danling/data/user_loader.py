@@ -17,7 +17,7 @@ _VALUES = 64
 """How many values of a tensor or a list are looked at."""
 
 
-def call_set_epoch(loader: Any, epoch: int) -> None:
+def call_set_epoch(loader: object, epoch: int) -> None:
     """Call `set_epoch` on the loader, its samplers and its dataset, wherever it exists."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -28,7 +28,7 @@ def call_set_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def order_is_of_rank(loader: Any) -> bool:
+def order_is_of_rank(loader: object) -> bool:
     """Return whether each rank may seed the order by itself.
 
     Another sampler may draw one permutation for all ranks and take a part of it, for which all must draw the same.
@@ -36,7 +36,7 @@ def order_is_of_rank(loader: Any) -> bool:
     return type(getattr(loader, "sampler", None)) in (RandomSampler, SequentialSampler, DistributedSampler)
 
 
-def describe_dataset(loader: Any) -> Any:
+def describe_dataset(loader: object) -> object:
     """Return what a dataset holds, as far as it can be told without reading it, where the loader reads all of it; else `None`.
 
     Reading a sample would open files in this process that only workers are to open.
@@ -66,12 +66,12 @@ def describe(value: Any, depth: int = 4) -> Any:
     return type(value).__name__, describe(getattr(value, "__dict__", {}), depth - 1)
 
 
-def shares_evenly(loader: Any) -> bool:
+def shares_evenly(loader: object) -> bool:
     """Return whether the loader's sampler gives every rank the same number of samples."""
     return isinstance(loader, TorchDataLoader) and isinstance(loader.sampler, DistributedSampler)
 
 
-def equalize_draws(loader: Any) -> None:
+def equalize_draws(loader: object) -> None:
     """Draw what torch draws when it starts workers, if it will not start any because it has kept them.
 
     Without it the order of a pass would depend on whether the workers are new, as they are in a resumed run.

@@ -37,7 +37,7 @@ class WorkerInit:
         user: The user's function of the worker's id, or `None`.
     """
 
-    def __init__(self, user: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, user: Callable[[int], object] | None = None) -> None:
         self.user = user
 
     def __call__(self, worker_id: int) -> None:
@@ -92,7 +92,7 @@ def shut_down_workers(loader: Any) -> None:
     _end_workers(iterator)
 
 
-def _end_workers(iterator: Any) -> None:
+def _end_workers(iterator: object) -> None:
     workers = list(getattr(iterator, "_workers", ()))
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -104,7 +104,7 @@ def _end_workers(iterator: Any) -> None:
 _loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def end_with_process(loader: Any) -> None:
+def end_with_process(loader: object) -> None:
     """Shut the workers of a loader, or of an iterator that its loader does not keep, down when this process ends.
 
     `multiprocessing` terminates them by SIGTERM and waits: for workers that ignore it, it would wait for ever.

@@ -25,7 +25,7 @@ _WEIGHTS = 3
 """The ZeRO stage that divides the weights."""
 
 
-def import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> object:
     """Import DeepSpeed and return it.
 
     Args:
@@ -78,7 +78,7 @@ def leave_process_group() -> None:
         comm.destroy_process_group()
 
 
-def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> Any:
+def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> object:
     """Return an engine around a model. Call on all ranks.
 
     Args:
@@ -128,7 +128,7 @@ def let_optimizer_tell_its_state(engine: Any) -> None:
         if put_in:
             owner._set_fp32_optimizer_param_groups()
 
-    def after(optimizer: Any, state: dict[str, Any]) -> None:
+    def after(optimizer: object, state: dict[str, Any]) -> None:
         if put_in:
             owner._clear_fp32_optimizer_param_groups()
 
@@ -165,7 +165,7 @@ def _as_list(tensors: Any) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _offloads(optimizer: Any) -> bool:
+def _offloads(optimizer: object) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
@@ -223,7 +223,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     return found
 
 
-def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, Any]:
+def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, object]:
     """Return the optimizer's whole state of one parameter; empty before the first update. Call on all ranks."""
     utils = import_module("deepspeed.utils")
     # The engine ties parameters to their state in the first update of a process, which a run that has just been resumed has not made.
@@ -241,12 +241,12 @@ def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, Any]:
     return state
 
 
-def _state_like(engine: Any) -> Mapping[str, Any]:
+def _state_like(engine: Any) -> Mapping[str, object]:
     inner = engine.basic_optimizer
     return next((inner.state[flat] for flat in flat_parameters(engine) if inner.state.get(flat)), {})
 
 
-def scalar_states(engine: Any) -> dict[str, Any]:
+def scalar_states(engine: object) -> dict[str, Any]:
     """Return the optimizer's states that belong to no element of a parameter, such as the number of steps."""
     like = _state_like(engine).items()
     return {key: value for key, value in like if not isinstance(value, Tensor) or value.dim() == 0}
@@ -288,7 +288,7 @@ def _load_full_state(parameter: Any, key: str, value: Tensor) -> None:
     utils.safe_set_local_optimizer_state(parameter, share, key)
 
 
-def _flat_like(flat: Tensor, value: Any) -> Any:
+def _flat_like(flat: Tensor, value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return torch.zeros_like(flat) if value.dim() > 0 else value.clone()

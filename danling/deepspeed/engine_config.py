@@ -72,7 +72,7 @@ def engine_config(given: Mapping[str, Any], facts: EngineFacts) -> dict[str, Any
     return merged
 
 
-def without_auto(value: Any) -> Any:
+def without_auto(value: object) -> Any:
     """Return nested mappings without the entries that are `"auto"`."""
     if not isinstance(value, Mapping):
         return value
@@ -104,7 +104,7 @@ def _with_torch_adam(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**optimizer, "params": {"torch_adam": True, **(optimizer.get("params") or {})}}
 
 
-def _refuse_contradictions(given: Mapping[str, Any], facts: EngineFacts) -> None:
+def _refuse_contradictions(given: Mapping[str, object], facts: EngineFacts) -> None:
     _refuse_other_sizes(given, facts)
     _refuse_other_precision(given, facts)
     for key, source in (("optimizer", facts.optimizer), ("scheduler", facts.scheduler)):
@@ -153,7 +153,7 @@ def _refuse_other_precision(given: Mapping[str, Any], facts: EngineFacts) -> Non
         raise _contradiction("deepspeed.bf16.enabled", True, "deepspeed.zero_optimization.stage", 0, mend)
 
 
-def _contradiction(key: str, value: Any, own_key: str, own_value: Any, mend: str) -> ValueError:
+def _contradiction(key: str, value: object, own_key: str, own_value: object, mend: str) -> ValueError:
     return ValueError(
         f"Expected {key} to agree with {own_key}. Received: {key}={value!r}, {own_key}={own_value!r}. {mend}."
     )

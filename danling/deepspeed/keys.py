@@ -27,7 +27,7 @@ _READ_LATER = (
 class _Noted(dict[str, Any]):
     """A mapping that remembers which keys it was asked for."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         super().__init__({key: _Noted(v) if isinstance(v, Mapping) else v for key, v in values.items()})
         self.asked: set[str] = set()
 
@@ -39,7 +39,7 @@ class _Noted(dict[str, Any]):
         # Without a method of its own, a call with `**section` would take the values past `__getitem__`.
         return super().__iter__()
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         self.asked.add(key)
         return super().__getitem__(key)
 
@@ -67,7 +67,7 @@ class _NotedKeys:
         return len(self._values)
 
 
-def check_keys(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_keys(given: Mapping[str, object], settings: Mapping[str, object]) -> None:
     """Raise a `ValueError` that names what DeepSpeed would ignore or refuse. Imports DeepSpeed; may be called on one rank.
 
     Args:
@@ -95,7 +95,7 @@ def check_keys(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         )
 
 
-def _unknown(given: Mapping[str, Any], noted: _Noted) -> Iterator[tuple[Sequence[str], set[str]]]:
+def _unknown(given: Mapping[str, object], noted: _Noted) -> Iterator[tuple[Sequence[str], set[str]]]:
     for key, value in given.items():
         if key not in noted.asked:
             yield ("deepspeed", key), noted.asked
@@ -107,7 +107,7 @@ def _unknown(given: Mapping[str, Any], noted: _Noted) -> Iterator[tuple[Sequence
                     yield ("deepspeed", key, name), inner.asked
 
 
-def _refused(error: Exception, given: Mapping[str, Any]) -> str:
+def _refused(error: Exception, given: Mapping[str, object]) -> str:
     """Return what to say of an error of DeepSpeed's reader, which names a place within a section at the most."""
     problems = getattr(error, "errors", None)
     if not callable(problems):
@@ -124,8 +124,8 @@ def _refused(error: Exception, given: Mapping[str, Any]) -> str:
     return f"Expected a value of {path} that DeepSpeed takes. Received: {path}={first['input']!r}. {first['msg']}."
 
 
-def _section_of(place: Sequence[str], given: Mapping[str, Any]) -> tuple[str, ...]:
-    def leads(values: Any) -> bool:
+def _section_of(place: Sequence[str], given: Mapping[str, object]) -> tuple[str, ...]:
+    def leads(values: object) -> bool:
         for name in place:
             if not isinstance(values, Mapping) or name not in values:
                 return False
@@ -150,7 +150,7 @@ def _fields(error: Exception, place: Sequence[str]) -> list[str]:
     return []
 
 
-def _nested(model: Any, name: str) -> Any:
+def _nested(model: object, name: str) -> object:
     field = getattr(model, "model_fields", {}).get(name)
     options = getattr(field.annotation, "__args__", (field.annotation,)) if field is not None else ()
     return next((option for option in options if hasattr(option, "model_fields")), None)

@@ -108,7 +108,7 @@ class EngineModelStates(ModelStates):
 
     # Loading
 
-    def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, Any]:
+    def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, object]:
         """Return a payload in which components that are left out in part are by name, rather than a tag of the engine.
 
         Raises:
@@ -120,7 +120,7 @@ class EngineModelStates(ModelStates):
                 found[name] = self._opened(name, payload[name], excluded)
         return found
 
-    def _opened(self, name: str, tag: EngineTag, excluded: ExcludedFromLoading) -> Any:
+    def _opened(self, name: str, tag: EngineTag, excluded: ExcludedFromLoading) -> object:
         if name == "model":
             return self._whole_model(tag)
         if "optimizer.state" in excluded.entries:
@@ -128,10 +128,10 @@ class EngineModelStates(ModelStates):
             return {"state": {}, "param_groups": [dict(group) for group in tag.outline["param_groups"]]}
         return self._whole_optimizer(tag)
 
-    def _whole_model(self, tag: EngineTag) -> Any:
+    def _whole_model(self, tag: EngineTag) -> object:
         return self._on_all(lambda: consolidated_weights(tag.path, trust=self._trust()))
 
-    def _whole_optimizer(self, tag: EngineTag) -> Any:
+    def _whole_optimizer(self, tag: EngineTag) -> object:
         return self._on_all(lambda: consolidated_optimizer(tag.path, tag.outline, trust=self._trust()))
 
     def load_model(self, state: Any, *, partial: bool = False) -> None:

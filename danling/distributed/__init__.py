@@ -52,7 +52,7 @@ _MOVED_TO_MESH = frozenset(
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name not in _MOVED_TO_MESH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         message = (

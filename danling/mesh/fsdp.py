@@ -133,7 +133,7 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def resolve_dtype(name: Any) -> torch.dtype | None:
+def resolve_dtype(name: object) -> torch.dtype | None:
     """Return a dtype by its name, short or long; `None` stays."""
     if name is None or isinstance(name, torch.dtype):
         return name
@@ -147,7 +147,7 @@ def resolve_dtype(name: Any) -> torch.dtype | None:
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
-def mixed_precision_policy(given: Any) -> MixedPrecisionPolicy:
+def mixed_precision_policy(given: object) -> MixedPrecisionPolicy:
     """Return the policy of `fsdp.mp_policy`.
 
     Args:
@@ -170,7 +170,7 @@ def mixed_precision_policy(given: Any) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**values)
 
 
-def offload_policy(given: Any, device: torch.device) -> OffloadPolicy | None:
+def offload_policy(given: object, device: torch.device) -> OffloadPolicy | None:
     """Return the policy of `fsdp.offload_policy`.
 
     Args:

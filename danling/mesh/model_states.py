@@ -26,7 +26,7 @@ class ShardedModelStates(ModelStates):
         super().__init__(**parts)
         self._gather = gather
 
-    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name into what this rank holds. Called on all ranks.
 
         Raises:
@@ -79,7 +79,7 @@ class ShardedModelStates(ModelStates):
             template["optimizer"] = {"state": dict(self.named_parameters())}
         return template
 
-    def _share_of(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    def _share_of(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
         """Return the entries of a whole model that this rank holds, laid out as they are here; names that nobody holds stay."""
         elsewhere = set().union(*self._gather(set(here))) - here.keys()
         return {name: laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
@@ -111,7 +111,7 @@ def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mappi
     )
 
 
-def laid_out(value: Any, like: Any) -> Any:
+def laid_out(value: object, like: object) -> Any:
     """Return a whole tensor in the layout that another one of its shape has here; anything else as it is."""
     if isinstance(value, Tensor) and isinstance(like, Tensor) and value.shape == like.shape:
         return shard_like(value, like)

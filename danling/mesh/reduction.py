@@ -18,7 +18,7 @@ from .parameter_copies import Replicas
 from .topology import Topology
 
 
-def loss_context(topology: Topology) -> AbstractContextManager[Any]:
+def loss_context(topology: Topology) -> AbstractContextManager[object]:
     """Return the context of a loss of logits that tensor parallelism divides over the classes; other losses do not notice it."""
     return loss_parallel() if topology.axes.degree("tensor") > 1 else nullcontext()
 
@@ -38,7 +38,7 @@ class MeshReduction(LocalReduction):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,

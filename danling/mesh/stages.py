@@ -22,7 +22,7 @@ V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 _SINGLE_STAGE = ("1f1b", "gpipe")
 
 
-def resolve_schedule(name: str) -> Any:
+def resolve_schedule(name: str) -> object:
     """Return the schedule class of `torch.distributed.pipelining` with this name; case does not matter.
 
     Raises:

@@ -159,7 +159,7 @@ class Meters:
         self._meters = {name: Meter(*values) for name, values in state.items()}
 
 
-def _number(name: str, value: Any) -> float | Tensor:
+def _number(name: str, value: object) -> float | Tensor:
     """Return a 0-dim value as a float, or on an accelerator as a float64 tensor that is not waited for."""
     if isinstance(value, Tensor) and not value.is_cpu:
         if value.numel() != 1:
@@ -168,7 +168,7 @@ def _number(name: str, value: Any) -> float | Tensor:
     return as_number(name, value)
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: object) -> float:
     """Return a figure as a float: a number of Python or numpy, or a tensor with one element, which is waited for.
 
     Args:
@@ -189,7 +189,7 @@ def as_number(name: str, value: Any) -> float:
     raise _not_a_number(name, value)
 
 
-def _not_a_number(name: str, value: Any) -> ValueError:
+def _not_a_number(name: str, value: object) -> ValueError:
     shape = getattr(value, "shape", None)
     kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
     received = f"{value!r} ({kind})" if shape is None else f"a {kind} of shape {tuple(shape)}"

@@ -20,19 +20,19 @@ from danling.utils.protocols import ReductionDomain
 _State = tuple[int, dict[str, Any]]
 
 
-def can_merge(metric: Any) -> bool:
+def can_merge(metric: object) -> bool:
     """Whether a metric object can be computed over several ranks."""
     return bool(holders(metric)) or callable(getattr(metric, "merge_state", None))
 
 
-def holders(metric: Any) -> dict[str, Any]:
+def holders(metric: object) -> dict[str, object]:
     """Return the parts of a metric object that hold states, by name: itself, members of a collection, what a wrapper wraps."""
     if not isinstance(metric, nn.Module):
         return {}
     return {name: part for name, part in metric.named_modules() if isinstance(getattr(part, "_reductions", None), dict)}
 
 
-def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -> Any:
+def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -> object:
     """Compute a metric object over a domain, and leave its own states as they are. Call on all members.
 
     Args:
@@ -85,11 +85,11 @@ def _read(part: Any) -> _State:
     return count, {name: _on_cpu(getattr(part, name)) for name in part._reductions} if count else {}
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: object) -> object:
     return _moved(value, torch.device("cpu"))
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: object, device: torch.device) -> object:
     if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, (list, tuple)):
@@ -136,7 +136,7 @@ def _put(part: Any, count: int, states: Mapping[str, Any]) -> None:
         setattr(part, name, value)
 
 
-def _merged(part: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(part: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the states of several ranks, each of which has seen data, as one."""
     device = torch.device(getattr(part, "device", "cpu"))
     merged = (
@@ -145,7 +145,7 @@ def _merged(part: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: _moved(value, device) for name, value in merged.items()}
 
 
-def _reduced(reduction: Any, values: Sequence[Any]) -> Any:
+def _reduced(reduction: Any, values: Sequence[Any]) -> object:
     """Reduce one state over ranks, as torchmetrics does: tensors are stacked, lists joined, then the reduction is applied."""
     joined: Any
     if all(isinstance(value, Tensor) for value in values):

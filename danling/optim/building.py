@@ -79,7 +79,7 @@ def build_scheduler(settings: Mapping[str, Any], optimizer: Any, *, steps: int |
     return SCHEDULERS.build(optimizer, **options)
 
 
-def scheduler_interval(settings: Mapping[str, Any], scheduler: Any = None, *, name: str = "") -> str:
+def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:
     """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`.
 
     Args:
@@ -94,7 +94,7 @@ def scheduler_interval(settings: Mapping[str, Any], scheduler: Any = None, *, na
     return "epoch" if by_metric else "step"
 
 
-def check_metric_of_schedule(scheduler: Any, *, interval: str, evaluates: bool, monitors: bool) -> None:
+def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: bool, monitors: bool) -> None:
     """Refuse a schedule that goes by a metric which is never computed.
 
     Args:

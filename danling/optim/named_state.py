@@ -29,7 +29,7 @@ def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
     ]
 
 
-def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
     """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied."""
     names = parameter_names(optimizer, named_parameters)
     plain = optimizer.state_dict()
@@ -86,6 +86,6 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
         )
 
 
-def _clone(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _clone(entry: Mapping[str, object]) -> dict[str, object]:
     # An optimizer keeps tensors of the right dtype and device as they are: without a copy the caller's would change in training.
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

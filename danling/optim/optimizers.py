@@ -23,7 +23,7 @@ _GROUP_KEYS = ("params", "param_names", "name", "initial_lr")
 class OptimizerRegistry(Registry):
     """Every optimizer of `torch.optim` by its lower-case name, and what users register."""
 
-    def build(self, params: Any, type: str | None = None, **options: Any) -> Optimizer:
+    def build(self, params: object, type: str | None = None, **options: Any) -> Optimizer:
         """Build an optimizer.
 
         Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
@@ -52,7 +52,7 @@ class OptimizerRegistry(Registry):
         optimizer: Optimizer = builder(entries, **options)
         return optimizer
 
-    def _checked_group(self, name: str | None, group: dict[str, Any]) -> dict[str, Any]:
+    def _checked_group(self, name: str | None, group: dict[str, Any]) -> dict[str, object]:
         # torch keeps an unknown key of a group and does nothing with it.
         valid = self.options(name)
         for key in group:
@@ -64,7 +64,7 @@ class OptimizerRegistry(Registry):
         return _with_tuples(self.lookup(name), group)
 
 
-def _listed(params: Any) -> list[Any]:
+def _listed(params: Any) -> list[object]:
     """Return parameters or groups as lists: they are looked at before torch gets them, and may be generators."""
     if isinstance(params, (set, frozenset)):
         raise ValueError(
@@ -75,18 +75,18 @@ def _listed(params: Any) -> list[Any]:
     return [_listed_group(entry) if isinstance(entry, Mapping) else entry for entry in entries]
 
 
-def _listed_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def _listed_group(group: Mapping[str, object]) -> dict[str, object]:
     if "params" not in group:
         raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(group)}.")
     return {**group, "params": _listed(group["params"])}
 
 
-def _tensors(entries: Sequence[Any]) -> list[Any]:
+def _tensors(entries: Sequence[object]) -> list[Any]:
     members = [member for entry in entries for member in (entry["params"] if isinstance(entry, dict) else [entry])]
     return [member[1] if isinstance(member, tuple) else member for member in members]
 
 
-def _with_tuples(builder: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_tuples(builder: Any, options: Mapping[str, Any]) -> dict[str, object]:
     parameters = inspect.signature(builder).parameters
     wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
     return {

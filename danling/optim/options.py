@@ -16,7 +16,7 @@ def options_of(optimizer: Optimizer) -> Options:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def adopt_options(optimizer: Optimizer, scheduler: Any, options: Options, wanted: Callable[[str], bool]) -> None:
+def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]) -> None:
     """Put options into an optimizer that was restored. No communication: call it on every rank.
 
     A learning rate is put in as that which the schedule begins from: where the schedule stands, it is that share of the new one.
@@ -35,7 +35,7 @@ def adopt_options(optimizer: Optimizer, scheduler: Any, options: Options, wanted
         _adopt_rates(optimizer, scheduler, [group.get("initial_lr", group["lr"]) for group in options])
 
 
-def _adopt_rates(optimizer: Optimizer, scheduler: Any, rates: list[Any]) -> None:
+def _adopt_rates(optimizer: Optimizer, scheduler: object, rates: list[Any]) -> None:
     for group, rate in zip(optimizer.param_groups, rates):
         before = group.get("initial_lr", group["lr"])
         if rate == before:

@@ -100,11 +100,11 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _parameters(builder: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(builder: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(builder).parameters
 
 
-def _required(builder: Callable[..., Any]) -> list[str]:
+def _required(builder: Callable[..., object]) -> list[str]:
     parameters = _parameters(builder)
     # A registered function may call its first argument what it likes.
     passed = [name for name in parameters if name in _PASSED] or list(parameters)[:1]

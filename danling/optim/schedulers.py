@@ -20,7 +20,7 @@ _NO_SCHEDULES = ("LRScheduler", "_LRScheduler")
 class SchedulerRegistry(Registry):
     """Every scheduler of `torch.optim.lr_scheduler` by its lower-case name, the warm-up schedules, and what users register."""
 
-    def build(self, optimizer: Any, type: str | None = None, **options: Any) -> Any:
+    def build(self, optimizer: object, type: str | None = None, **options: Any) -> Any:
         """Build a scheduler.
 
         Args:
@@ -41,7 +41,7 @@ class SchedulerRegistry(Registry):
             return builder(optimizer=optimizer, **options)
         return builder(optimizer, **options)
 
-    def _part(self, optimizer: Any, part: Any) -> Any:
+    def _part(self, optimizer: object, part: object) -> Any:
         return self.build(optimizer, **part) if isinstance(part, Mapping) else part
 
 
@@ -59,7 +59,7 @@ class OneCycleSchedule(OneCycleLR):
                 rewrite_rates(self)
 
 
-def needs_metric(scheduler: Any) -> bool:
+def needs_metric(scheduler: object) -> bool:
     """Whether `scheduler.step` wants the value of a metric, as `ReduceLROnPlateau` does."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def device_peak_flops(device: torch.device, precision: str | None = None) -> flo
     return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)
 
 
-def counted(function: Callable[[], Any]) -> int:
+def counted(function: Callable[[], object]) -> int:
     """Run a function and return the FLOPs of its matrix products, convolutions and attentions, backward included.
 
     The operations are the same ones, so that the result of a run does not change.
@@ -104,7 +103,7 @@ class ModelFlops:
         # Without a peak to compare with nothing is worth the slow first micro-batch.
         self.counts_next = not known and countable and peak is not None
 
-    def count(self, run: Callable[[], Any], samples: float) -> None:
+    def count(self, run: Callable[[], object], samples: float) -> None:
         """Run a micro-batch and count its operations.
 
         Args:

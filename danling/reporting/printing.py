@@ -12,7 +12,7 @@ _open_bars: list[Bar] = []
 class Bar(Protocol):
     """A drawn progress bar that can step aside while somebody else writes."""
 
-    def external_write_mode(self, file: TextIO | None = None, nolock: bool = False) -> AbstractContextManager[Any]:
+    def external_write_mode(self, file: TextIO | None = None, nolock: bool = False) -> AbstractContextManager[object]:
         """Return a context in which the bar is cleared; it is drawn again afterwards."""
         ...
 
@@ -33,7 +33,7 @@ def bar_is_open() -> bool:
     return bool(_open_bars)
 
 
-def beside_bar(stream: TextIO) -> AbstractContextManager[Any]:
+def beside_bar(stream: TextIO) -> AbstractContextManager[object]:
     """Return a context in which `stream` can be written without tearing an open bar.
 
     Args:

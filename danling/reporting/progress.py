@@ -216,7 +216,7 @@ def format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(max(seconds, 0.0))))
 
 
-def _open_bar(**settings: Any) -> Any:
+def _open_bar(**settings: Any) -> object:
     from tqdm import tqdm
 
     class QuietBar(tqdm):  # type: ignore[type-arg]

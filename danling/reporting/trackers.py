@@ -122,7 +122,7 @@ class TrackerSet:
 _METHODS = ("log", "flush", "close")
 
 
-def _is_tracker(value: Any) -> bool:
+def _is_tracker(value: object) -> bool:
     # A class has the methods too, but is called for an object of it.
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
 
@@ -261,7 +261,7 @@ class WandbTracker:
         tags: Sequence[str] | str | None = None,
         dir: PathLike | None = None,
         mode: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         secrets: Collection[str] = (),
     ) -> None:
         _require("wandb")
@@ -302,7 +302,7 @@ class WandbTracker:
         self.run = None
 
 
-def read_jsonl(file: PathLike) -> list[dict[str, Any]]:
+def read_jsonl(file: PathLike) -> list[dict[str, object]]:
     """Return the lines of a JSONL file that are complete; one that a kill left unfinished is skipped.
 
     Args:

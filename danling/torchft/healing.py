@@ -160,7 +160,7 @@ def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, n
     return {**state, "state": entries}
 
 
-def _shard_like(value: Any, parameter: nn.Parameter | None) -> Any:
+def _shard_like(value: object, parameter: nn.Parameter | None) -> Any:
     if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
         return value
     return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value

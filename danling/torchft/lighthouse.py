@@ -234,10 +234,10 @@ class _CheckedClient:
         self._asked = client
         self._own = own
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._asked, name)
 
-    def _quorum(self, *, step: int, **options: Any) -> Any:
+    def _quorum(self, *, step: int, **options: Any) -> object:
         quorum = self._asked._quorum(step=step, **options)
         check_sizes(
             self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=int(quorum.max_world_size)

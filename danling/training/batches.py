@@ -49,7 +49,7 @@ def unpack_batch(data: Any, model: Any = None) -> tuple[Any, Any]:
     return data, None
 
 
-def _forward_of(model: Any) -> Any:
+def _forward_of(model: object) -> Any:
     return getattr(type(model), "forward", None) if model is not None else None
 
 
@@ -74,7 +74,7 @@ def _keywords(forward: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     return taken
 
 
-def peek_target(data: Any) -> Any:
+def peek_target(data: object) -> object:
     """Return the target of a batch, or `None` where there is none or the batch has a shape of the user's own."""
     if isinstance(data, (list, tuple)):
         return data[1] if len(data) == 2 else None
@@ -110,7 +110,7 @@ def call_model(model: Any, inputs: Any) -> Any:
     return model(**inputs)
 
 
-def count_samples(data: Any) -> int:
+def count_samples(data: object) -> int:
     """Return the number of samples of a batch: the first dimension of its first tensor, else 1."""
     if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
         data = data[0]
@@ -126,7 +126,7 @@ def count_samples(data: Any) -> int:
     return 1
 
 
-def count_tokens(data: Any) -> int:
+def count_tokens(data: object) -> int:
     """Return the number of tokens of a batch: the elements of its first integer tensor of two dimensions, 0 without one.
 
     Args:
@@ -147,7 +147,7 @@ def count_tokens(data: Any) -> int:
     return 0
 
 
-def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
+def criterion_weight(criterion: object, target: object, data: object) -> float | Tensor:
     """Return what a mean-reduced `criterion` averages over.
 
     `CrossEntropyLoss` and `NLLLoss` divide by the (class-weighted) count of targets other than `ignore_index`
@@ -175,7 +175,7 @@ def criterion_weight(criterion: Any, target: Any, data: Any) -> float | Tensor:
     return _count(target, ignore_index)
 
 
-def model_weight(model: Any, target: Any, data: Any, *, shifts: bool | None = None) -> float | Tensor:
+def model_weight(model: object, target: object, data: object, *, shifts: bool | None = None) -> float | Tensor:
     """Return what the mean-reduced loss that a model computes itself is averaged over.
 
     Integer labels other than -100 count, as in `torch.nn.functional.cross_entropy`; of a model that shifts its labels, those of
@@ -210,7 +210,7 @@ def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
     return float(torch.count_nonzero(target != ignore_index).item())
 
 
-def _dense_weight(criterion: Any, target: Tensor) -> float:
+def _dense_weight(criterion: object, target: Tensor) -> float:
     if (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy) and target.ndim > 1:
         return float(target.numel() // target.shape[1])  # class probabilities: one term a position
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
@@ -227,7 +227,7 @@ def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None
     return (weights[target.where(counts, 0)] * counts).sum()
 
 
-def criterion_setting(criterion: Any, name: str) -> Any:
+def criterion_setting(criterion: object, name: str) -> object:
     """Return an option of a criterion: an attribute of a module, a keyword of a `functools.partial`, or a function's default.
 
     Args:
@@ -246,7 +246,7 @@ def criterion_setting(criterion: Any, name: str) -> Any:
     return _defaults(_function(criterion)).get(name)
 
 
-def _function(criterion: Any) -> Any:
+def _function(criterion: object) -> object:
     return criterion.func if isinstance(criterion, partial) else criterion
 
 
@@ -259,7 +259,7 @@ def _defaults(function: Any) -> dict[str, Any]:
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
 
-def _weighs_classes(criterion: Any) -> bool:
+def _weighs_classes(criterion: object) -> bool:
     kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
     other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(criterion, kinds)
     return not other and _function(criterion) is not F.multi_margin_loss

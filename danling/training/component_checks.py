@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
-from typing import Any
 
 from torch import nn
 
@@ -51,7 +50,7 @@ _NAMED_ELSEWHERE = {
 }
 
 
-def check_model(model: Any, present: Iterable[str]) -> None:
+def check_model(model: object, present: Iterable[str]) -> None:
     """Refuse what is no module.
 
     Raises:
@@ -66,7 +65,7 @@ def check_model(model: Any, present: Iterable[str]) -> None:
     )
 
 
-def check_criterion(criterion: Any) -> None:
+def check_criterion(criterion: object) -> None:
     """Refuse a class in the place of a loss.
 
     Raises:
@@ -82,7 +81,7 @@ def check_criterion(criterion: Any) -> None:
         )
 
 
-def check_scheduler(scheduler: Any) -> None:
+def check_scheduler(scheduler: object) -> None:
     """Refuse a name or a class in the place of a schedule.
 
     Raises:
@@ -95,7 +94,7 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def check_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse what is no optimizer, or none of this model.
 
     Args:
@@ -126,7 +125,7 @@ def check_optimizer(optimizer: Any, named_parameters: Iterable[tuple[str, nn.Par
         )
 
 
-def check_mapping(name: str, value: Any) -> None:
+def check_mapping(name: str, value: object) -> None:
     """Refuse a single dataset or loader where one for each split is expected.
 
     Raises:
@@ -144,7 +143,7 @@ def check_mapping(name: str, value: Any) -> None:
             )
 
 
-def check_passes(dataloaders: Mapping[str, Any], epochs: int | None) -> None:
+def check_passes(dataloaders: Mapping[str, object], epochs: int | None) -> None:
     """Refuse a loader that ends for good where it has to be read in every epoch.
 
     Args:
@@ -162,7 +161,7 @@ def check_passes(dataloaders: Mapping[str, Any], epochs: int | None) -> None:
             )
 
 
-def check_metrics(metrics: Any, reserved: Iterable[str]) -> None:
+def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
     """Refuse a metric by the name of a figure that the library computes itself.
 
     Args:

@@ -20,7 +20,7 @@ class Components(Protocol):
     def model_state_dict(self) -> dict[str, Any]:
         """Return parameters and persistent buffers by canonical name."""
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    def optimizer_state_dict(self) -> dict[str, object]:
         """Return the optimizer's state by parameter name."""
 
     def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
@@ -43,17 +43,17 @@ def component_parts(held: Components) -> list[StatePart]:
         held: What has them; it is asked anew each time.
     """
 
-    def load_model(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def load_model(state: Mapping[str, object], excluded: Collection[str]) -> None:
         held.load_model(state, partial=any(path.startswith("model.") for path in excluded))
 
-    def load_ema(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def load_ema(state: Mapping[str, object], excluded: Collection[str]) -> None:
         averages = {"weights": {}, "num_updates": held.ema.num_updates, **state}
         held.load_ema(averages, partial=any(path.startswith("ema.weights") for path in excluded))
 
-    def load_optimizer(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def load_optimizer(state: Mapping[str, object], excluded: Collection[str]) -> None:
         held.load_optimizer(remainder_of_optimizer(state, excluded, held.optimizer_state_dict))
 
-    def load_scheduler(state: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def load_scheduler(state: Mapping[str, object], excluded: Collection[str]) -> None:
         kept = held.scheduler.state_dict() if any(path.startswith("scheduler.") for path in excluded) else {}
         held.load_scheduler({**kept, **state})
 

@@ -102,7 +102,7 @@ class GradientWatch:
                 hook = partial(self._note, id(parameter))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _note(self, key: int, _: Any) -> None:
+    def _note(self, key: int, _: object) -> None:
         self._missing.pop(key, None)
 
     def close(self) -> list[str]:

@@ -39,7 +39,7 @@ class LabelShift:
         self._told = False
         self._tries = 0
 
-    def shifts(self, model: Any) -> bool:
+    def shifts(self, model: object) -> bool:
         """Whether the labels of the next position count, as far as it is known; a model that was not looked at before opens the question.
 
         Args:
@@ -84,7 +84,7 @@ class LabelShift:
         self._settle("neither", problem)
         return False
 
-    def observe_afterwards(self, loss: Tensor, logits: Any, labels: Any) -> None:
+    def observe_afterwards(self, loss: Tensor, logits: object, labels: object) -> None:
         """Look at the loss of a batch after its backward, where it did not come by before: too late to weigh this one by it.
 
         Args:
@@ -151,7 +151,7 @@ def mean_cross_entropies(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     return same, next_one
 
 
-def _incomparable(loss: Tensor, logits: Any, labels: Tensor) -> str | None:
+def _incomparable(loss: Tensor, logits: object, labels: Tensor) -> str | None:
     if loss.numel() != 1:
         return f"a loss of shape {tuple(loss.shape)}"
     if not isinstance(logits, Tensor) or hasattr(logits, "full_tensor"):

@@ -50,7 +50,7 @@ class ModelStates:
         """Return parameters and persistent buffers by canonical name. Called on all ranks."""
         return {canonical_name(name): value for name, value in self.model().state_dict().items()}
 
-    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks.
 
         Raises:
@@ -108,13 +108,13 @@ class ModelStates:
         """Return the optimizer's state by parameter name. Called on all ranks."""
         return named_state_dict(self.optimizer(), self.named_parameters())
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer's state by parameter name. Called on all ranks."""
         load_named_state_dict(self.optimizer(), state, self.named_parameters())
 
     # What a checkpoint is read into
 
-    def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, Any]:
+    def opened(self, payload: Mapping[str, object], excluded: ExcludedFromLoading) -> Mapping[str, object]:
         """Return a payload whose components can be taken apart where parts of them are left out of the load.
 
         Args:
@@ -128,7 +128,7 @@ class ModelStates:
         return None
 
 
-def criterion_state(criterion: Any) -> dict[str, Any]:
+def criterion_state(criterion: object) -> dict[str, object]:
     """Return the parameters and persistent buffers of a criterion; empty where it has none, or is no module."""
     return dict(criterion.state_dict()) if isinstance(criterion, nn.Module) else {}
 
@@ -150,8 +150,8 @@ def load_criterion(criterion: Any, state: Mapping[str, Any]) -> None:
 
 
 def remainder_of_optimizer(
-    stored: Mapping[str, Any], excluded: Collection[str], present: Callable[[], Mapping[str, Any]]
-) -> Mapping[str, Any]:
+    stored: Mapping[str, object], excluded: Collection[str], present: Callable[[], Mapping[str, object]]
+) -> Mapping[str, object]:
     """Return what is loaded of an optimizer of which parts were left out.
 
     Args:
@@ -174,7 +174,7 @@ def cast_floating(weights: Mapping[str, Tensor], name: str | None) -> dict[str, 
 
 
 def weights_to_export(
-    config: Mapping[str, Any], model: Mapping[str, Tensor], ema: EMA | None, *, dtype: str | None, version: int
+    config: Mapping[str, object], model: Mapping[str, Tensor], ema: EMA | None, *, dtype: str | None, version: int
 ) -> dict[str, Any]:
     """Return the payload of an export.
 

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 
-def model_loss(pred: Any) -> Tensor | None:
+def model_loss(pred: object) -> Tensor | None:
     """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
     found = _part(pred, "loss")
     return found if isinstance(found, Tensor) else None
 
 
-def prediction_of(pred: Any) -> Any:
+def prediction_of(pred: object) -> Any:
     """Return what a criterion and metrics are handed of a prediction: its `logits` where it has `loss` and `logits`, else all of it.
 
     Args:
@@ -25,11 +25,11 @@ def prediction_of(pred: Any) -> Any:
     return _part(pred, "logits")
 
 
-def _part(pred: Any, name: str) -> Any:
+def _part(pred: object, name: str) -> Any:
     if isinstance(pred, Mapping) and name in pred:
         return pred[name]
     return getattr(pred, name, None)
 
 
-def _has(pred: Any, name: str) -> bool:
+def _has(pred: object, name: str) -> bool:
     return (isinstance(pred, Mapping) and name in pred) or hasattr(pred, name)

@@ -12,7 +12,7 @@ from danling.utils.protocols import ReductionDomain
 from .outputs import prediction_of
 
 
-def split_by_sample(pred: Any, samples: int) -> list[Any]:
+def split_by_sample(pred: object, samples: int) -> list[object]:
     """Return the prediction of a batch as a list with an item for each sample, on the CPU.
 
     A tensor is taken apart along its first dimension, into plain numbers where a sample has a single one; a list by its items; a tuple

@@ -41,7 +41,7 @@ def _always() -> bool:
     return True
 
 
-def _same(value: Any = None) -> Any:
+def _same(value: object = None) -> object:
     return value
 
 
@@ -155,7 +155,7 @@ class RunState:
         """Return the states of the components, less those that are saved elsewhere. Called on all ranks."""
         return {part.name: part.get() for part in self._present() if part.name not in self._saved_elsewhere}
 
-    def completed(self, states: Mapping[str, Any]) -> dict[str, Any]:
+    def completed(self, states: Mapping[str, object]) -> dict[str, Any]:
         """Return states of components with those that a stack of the user's has left out of them. Called on all ranks.
 
         Args:
@@ -164,7 +164,7 @@ class RunState:
         missing = (part for part in self._present() if part.name not in {*states, *self._saved_elsewhere})
         return {**states, **{part.name: part.get() for part in missing}}
 
-    def load_components(self, payload: Mapping[str, Any], excluded: Collection[str]) -> None:
+    def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the components that a payload has, in the order of the table. Called on all ranks.
 
         Args:
@@ -201,7 +201,7 @@ class RunState:
         """Return what lies in the entry `state`. No communication: may be called on one rank."""
         return {part.name: part.get() for part in self._progress.values() if part.exists()}
 
-    def load_progress(self, state: Mapping[str, Any]) -> None:
+    def load_progress(self, state: Mapping[str, object]) -> None:
         """Restore what `progress` returned. Called on all ranks.
 
         Args:
@@ -212,13 +212,13 @@ class RunState:
                 part.set(state[part.name] if part.name in state else part.default and part.default(), frozenset())
 
 
-def in_order(payload: Mapping[str, Any]) -> dict[str, Any]:
+def in_order(payload: Mapping[str, object]) -> dict[str, Any]:
     """Return a payload with its components in the order in which they lie in a file, those of a user's last."""
     known = [name for name in _PAYLOAD_ORDER if name in payload]
     return {name: payload[name] for name in dict.fromkeys([*known, *payload])}
 
 
-def check_complete(payload: Mapping[str, Any], excluded: Collection[str], needed: Iterable[str]) -> None:
+def check_complete(payload: Mapping[str, object], excluded: Collection[str], needed: Iterable[str]) -> None:
     """Refuse a payload that lacks a component which this run has.
 
     Args:
@@ -237,7 +237,7 @@ def check_complete(payload: Mapping[str, Any], excluded: Collection[str], needed
         )
 
 
-def check_payload(payload: Any, what: str) -> None:
+def check_payload(payload: object, what: str) -> None:
     """Refuse what a hook returned in the place of a payload.
 
     Args:
@@ -251,7 +251,7 @@ def check_payload(payload: Any, what: str) -> None:
         raise ValueError(f"Expected {what}, a mapping. Received: {payload!r}. Return that of super().")
 
 
-def check_given(payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> None:
+def check_given(payload: Mapping[str, object], excluded: ExcludedFromLoading) -> None:
     """Refuse a mapping that is no payload, such as bare weights.
 
     Args:

@@ -30,18 +30,18 @@ _UNSHIFTED = frozenset(
 """Classes of transformers 5.23 that are named like those that shift their labels and do not."""
 
 
-def target_name(data: Mapping[str, Any]) -> str | None:
+def target_name(data: Mapping[str, object]) -> str | None:
     """Return the name of the target in a batch, `None` where it has none of `TARGET_NAMES`."""
     return next((name for name in TARGET_NAMES if name in data), None)
 
 
-def find_target(data: Mapping[str, Any]) -> Any:
+def find_target(data: Mapping[str, object]) -> Any:
     """Return the target in a batch, `None` where it has none of `TARGET_NAMES`."""
     name = target_name(data)
     return data[name] if name is not None else None
 
 
-def shifts_labels(model: Any) -> bool:
+def shifts_labels(model: object) -> bool:
     """Whether the loss that a model returns is known to compare its prediction at a position with the label of the next one.
 
     Args:
@@ -73,7 +73,7 @@ def told_to_shift(model: Any) -> bool | None:
     return None
 
 
-def _inwards(model: Any) -> Iterator[Any]:
+def _inwards(model: object) -> Iterator[Any]:
     """Yield a module, then the only module in it, and so on."""
     while True:
         yield model
@@ -106,7 +106,7 @@ def counted_labels(target: Tensor, *, shifts: bool) -> Tensor:
     return target[:, 1:] if target.ndim > 1 and shifts else target
 
 
-def unweighed(data: Any) -> str:
+def unweighed(data: object) -> str:
     """Return the sentence for a criterion that leaves some targets out and a batch in which no target was found."""
     received = f"a mapping with the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else type(data).__name__
     if isinstance(data, (tuple, list)):

@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -33,12 +32,12 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         raise
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """Return valid JSON; NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

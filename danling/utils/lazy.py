@@ -27,7 +27,7 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
     """
     home = {name: module for module, names in homes.items() for name in names}
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name in home:
             value = getattr(_import(home[name] if "." in home[name] else f"{package}.{home[name]}"), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
@@ -47,7 +47,7 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
     return __getattr__, __dir__
 
 
-def _import(module: str) -> Any:
+def _import(module: str) -> object:
     with _collection_paused():
         return import_module(module)
 

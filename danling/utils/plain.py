@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> object:
     """Return `value` made of dictionaries with string keys, lists, strings, numbers, booleans and `None` only.
 
     Tensors and arrays become numbers or lists; what has no plain form (a path, a class, an enum) becomes its string.

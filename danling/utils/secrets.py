@@ -33,7 +33,7 @@ def names_secret(key: str, listed: Collection[str] = ()) -> bool:
     return lower in _NAMES or lower.endswith(_ENDINGS) or name in listed or key in listed
 
 
-def without_secrets(settings: Mapping[str, Any], listed: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+def without_secrets(settings: Mapping[str, object], listed: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
     """Return settings without the text under keys that name a secret; numbers, switches and `None` stay.
 
     Args:
@@ -48,7 +48,7 @@ def without_secrets(settings: Mapping[str, Any], listed: Collection[str] = (), p
 _GONE = object()
 
 
-def _without(value: Any, key: str, listed: Collection[str], *, secret: bool) -> Any:
+def _without(value: object, key: str, listed: Collection[str], *, secret: bool) -> object:
     secret = secret or names_secret(key, listed)
     if isinstance(value, str):
         return _GONE if secret else value
@@ -61,12 +61,12 @@ def _without(value: Any, key: str, listed: Collection[str], *, secret: bool) -> 
     return value
 
 
-def secret_values(settings: Mapping[str, Any], listed: Collection[str] = ()) -> set[str]:
+def secret_values(settings: Mapping[str, object], listed: Collection[str] = ()) -> set[str]:
     """Return the texts that `without_secrets` leaves out, less those too short to be told from other text."""
     return {text for text in _texts(settings, "", listed, secret=False) if len(text) >= _SHORTEST}
 
 
-def _texts(value: Any, key: str, listed: Collection[str], *, secret: bool) -> Iterator[str]:
+def _texts(value: object, key: str, listed: Collection[str], *, secret: bool) -> Iterator[str]:
     if isinstance(value, str):
         if secret:
             yield value

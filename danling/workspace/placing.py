@@ -206,7 +206,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
-def without_places(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def without_places(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return the configuration of a checkpoint without the places in it: they are recorded, and never obeyed.
 
     Whoever made the checkpoint could otherwise choose the files that the reader writes to, and a copied one would write into the run
@@ -226,7 +226,7 @@ def without_places(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     return kept
 
 
-def _is_place(key: str, value: Any) -> bool:
+def _is_place(key: str, value: object) -> bool:
     if key in PLACES or _ENGINE_PLACES.fullmatch(key):
         return True
     if key not in DIRECTORY_NAMES and not _ENGINE_NAMES.fullmatch(key):

@@ -59,7 +59,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
 
-def _row(run: Run) -> list[Any]:
+def _row(run: Run) -> list[object]:
     row = run.summary()
     names = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
     return [row[name] for name in names]
@@ -73,7 +73,7 @@ def _results(run: Run) -> str:
     return table(("", *(f"{split}/{name}" for split, name in columns)), rows)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "<td></td>"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -225,12 +225,12 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return told if len(differences) <= 2 and len(set(told)) == len(runs) else [run.name for run in runs]
 
 
-def _seeds(run: Run) -> dict[str, Any]:
+def _seeds(run: Run) -> dict[str, object]:
     # Budgets and seeds may change in a resumed run, so they are not canonical everywhere; they do tell runs apart.
     return {key: run.config[key] for key in ("seed", "steps", "epochs") if key in run.config}
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one, by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -241,11 +241,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
+def _mapping(value: object) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"Expected a mapping. Received: {type(value).__name__}.")
     return value

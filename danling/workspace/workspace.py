@@ -108,9 +108,9 @@ class Workspace:
 
     def write_metadata(
         self,
-        full: Mapping[str, Any],
-        canonical: Mapping[str, Any],
-        diff: Mapping[str, Any],
+        full: Mapping[str, object],
+        canonical: Mapping[str, object],
+        diff: Mapping[str, object],
         identity: CodeIdentity | None = None,
         *,
         keep_diff: bool = True,
@@ -144,7 +144,7 @@ class Workspace:
             patch.unlink(missing_ok=True)
 
     def write_results(
-        self, results: Mapping[Any, Any], latest: Mapping[str, Any] | None, best: Mapping[str, Any] | None
+        self, results: Mapping[Any, Any], latest: Mapping[str, object] | None, best: Mapping[str, object] | None
     ) -> None:
         """Write `results.json`, `latest.json` and `best.json` on the main process, each replaced as a whole.
 
@@ -174,6 +174,6 @@ def _absolute(path: PathLike) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
-def _to_yaml(values: Mapping[str, Any]) -> str:
+def _to_yaml(values: Mapping[str, object]) -> str:
     text: str = yaml.safe_dump(to_plain(values), sort_keys=False, allow_unicode=True, width=120)
     return text
