@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .ballot import REQUESTS, Ballot, Verdict, agree
 from .domain import Domain, LocalDomain, world_of
