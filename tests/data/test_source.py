@@ -62,14 +62,25 @@ def user_loaders() -> dict[str, Callable[[], Any]]:
 
 
 def resumed_loaders() -> list[Any]:
-    """Return each loader, told its place by its own state and by counting; with workers, which take long, some as slow ones."""
+    """Return each loader, told its place by its own state and by counting, and at every how many positions it stops.
+
+    With workers, which take long, it stops at every seventh one; at each of them as a slow variant.
+    """
     slow = {("torch, 2 workers", False), ("stateful, 2 workers", True), ("stateful, persistent", True)}
-    pairs = [(name, by_counting) for name in sorted(user_loaders()) for by_counting in (False, True)]
-    return [pytest.param(*pair, marks=pytest.mark.slow) if pair in slow else pair for pair in pairs]
+    cases: list[Any] = []
+    for name in sorted(user_loaders()):
+        workers = "workers" in name or "persistent" in name
+        for by_counting in (False, True):
+            if (name, by_counting) not in slow:
+                cases.append((name, by_counting, 7 if workers else 1))
+            if workers:
+                cases.append(pytest.param(name, by_counting, 1, marks=pytest.mark.slow))
+    return cases
 
 
-@pytest.mark.parametrize(("name", "by_counting"), resumed_loaders())
-def test_user_loader_resumes_at_every_position(name: str, by_counting: bool) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "by_counting", "every"), resumed_loaders())
+def test_user_loader_resumes_at_every_position(name: str, by_counting: bool, every: int) -> None:
     """Batches and training's own streams go on as if nothing had happened, in this pass and the next."""
     make = user_loaders()[name]
 
@@ -91,7 +102,7 @@ def test_user_loader_resumes_at_every_position(name: str, by_counting: bool) -> 
     source.close()
 
     a_pass = len(trace) // 3
-    for state, streams, position in saved[:: 7 if "workers" in name or "persistent" in name else 1]:
+    for state, streams, position in saved[::every]:
         resumed = begin()
         resumed.load_state_dict(copy.deepcopy(state))
         restore_random_state(streams)
