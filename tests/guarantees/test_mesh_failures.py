@@ -72,8 +72,8 @@ def hang(config: Mapping[str, Any]) -> None:
 
     class Hanging(LayoutRunner):
         def train_step(self, data: Any) -> Any:
-            """Sleep on one rank, after the first update."""
-            if self.rank == 1 and self.state.train.global_step == 2:
+            """Hang on one rank, after the first update, until it is killed."""
+            while self.rank == 1 and self.state.train.global_step == 2:
                 time.sleep(60)
             return super().train_step(data)
 
@@ -94,6 +94,8 @@ def test_the_timeout_of_training_reaches_the_groups_of_the_mesh(axes: dict[str, 
         "dataloader": {"batch_size": 2},
         "comm": {"train_timeout_seconds": 2.0},
     }
-    waiting, sleeping = sorted(run_outcomes(hang, config, world_size=2, timeout=45), key=lambda outcome: outcome.rank)
+    waiting, sleeping = sorted(
+        run_outcomes(hang, config, world_size=2, timeout=45, grace=1), key=lambda outcome: outcome.rank
+    )
     assert isinstance(waiting.error, RuntimeError) and "imed out" in str(waiting.error), waiting
     assert isinstance(sleeping.error, ProcessFailure)
