@@ -148,20 +148,23 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun_runs_a_script_and_keeps_its_output() -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_torchrun_runs_a_script_and_keeps_its_output(warm: bool) -> None:
     Path("ranked.py").write_text(_RANKED)
-    exit_code, output = run_torchrun("ranked.py")
+    exit_code, output = run_torchrun("ranked.py", warm=warm)
     assert exit_code == 0, output
     assert "rank 0 of 2" in output
     assert "rank 1 of 2" in output
 
 
-def test_leaving_a_torchrun_block_ends_agent_and_workers() -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_leaving_a_torchrun_block_ends_agent_and_workers(warm: bool) -> None:
     Path("ranked.py").write_text(_RANKED)
-    with torchrun("ranked.py", environment={"PAUSE": "60"}) as job:
+    with torchrun("ranked.py", environment={"PAUSE": "60"}, warm=warm) as job:
         job.wait_for_output("rank 0")
         job.wait_for_output("rank 1")
-        assert len(descendants(job.pid)) >= 2
+        # The forks of the server are no children of the job; the rule of every test sees them go.
+        assert warm or len(descendants(job.pid)) >= 2
     assert not [command for command in descendants(os.getpid()).values() if "ranked.py" in command]
 
 
@@ -174,6 +177,56 @@ def test_a_script_is_killed_at_the_given_moment() -> None:
         assert kill_when(job, Path("begun").exists).exit_code == -signal.SIGKILL
     with python("writer.py") as job:
         assert kill_after(job, 0.05).exit_code == -signal.SIGKILL
+
+
+_PROGRAM = """
+import os, signal, sys
+print(sorted(set(globals())), __name__, sys.argv, os.path.basename(sys.path[0]), os.environ.get("ASKED"), sys.stdin.read(), flush=True)
+print("to standard error", file=sys.stderr, flush=True)
+how = sys.argv[1]
+if how == "raise":
+    raise ValueError("unwell")
+if how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(how) if how.isdigit() else how)
+"""
+
+
+@pytest.mark.parametrize("how", ["0", "7", "in words", "raise", "kill"])
+def test_a_warm_program_ends_as_python_does(how: str) -> None:
+    Path("program.py").write_text(_PROGRAM)
+    cold, warm = (run_python("program.py", how, warm=warm, environment={"ASKED": "1"}) for warm in (False, True))
+    assert warm == cold
+    assert ("to standard error" in warm.output) and "'__spec__'" in warm.output
+
+
+_LISTENER = """
+import signal, sys, time
+def leave(number, frame):
+    sys.exit(40 + number)
+signal.signal(signal.SIGUSR1, leave)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_signals_reach_a_warm_program() -> None:
+    Path("listener.py").write_text(_LISTENER)
+    for number, code in ((signal.SIGUSR1, 40 + signal.SIGUSR1), (signal.SIGTERM, -signal.SIGTERM)):
+        with python("listener.py", warm=True) as job:
+            job.wait_for_output("ready")
+            job.signal(number)
+            assert job.wait().exit_code == code
+
+
+def test_a_warm_program_that_was_killed_is_gone_before_the_next_one_starts() -> None:
+    Path("own.py").write_text("import os, time\nprint(f'pid {os.getpid()}.', flush=True)\ntime.sleep(60)\n")
+    Path("look.py").write_text("import os, sys\nprint(os.path.exists('/proc/' + sys.argv[1]))\n")
+    with python("own.py", warm=True) as job:
+        job.wait_until(lambda: job.output.endswith(".\n"))
+        process = job.output.split()[1].strip(".")
+        job.kill()
+        assert run_python("look.py", process, warm=True) == (0, "False\n")
 
 
 def test_a_script_that_ends_too_early_says_what_it_printed() -> None:

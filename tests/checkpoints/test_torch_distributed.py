@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.warm import interpreter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -139,7 +139,7 @@ def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest
     for name in ("latest", "best", "ckpt-s000000000003"):
         assert _same(reader.load_checkpoint(name), payload)
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", target, tmp_path / "stock"],
+        [interpreter(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", target, tmp_path / "stock"],
         check=True,
     )
     stock = torch.load(tmp_path / "stock", weights_only=True)
@@ -311,7 +311,7 @@ def test_foreign_readers(tmp_path: Path) -> None:
     )
     assert done.returncode == 0 and done.stdout.count(": OK") == 3, done.stdout + done.stderr
     command = [
-        sys.executable,
+        interpreter(),
         "-m",
         "torch.distributed.checkpoint.format_utils",
         "dcp_to_torch",

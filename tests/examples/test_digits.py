@@ -39,7 +39,7 @@ def test_one_process_reaches_95_percent_and_goes_on() -> None:
     assert exit_code == 0, output
     assert accuracy_in(output) >= 0.95
     assert printed_in_the_docs() == forms(output), "make the page anew: python scripts/screenshots.py --text"
-    exit_code, output = run_python(SCRIPT, "--epochs", "11", "--auto_resume", "true")
+    exit_code, output = run_python(SCRIPT, "--epochs", "11", "--auto_resume", "true", warm=True)
     assert exit_code == 0, output
     assert "epoch 11:" in output
     assert "epoch 10:" not in output

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.job import Finished, Job
 from support.processes import free_port
+from support.warm import variables
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,7 +47,7 @@ def slurm() -> dict[str, str]:
         program.write_text(text)
         program.chmod(0o755)
     # The script takes "python" from the environment that the job was submitted in.
-    search = [str(Path("bin").resolve()), str(Path(sys.executable).parent), os.environ["PATH"]]
+    search = [str(Path("bin").resolve()), variables()["PATH"]]
     return {
         "PATH": os.pathsep.join(search),
         "SLURM_SUBMIT_DIR": str(EXAMPLES.parent),

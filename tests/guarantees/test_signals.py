@@ -105,10 +105,10 @@ def every_step_once(steps: int) -> None:
 def test_the_curves_of_a_killed_and_resumed_run_have_every_step_once(tmp_path: Path) -> None:
     wandb = ("--wandb.enabled", "true", "--wandb.mode", "offline", "--wandb.project", "curves")
     arguments = (*STEPS, "--checkpoint.interval", "3", *wandb)
-    with python(SCRIPT, *arguments, environment={"SLOW": "train"}) as job:
+    with python(SCRIPT, *arguments, environment={"SLOW": "train"}, warm=True) as job:
         job.wait_until(lambda: steps_logged() >= 8)
         job.kill()
-    assert run_python(SCRIPT, *arguments).exit_code == 0
+    assert run_python(SCRIPT, *arguments, warm=True).exit_code == 0
     every_step_once(16)
     attempts = [path.name for path in Path("run/wandb").glob("offline-run-*")]
     assert len(attempts) == 2
@@ -126,7 +126,7 @@ def test_the_rank_that_raises_is_the_one_that_torchrun_names() -> None:
 
 def test_a_time_budget_stops_in_the_same_way(tmp_path: Path) -> None:
     arguments = ("--epochs", "2")
-    first = run_python(SCRIPT, *arguments, "--max_time", "1.0", environment={"SLOW": "evaluate"})
+    first = run_python(SCRIPT, *arguments, "--max_time", "1.0", environment={"SLOW": "evaluate"}, warm=True)
     assert first.exit_code == 0, first.output
     assert "Stopped: " in first.output
     resumed = run_processes(_train, arguments, str(tmp_path), world_size=1)
@@ -135,7 +135,7 @@ def test_a_time_budget_stops_in_the_same_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["train", "collective"])
 def test_a_second_sigint_ends_at_once(where: str) -> None:
-    with python(SCRIPT, *EPOCHS, environment={"SLOW": "stuck" if where == "train" else "native"}) as job:
+    with python(SCRIPT, *EPOCHS, environment={"SLOW": "stuck" if where == "train" else "native"}, warm=True) as job:
         job.wait_until(lambda: Path("stuck").exists())
         job.signal(signal.SIGINT)
         time.sleep(0.3)

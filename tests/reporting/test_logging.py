@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.warm import interpreter
 
 from danling.reporting import RunLog, close_run_log, open_run_log
 
@@ -82,6 +82,6 @@ def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path
         "log = open_run_log(sys.argv[1]); logging.getLogger('danling').info('hello'); close_run_log(log)\n"
     )
     file = tmp_path / "run.log"
-    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=True)
+    done = subprocess.run([interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True)
     assert done.stderr == "mine hello\n"
     assert file.read_text().endswith("INFO danling: hello\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm import interpreter
 
 from danling.reporting import JsonlTracker, TensorBoardTracker, WandbTracker, read_jsonl
 from danling.reporting import trackers as module
@@ -72,7 +73,7 @@ def test_jsonl_survives_sigkill_and_has_every_step_once(tmp_path: Path) -> None:
         "for step in range(1, 21): tracker.log({'loss': 1.0}, step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", script, str(file)], check=False)
+    killed = subprocess.run([interpreter(), "-c", script, str(file)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(read_jsonl(file)) == 20
     tracker = JsonlTracker(file, resume_step=10)

@@ -31,7 +31,7 @@ raise ArithmeticError("broken")
 def test_an_exception_writes_torchs_error_file_and_is_printed_last(how: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
     file = tmp_path / "error.json"
-    ended = run_python(tmp_path / "script.py", how, environment={"TORCHELASTIC_ERROR_FILE": str(file)})
+    ended = run_python(tmp_path / "script.py", how, environment={"TORCHELASTIC_ERROR_FILE": str(file)}, warm=True)
     assert ended.exit_code == code
     assert file.exists() == (how == "raise")
     if how == "raise":

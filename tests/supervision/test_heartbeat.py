@@ -7,13 +7,13 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm import interpreter
 
 from danling.supervision import Heartbeat
 
@@ -71,7 +71,7 @@ def test_every_reader_sees_a_whole_file_also_after_sigkill(tmp_path: Path) -> No
         "step = 0\n"
         "while True: step += 1; heartbeat.beat(step, 0); time.sleep(0.001)\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    command = [interpreter(), "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -6,11 +6,11 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from support.warm import interpreter
 
 from danling.supervision import EXIT_CODES, SignalWatcher
 
@@ -32,7 +32,7 @@ with SignalWatcher() as watcher:
 
 def start(mode: str, **settings: object) -> subprocess.Popen[str]:
     process = subprocess.Popen(  # type: ignore[call-overload]
-        [sys.executable, "-c", LOOP, mode], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
+        [interpreter(), "-c", LOOP, mode], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
     )
     assert process.stdout.readline() == "ready\n"
     return process  # type: ignore[no-any-return]
@@ -94,7 +94,7 @@ with SignalWatcher() as watcher:
 
 
 def test_what_forked_workers_get_is_not_counted_as_a_second_sigint() -> None:
-    assert subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=False).returncode == 7
+    assert subprocess.run([interpreter(), "-c", FORKING], timeout=60, check=False).returncode == 7
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored() -> None:

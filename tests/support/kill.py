@@ -15,18 +15,31 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .job import Finished, Job
+from .warm import interpreter
 
 
-def python(script: str | Path, *args: str, environment: Mapping[str, str] | None = None) -> Job:
-    """Start a Python script, single-threaded, in the working directory of the test."""
-    return Job([sys.executable, str(script), *args], environment={"OMP_NUM_THREADS": "1", **(environment or {})})
+def python(script: str | Path, *args: str, environment: Mapping[str, str] | None = None, warm: bool = False) -> Job:
+    """Start a Python script, single-threaded, in the working directory of the test.
+
+    Args:
+        script: Path of the script.
+        args: Its arguments.
+        environment: Variables to set on top of this process's own.
+        warm: In a fork that has torch loaded (`support.warm`), where the start of the interpreter is not the point.
+    """
+    command = interpreter() if warm else sys.executable
+    return Job([command, str(script), *args], environment={"OMP_NUM_THREADS": "1", **(environment or {})})
 
 
 def run_python(
-    script: str | Path, *args: str, timeout: float = 100.0, environment: Mapping[str, str] | None = None
+    script: str | Path,
+    *args: str,
+    timeout: float = 100.0,
+    environment: Mapping[str, str] | None = None,
+    warm: bool = False,
 ) -> Finished:
     """Run a Python script to its end and return exit code and output."""
-    with python(script, *args, environment=environment) as job:
+    with python(script, *args, environment=environment, warm=warm) as job:
         return job.wait(timeout)
 
 

@@ -48,10 +48,13 @@ _CONTEXT.set_forkserver_preload(
         "numpy",
         "torch",
         "torch._dynamo",
+        # What `torch.compile` imports: DeepSpeed decorates with it.
+        "torch._inductor.compile_fx",
         "torch.distributed",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.distributed.pipelining",
+        "torch.distributed.run",
         "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
         "torchft",
@@ -216,12 +219,25 @@ def free_port() -> int:
     raise OSError("Expected a free port between 15000 and 32000. Received none in 100 tries.")
 
 
+_servers: list[BaseProcess] = []
+
+
+def start_server(function: Callable[..., None], *args: Any) -> None:
+    """Run `function(ready, *args)` in a fork that lives as long as this process, and wait until it sends something over `ready`."""
+    ours, theirs = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=function, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    _servers.append(process)
+    ours.recv()
+
+
 def server_processes() -> set[int]:
-    """Return the ids of the helpers that multiprocessing keeps for the whole session."""
+    """Return the ids of the helpers that live for the whole session."""
     server = getattr(forkserver, "_forkserver", None)
     tracker = getattr(resource_tracker, "_resource_tracker", None)
     pids = getattr(server, "_forkserver_pid", None), getattr(tracker, "_pid", None)
-    return {pid for pid in pids if pid is not None}
+    return {pid for pid in (*pids, *(server.pid for server in _servers)) if pid is not None}
 
 
 def _collect(

@@ -2,7 +2,7 @@
 
 from support.torchrun import run_torchrun, torchrun
 
-exit_code, output = run_torchrun("examples/digits.py", "--epochs", "1")
+exit_code, output = run_torchrun("examples/digits.py", "--epochs", "1")     # agent and workers are forks of `support.warm`
 with torchrun("train.py", nproc_per_node=2) as job:
     job.wait_for_output("epoch 1")
     job.signal(signal.SIGTERM)          # torchrun forwards it to every rank and exits with 1
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .job import Finished, Job
+from .warm import interpreter, variables
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 """Environment in which processes talk over the loopback."""
@@ -27,6 +28,7 @@ def torchrun(
     nproc_per_node: int = 2,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    warm: bool = True,
 ) -> Job:
     """Start a script under torchrun in the working directory of the test.
 
@@ -36,11 +38,13 @@ def torchrun(
         nproc_per_node: Number of processes.
         flags: Further flags of torchrun, such as `--max-restarts 1`.
         environment: Variables to set on top of this process's own.
+        warm: Agent and workers have torch loaded from the start; otherwise each starts an interpreter of its own.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1"]
+    python = interpreter() if warm else sys.executable
+    command = [python, "-m", "torch.distributed.run", "--nnodes", "1"]
     command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
-    return Job(command, environment={**LOOPBACK, **(environment or {})})
+    return Job(command, environment={**LOOPBACK, **(variables() if warm else {}), **(environment or {})})
 
 
 def run_torchrun(
@@ -50,6 +54,7 @@ def run_torchrun(
     timeout: float = 100.0,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    warm: bool = True,
 ) -> Finished:
     """Run a script under torchrun to its end.
 
@@ -59,5 +64,5 @@ def run_torchrun(
     Raises:
         AssertionError: If it does not end in `timeout` seconds; agent and workers are killed.
     """
-    with torchrun(script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment) as job:
+    with torchrun(script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment, warm=warm) as job:
         return job.wait(timeout)
