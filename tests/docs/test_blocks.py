@@ -17,6 +17,7 @@ import pytest
 from support.job import Job
 from support.pages import ROOT, Block, alike, blocks_of, pages, prints
 from support.processes import free_port
+from support.warm import programs, variables
 
 PAGES = [page for page in pages() if blocks_of(page)]
 SLOW = {ROOT / "docs/guides/plots.md", ROOT / "docs/guides/quickstart.md"}
@@ -70,7 +71,7 @@ class Page:
 
     def run_bash(self, block: Block, *, raises: bool) -> None:
         # torchrun without a rendezvous of its own takes port 29500, which another test may have at this moment.
-        environment = {**os.environ, "PATH": self.search, "PET_MASTER_PORT": str(free_port())}
+        environment = {**os.environ, **variables(), "PATH": self.search, "PET_MASTER_PORT": str(free_port())}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # One shell to the reader: where a block finds its programs, the next one does.
         said = Path(".search").resolve()
@@ -104,17 +105,19 @@ def search_path(*, activated: bool) -> str:
     """Return where programs are found, with those of this Python or, as for a user who has just come, without them."""
     own = Path(sys.executable).parent
     others = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path) != own]
-    return os.pathsep.join([str(own)] * activated + others)
+    return os.pathsep.join([own_programs()] * activated + others)
+
+
+def own_programs() -> str:
+    """Return where this Python's programs are found, those that import torch as forks that have it loaded."""
+    return os.pathsep.join([str(programs()), str(Path(sys.executable).parent)])
 
 
 def make_environment() -> None:
     """Put this Python's environment where `make train` puts one."""
-    if (Path(sys.prefix) / "bin" / "activate").is_file():
-        Path(".venv").symlink_to(sys.prefix)
-        return
     script = Path(".venv/bin/activate")
     script.parent.mkdir(parents=True)
-    script.write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+    script.write_text(f'export PATH="{own_programs()}:$PATH"\n')
 
 
 def one_line(text: str) -> str:
