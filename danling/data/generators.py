@@ -124,11 +124,19 @@ class Generators:
             seed: Of the family, an integer of 63 bits.
             origins: Numbers by path that tell members apart further.
         """
-        for seeder, salt in zip(self.seeders, self._seeder_salts, strict=True):
-            seeder.seed(mix_seed(seed, salt))
+        self.seed_unseen(seed)
         for place, salt in zip(self.places, self._salts, strict=True):
             own = salt ^ origins.get(place.path, 0) if origins else salt
             seed_generator(place.current(), mix_seed(seed, own))
+
+    def seed_unseen(self, seed: int) -> None:
+        """Seed what shows no generator, each with its own member of a family, and leave the generators as they are.
+
+        Args:
+            seed: Of the family, an integer of 63 bits.
+        """
+        for seeder, salt in zip(self.seeders, self._seeder_salts, strict=True):
+            seeder.seed(mix_seed(seed, salt))
 
     def states(self) -> dict[str, Any]:
         """Return the generators' states by path, as tensors and plain values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -95,7 +95,9 @@ class LiveCursor(Cursor):
         apart = (self.rank,) if order_is_of_rank(self.loader) else ()
         streams = HOST_STREAMS.save()
         try:
-            seed_host_streams(derive_seed(self.seed, "batch", self.split, self.epoch, batch, *apart))
+            seed = derive_seed(self.seed, "batch", self.split, self.epoch, batch, *apart)
+            self._generators().seed_unseen(seed)
+            seed_host_streams(seed)
             return next(live, _END)
         finally:
             HOST_STREAMS.put_back(streams)
@@ -141,11 +143,18 @@ class LiveCursor(Cursor):
         self._live = None
         super().close()
 
-    def _seeded(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
         if self.seed is None:
-            return nullcontext()
+            yield
+            return
         apart = (self.rank,) if order_is_of_rank(self.loader) else ()
-        return preserved_random_state(seed=derive_seed(self.seed, "pass", self.split, self.epoch, *apart))
+        seed = derive_seed(self.seed, "pass", self.split, self.epoch, *apart)
+        with preserved_random_state(seed=seed):
+            if self._generators().seeders:
+                self._generators().seed_unseen(seed)
+                seed_host_streams(seed)
+            yield
 
     def _iterate(self) -> Iterator[Any]:
         with kept_from_group_signals(self.loader):

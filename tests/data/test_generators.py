@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.datasets import drain
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from danling.data import BatchSource, build_dataloader
 from danling.data.generators import Generators
@@ -259,6 +259,25 @@ def test_a_collate_function_with_a_generator_is_keyed_by_batch() -> None:
     taken = drain(first, 2)
     second.load_state_dict(first.state_dict())
     assert taken + drain(second) == whole
+
+
+@pytest.mark.parametrize("loader", [list, DataLoader])
+def test_what_seeds_itself_is_keyed_by_batch_in_a_loader_of_the_users(loader: Any) -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.data = Drawing(SeedsItself())
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return (self.data[index] for index in range(LENGTH))
+
+    def make() -> BatchSource:
+        made = Loader() if loader is list else DataLoader(Drawing(SeedsItself()), batch_size=3)
+        return BatchSource(made, split="train", seed=5)
+
+    whole, first, second = drain(make()), make(), make()
+    taken = drain(first, 2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert torch.equal(torch.cat(taken + drain(second)), torch.cat(whole))
 
 
 def test_states_come_back() -> None:
