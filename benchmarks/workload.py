@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
+from torch.utils.data import Dataset
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -41,6 +42,24 @@ def make_batches(workload: Workload = OVERHEAD) -> Batches:
         (torch.randn(size, features, generator=generator), torch.randint(10, (size,), generator=generator))
         for _ in range(100)
     ]
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """The samples of a pass one by one, as users' datasets give them; nothing is drawn.
+
+    Args:
+        batches: The pass.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.inputs = torch.cat([input for input, _ in batches])
+        self.targets = torch.cat([target for _, target in batches])
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
 
 
 def make_model(workload: Workload = OVERHEAD) -> nn.Module:

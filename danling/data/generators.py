@@ -149,10 +149,24 @@ class Generators:
                 set_generator_state(place.current(), states[place.path])
 
 
-class _Walk:
-    """A breadth-first walk over what objects hold."""
+def held_objects(roots: Mapping[str, Any]) -> list[Any] | None:
+    """Return the objects that a walk from the roots meets, `None` where there are more than it looks at.
 
-    def __init__(self, skip: Callable[[Any], bool] | None) -> None:
+    What only the methods of classes name is left out.
+
+    Args:
+        roots: What to look through, by name.
+    """
+    walk = _Walk(None, methods=False)
+    walk.follow(dict(roots))
+    return walk.met
+
+
+class _Walk:
+    """A breadth-first walk over what objects hold, and over what their methods name."""
+
+    def __init__(self, skip: Callable[[Any], bool] | None, *, methods: bool = True) -> None:
+        self._methods = methods
         self.places: list[Place] = []
         self.holders: list[tuple[str, Any]] = []
         self.uncontrollable: list[tuple[str, str]] = []
@@ -192,9 +206,16 @@ class _Walk:
                 self.uncontrollable.append((path, type(value).__name__))
         return found
 
+    @property
+    def met(self) -> list[Any] | None:
+        """The objects that were met; `None` where some are left."""
+        return None if self._queue else list(self._seen.values())
+
     def _visit(self, place: Place) -> None:
         value = place.current()
         if isinstance(value, _LEAVES) or id(value) in self._seen or _is_array(value):
+            return
+        if not self._methods and isinstance(place.container, types.MappingProxyType) and not is_generator(value):
             return
         self._seen[id(value)] = value
         if is_generator(value):

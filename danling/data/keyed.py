@@ -12,8 +12,13 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from .dataset_state import set_states, stateful_parts
 from .generators import Generators
-from .randomness import derive_seed, mix_seed, seed_host_streams
+from .host_streams import HOST_STREAMS
+from .randomness import derive_seed, mix_seed
+from .reading_code import may_look_at_streams
 from .workers import WorkersView
+
+ALL_STREAMS = tuple(range(len(HOST_STREAMS.all)))
+"""The streams of the process by their places in `HOST_STREAMS`."""
 
 Family = int | tuple[int, int]
 """Epoch, or (epoch, how manieth reading), of samples that a sampler draws again within an epoch."""
@@ -61,6 +66,8 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         self.seeds_batch = self.quiet and collates
         self._roots = reading_roots(dataset, collate_fn if collates else None)
         self._generators: Generators | None = None
+        self._holders = 0
+        self._looks_at_streams = False
         self._states = dict(states or {})
         self._family: Family = -1
         self._base = 0
@@ -79,7 +86,83 @@ class KeyedDataset(WorkersView, Dataset[Any]):
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """Return the items of a batch of keys of one epoch."""
         # Of most datasets nobody keeps a state, nor a generator.
-        return self._read_settled(keys) if self._states or self._roots else self._read(keys, False)
+        return self._read_settled(keys) if self._states or self._roots else self.read(keys, False)
+
+    def _read_settled(self, keys: Sequence[Key], *, single: bool = False) -> Any:
+        self.prepare()
+        data = self.read(keys, single)
+        while self.found_generators():
+            data = self.read(keys, single)
+        return data
+
+    # The steps of reading
+
+    def prepare(self) -> None:
+        """Look for generators, and put the dataset of a worker into the state that it has there, before the first batch."""
+        if self._states:
+            self._take_over_state()
+        if self._generators is None and self._roots:
+            self._generators = Generators(self._roots)
+            self._look_at_code()
+
+    @property
+    def has_own_randomness(self) -> bool:
+        """Whether there are generators, or reading may look at a stream without moving it."""
+        return self._looks_at_streams or bool(self._generators)
+
+    def found_generators(self) -> bool:
+        """Return whether reading has brought about generators, or objects that may make some: then what was read is not keyed."""
+        if self._generators is None or not self._generators.changed():
+            return False
+        found, looked = self._generators.look_again(), self._looks_at_streams
+        self._look_at_code()
+        return found or self._looks_at_streams > looked
+
+    def parts(self, keys: Sequence[Key], single: bool) -> list[Sequence[Key]]:
+        """Return the keys of a batch in the parts that are seeded by their first key and read at once."""
+        whole = single or self.quiet or self.reads_batches
+        return [keys] if whole else [[key] for key in keys]
+
+    def seed_for(self, key: Key, streams: Sequence[int] = ALL_STREAMS) -> None:
+        """Seed streams, and all generators, for a key.
+
+        Args:
+            key: That of the part.
+            streams: Which ones, by their places.
+        """
+        family, index = key
+        if family != self._family:
+            parts = family if isinstance(family, tuple) else (family,)
+            self._family, self._base = family, derive_seed(self.seed, "sample", *parts)
+        seed = mix_seed(self._base, index if type(index) is int else index_number(index))
+        if self._generators:
+            self._generators.seed(seed)
+        for number in streams:
+            HOST_STREAMS.all[number].seed(seed)
+
+    def read(self, keys: Sequence[Key], single: bool, streams: Sequence[int] = ALL_STREAMS) -> Any:
+        """Return what is read of a batch of keys, or of a single one.
+
+        Args:
+            keys: The keys.
+            single: There is one, and its item is asked for.
+            streams: Those that are seeded for each part.
+        """
+        dataset = self.dataset
+        seeds = bool(streams or self._generators) and (not self.quiet or self.seeds_batch)
+        if seeds and (single or self.quiet or self.reads_batches):
+            self.seed_for(keys[0], streams)
+        if single:
+            return dataset[keys[0][1]]
+        if self.reads_batches:
+            return dataset.__getitems__(list(map(_index_of, keys)))
+        if not seeds or self.quiet:
+            return list(map(partial(operator.getitem, dataset), map(_index_of, keys)))
+        items = []
+        for key in keys:
+            self.seed_for(key, streams)
+            items.append(dataset[key[1]])
+        return items
 
     def _take_over_state(self) -> None:
         info = get_worker_info()
@@ -87,47 +170,11 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             set_states(stateful_parts(self.dataset), self._states[info.id])
         self._states = {}
 
-    def _read_settled(self, keys: Sequence[Key], *, single: bool = False) -> Any:
-        if self._states:
-            self._take_over_state()
-        if not self._roots:
-            return self._read(keys, single)
-        if self._generators is None:
-            self._generators = Generators(self._roots)
-        data = self._read(keys, single)
-        while self._generators.changed() and self._generators.look_again():
-            data = self._read(keys, single)
-        return data
-
-    def _read(self, keys: Sequence[Key], single: bool) -> Any:
-        dataset = self.dataset
-        if single:
-            if not self.quiet or self.seeds_batch:
-                self._seed(*keys[0])
-            return dataset[keys[0][1]]
-        if self.quiet or self.reads_batches:
-            if self.seeds_batch or not self.quiet:
-                self._seed(*keys[0])
-            indices = list(map(_index_of, keys))
-            return (
-                dataset.__getitems__(indices)
-                if self.reads_batches
-                else list(map(partial(operator.getitem, dataset), indices))
-            )
-        items = []
-        for family, index in keys:
-            self._seed(family, index)
-            items.append(dataset[index])
-        return items
-
-    def _seed(self, family: Family, index: Any) -> None:
-        if family != self._family:
-            parts = family if isinstance(family, tuple) else (family,)
-            self._family, self._base = family, derive_seed(self.seed, "sample", *parts)
-        seed = mix_seed(self._base, index if type(index) is int else index_number(index))
-        if self._generators:
-            self._generators.seed(seed)
-        seed_host_streams(seed)
+    def _look_at_code(self) -> None:
+        assert self._generators is not None
+        if self._holders != len(self._generators.holders):
+            self._holders = len(self._generators.holders)
+            self._looks_at_streams = self._looks_at_streams or may_look_at_streams(self._roots)
 
 
 def reading_roots(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
@@ -157,7 +204,9 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Return whether the dataset is known to draw no random numbers. Subclasses may, so types are compared exactly."""
+    """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly."""
+    if own_word(dataset) is False:
+        return True
     kind = type(dataset)
     if kind is Subset:
         return draws_nothing(dataset.dataset)
@@ -167,3 +216,33 @@ def draws_nothing(dataset: Any) -> bool:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
         return all(draws_nothing(part) for part in parts)
     return kind in (TensorDataset, list, tuple, range, Tensor)
+
+
+def declared_draws(dataset: Any) -> bool | None:
+    """Return what a dataset says by `draws_random`, or one that torch's wrappers hold; `None` where none says `True` or all say nothing."""
+    said = own_word(dataset)
+    if said is not None:
+        return said
+    kind = type(dataset)
+    if kind is Subset:
+        return declared_draws(dataset.dataset)
+    if kind in (ConcatDataset, StackDataset):
+        held = dataset.datasets
+        parts = [declared_draws(part) for part in (held.values() if isinstance(held, dict) else held)]
+        return True if True in parts else None
+    return None
+
+
+def own_word(dataset: Any) -> bool | None:
+    """Return the attribute `draws_random` of a dataset, `None` where there is none.
+
+    Raises:
+        ValueError: If it is neither `True` nor `False`.
+    """
+    said = getattr(dataset, "draws_random", None)
+    if said is None or isinstance(said, bool):
+        return said
+    raise ValueError(
+        f"Expected {type(dataset).__name__}.draws_random to be True or False. Received: draws_random={said!r} "
+        f"({type(said).__name__}). Say whether reading a sample draws random numbers, or leave it out."
+    )

@@ -17,6 +17,7 @@ from .dataset_state import DatasetState, Stamped
 from .generators import Generators
 from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing, reading_roots
+from .watched import SeenDraws, WatchedReading, as_is
 from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
 logger = logging.getLogger("danling")
@@ -57,6 +58,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         name_uncontrollable(dataset, collate_fn, split)
         self._collates = collate_fn is not None
         self._draws = self._collates or not draws_nothing(dataset)
+        self._seen_draws = SeenDraws()
         # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
         # position is the whole state, so nothing is to be fetched from workers for it.
         self.dataset_state = DatasetState(dataset, split, num_workers)
@@ -101,6 +103,8 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             shut_down_workers(self)
         if self.dataset_state:
             self.dataset_state.begin(first=not self.consumed)
+        if not self.num_workers and not self.pin_memory:
+            return self._read_here()
         iterator = super().__iter__()
         if self.dataset_state and self.num_workers:
             return self.dataset_state.unwrapped(iterator)
@@ -109,14 +113,35 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     def _get_iterator(self) -> Any:
         # The iterator sees keys, whoever looks at `loader.dataset` sees the user's own dataset.
         view = copy.copy(self)
-        states = self.dataset_state.of_workers
-        keyed = KeyedDataset(
-            self.dataset, self.seed, collates=self._collates, collate_fn=self.collate_fn, states=states
-        )
-        view.__dict__["dataset"] = keyed
+        view.__dict__["dataset"], view.__dict__["collate_fn"] = self._reading()
         if self.dataset_state and self.num_workers:
-            view.__dict__["collate_fn"] = Stamped(self.collate_fn, self.dataset)
+            view.__dict__["collate_fn"] = Stamped(view.collate_fn, self.dataset)
         return super(KeyedLoader, view)._get_iterator()
+
+    def _reading(self) -> tuple[KeyedDataset | WatchedReading, Callable[[Any], Any]]:
+        """Return what reads the items of keys, and what makes a batch of them."""
+        collate_fn: Callable[[Any], Any] = self.collate_fn
+        keyed = KeyedDataset(
+            self.dataset,
+            self.seed,
+            collates=self._collates,
+            collate_fn=collate_fn,
+            states=self.dataset_state.of_workers,
+        )
+        if not self._draws:
+            return keyed, collate_fn
+        watched = WatchedReading(keyed, collate_fn if self._collates else None, self._seen_draws)
+        return watched, as_is if self._collates else collate_fn
+
+    def _read_here(self) -> Iterator[Any]:
+        """Read in this process, without the bookkeeping that torchdata has for a position of its own."""
+        reading, collate_fn = self._reading()
+        batched = self.batch_sampler is not None
+        read = reading.__getitems__ if batched else reading.__getitem__
+        # Taken here and not where the first batch is asked for: moving the position must not disturb the iterator.
+        keys = iter(self.batch_sampler if batched else self.sampler)
+        batches = (collate_fn(read(key)) for key in keys)
+        return _shielded(batches) if self._draws else batches
 
     def held_state(self) -> dict[str, Any]:
         """Return the state that the dataset has of its own, under `dataset`; nothing where it has none."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_streams import HOST_STREAMS, get_numpy, seed_numpy
+from .host_streams import HOST_STREAMS, get_numpy
 
 _MASK63 = (1 << 63) - 1
 _MASK64 = (1 << 64) - 1
@@ -93,10 +93,7 @@ def seed_host_streams(seed: int) -> None:
     Args:
         seed: An integer of 63 bits; NumPy takes the lower 32.
     """
-    # torch.manual_seed also visits every accelerator, which is 200 times dearer.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    seed_numpy(seed & 0xFFFFFFFF)
+    HOST_STREAMS.seed(seed)
 
 
 def _seed_device(seed: int, device: torch.device) -> None:

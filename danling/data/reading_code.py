@@ -1,0 +1,186 @@
+"""Whether the code that reads samples may look at a random stream without moving it, so that drawing does not show."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .generators import held_objects
+
+SUSPECTS = frozenset(
+    (
+        # The seed or the state of a stream, from which other numbers may be made.
+        *("initial_seed", "getstate", "get_state", "get_rng_state", "get_worker_info"),
+        # A state that is put back after drawing.
+        *("setstate", "set_state", "set_rng_state", "fork_rng", "preserve_rng_state"),
+        # Generators that are made for a sample.
+        *("Generator", "default_rng", "RandomState", "SeedSequence", "Random", "SystemRandom"),
+        *("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"),
+    )
+)
+"""Names that reading code without own randomness has no use for."""
+
+_FUNCTIONS = 4096
+"""Functions that are looked at in all; where there are more, what they do is not known."""
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "torchdata", "numpy", "builtins"))
+"""Top-level packages that are not looked into: what these draw, they draw from the streams, unless a suspect is named."""
+_MAKING = frozenset(("__init__", "__new__", "__post_init__", "__set_name__"))
+_NEVER = frozenset(
+    ("__init_subclass__", "__class_getitem__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__")
+)
+
+
+def may_look_at_streams(roots: Mapping[str, Any]) -> bool:
+    """Return whether reading may look at a random stream, or make a generator, as far as its code tells.
+
+    The methods of what the roots hold are followed from those that Python calls (`__getitem__`, `__call__`) and `forward` by the names
+    that they mention, and so are functions, classes and modules that they name, outside of torch, NumPy and the standard library.
+
+    Args:
+        roots: What reads, by name.
+    """
+    reached = _Reached()
+    reached.walk(roots)
+    return reached.find_suspect()
+
+
+class _Reached:
+    """The functions that may be called, found from name to name."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = {"forward"}
+        self._methods: dict[str, list[types.FunctionType]] = {}
+        """Methods of known classes that nobody has named yet."""
+        self._classes: set[type[Any]] = set()
+        self._queue: deque[types.FunctionType] = deque()
+        self._seen: set[Any] = set()
+        self._objects: dict[int, Any] = {}
+        self._unknown = False
+
+    def walk(self, roots: Mapping[str, Any]) -> None:
+        """Take note of what is held: functions may be called, and the methods of objects by their names."""
+        held = held_objects(roots)
+        self._unknown |= held is None
+        for value in held or ():
+            if id(value) not in self._objects:
+                self._objects[id(value)] = value
+                self.call(value)
+                self.hold(type(value))
+
+    def call(self, value: Any) -> None:
+        """Take note of something that may be called."""
+        function = _function_of(value)
+        if function is not None and function.__code__ not in self._seen and not _is_foreign(function.__module__):
+            self._seen.add(function.__code__)
+            self._queue.append(function)
+
+    def hold(self, kind: type[Any], *, made: bool = False) -> None:
+        """Take note of a class of which there is an instance, or of which one may be made while samples are read."""
+        for base in kind.__mro__:
+            if _is_foreign(base.__module__):
+                continue
+            if made:
+                for name in _MAKING:
+                    self.call(vars(base).get(name))
+            if base in self._classes:
+                continue
+            self._classes.add(base)
+            for name, value in list(vars(base).items()):
+                self._hold_method(name, value)
+
+    def _hold_method(self, name: str, value: Any) -> None:
+        function = _function_of(value)
+        if function is None:
+            self._meet_object(value)
+        elif name in _MAKING or name in _NEVER:
+            return
+        elif name in self._names or (name.startswith("__") and name.endswith("__")):
+            self.call(function)
+        else:
+            self._methods.setdefault(name, []).append(function)
+
+    def find_suspect(self) -> bool:
+        """Return whether one of the functions names a suspect, or there are too many to tell."""
+        while self._queue and not self._unknown:
+            function = self._queue.popleft()
+            names = set(_names_in(function.__code__))
+            if names & SUSPECTS or len(self._seen) > _FUNCTIONS:
+                return True
+            self._follow(function.__globals__, names)
+            for cell in function.__closure__ or ():
+                try:
+                    self._meet(cell.cell_contents, names)
+                except ValueError:  # a variable that is not set yet
+                    continue
+        return self._unknown
+
+    def _follow(self, variables: Mapping[str, Any], names: set[str]) -> None:
+        for name in names - self._names:
+            for method in self._methods.pop(name, ()):
+                self.call(method)
+        self._names |= names
+        for name in names:
+            if name in variables:
+                self._meet(variables[name], names)
+
+    def _meet(self, value: Any, names: set[str]) -> None:
+        if isinstance(value, types.ModuleType):
+            if not _is_foreign(value.__name__):
+                for name in names & vars(value).keys():
+                    found = vars(value)[name]
+                    if not isinstance(found, types.ModuleType):
+                        self._meet(found, names)
+        elif isinstance(value, type):
+            self.hold(value, made=True)
+        elif _function_of(value) is not None:
+            self.call(value)
+        else:
+            self._meet_object(value)
+
+    def _meet_object(self, value: Any) -> None:
+        if id(value) not in self._objects and not isinstance(value, (type, types.ModuleType)):
+            self.walk({"met": value})
+            self._objects[id(value)] = value
+
+
+def _is_foreign(module: str | None) -> bool:
+    return (module or "builtins").partition(".")[0] in _FOREIGN and module != "__main__"
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """Return the function of Python's that a method, a property or a decorated function ends in, `None` for none."""
+    for _ in range(8):
+        if isinstance(value, types.FunctionType):
+            return value
+        inner = None
+        if isinstance(value, property):
+            inner = value.fget
+        elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            inner = value.__func__
+        elif not isinstance(value, type):
+            inner = _wrapped(value)
+        if inner is None:
+            return None
+        value = inner
+    return None
+
+
+def _wrapped(value: Any) -> Any:
+    """Return what `functools.lru_cache` and `cached_property` wrap, without asking an object for attributes it makes up."""
+    held = getattr(type(value), "__module__", None)
+    if held != "functools":
+        return None
+    return getattr(value, "__wrapped__", None) or getattr(value, "func", None)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a piece of code, and the words that it may hand to `getattr`."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant

@@ -1,0 +1,142 @@
+"""Reading that seeds no stream which nothing draws from, and gives what reading with all of them seeded gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from .dataset_state import stateful_parts
+from .host_streams import HOST_STREAMS, HostStream
+from .keyed import Key, KeyedDataset, declared_draws
+from .workers import WorkersView
+
+
+class SeenDraws:
+    """What is known in this process of the streams that reading a dataset draws from.
+
+    It outlives a pass. Workers begin with a copy, and learn for themselves.
+
+    Attributes:
+        streams: Those that are seeded for each sample; `None` before the first batch was read.
+    """
+
+    def __init__(self) -> None:
+        self.streams: tuple[int, ...] | None = None
+
+    def add(self, numbers: Sequence[int]) -> None:
+        """Take note of streams that were drawn from, by their place among those of the process."""
+        self.streams = tuple(sorted({*(self.streams or ()), *numbers}))
+
+
+class WatchedReading(WorkersView, Dataset[Any]):
+    """Reads what a `KeyedDataset` reads, and seeds only the streams that were ever seen to move.
+
+    The first batch is read with every stream seeded for each sample, and which of them moves is noted. From then on only those are
+    seeded. The others stand in states that no seed leads to: where one of them is found in another state after a batch, a sample has drawn
+    from it or seeded it, so it is seeded from now on, and the batch is read again. Where none is, nothing that was read can depend on
+    what a seed would have made of them.
+
+    That does not hold for who makes numbers from the state of a stream, or generators of their own: a dataset whose code may do so, that
+    holds generators or has a state, or that says `draws_random = True` is read with every stream seeded.
+
+    The batch is made here too where the user has a `collate_fn`, which may draw: give the loader `as_is` instead.
+
+    Args:
+        keyed: What to read.
+        collate_fn: The user's, which makes a batch of what was read; `None` leaves it to the loader.
+        seen: What is known of it.
+    """
+
+    def __init__(self, keyed: KeyedDataset, collate_fn: Callable[[Any], Any] | None, seen: SeenDraws) -> None:
+        self.dataset = keyed.dataset
+        self.keyed = keyed
+        self.collate_fn = collate_fn
+        self.seen = seen
+        self._may_watch = declared_draws(keyed.dataset) is not True and not stateful_parts(keyed.dataset)
+        self._idle: list[tuple[int, HostStream]] = []
+        self._idle_of: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keyed)
+
+    def __getitem__(self, key: Key) -> Any:
+        """Return the item of one key."""
+        return self._settled([key], single=True)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        """Return the items of a batch of keys, or what the `collate_fn` makes of them."""
+        return self._settled(keys)
+
+    def _settled(self, keys: Sequence[Key], *, single: bool = False) -> Any:
+        self.keyed.prepare()
+        data = self._read(keys, single)
+        while self.keyed.found_generators():
+            data = self._read(keys, single)
+        return data
+
+    def _read(self, keys: Sequence[Key], single: bool) -> Any:
+        if not self._may_watch or self.keyed.has_own_randomness:
+            return self._collated(self.keyed.read(keys, single))
+        if self.seen.streams is None:
+            return self._read_observed(keys, single)
+        while True:
+            self._set_idle_apart()
+            try:
+                data = self._collated(self.keyed.read(keys, single, self.seen.streams))
+            except Exception:
+                # Numbers of a stream that was not seeded may be the reason.
+                if not self._note_idle_moves():
+                    raise
+                continue
+            if not self._note_idle_moves():
+                return data
+
+    def _set_idle_apart(self) -> None:
+        """Put the streams that are not seeded into their private states."""
+        if self._idle_of is not self.seen.streams:
+            drawn = self._idle_of = self.seen.streams or ()
+            self._idle = [(number, stream) for number, stream in enumerate(HOST_STREAMS.all) if number not in drawn]
+        slow = [number for number, stream in self._idle if not stream.set_apart()]
+        if slow:
+            # Looking at such a stream takes longer than seeding it.
+            self.seen.add(slow)
+            self._set_idle_apart()
+
+    def _note_idle_moves(self) -> bool:
+        """Take note of idle streams that have moved; return whether there are any."""
+        moved = [number for number, stream in self._idle if stream.was_moved()]
+        if moved:
+            self.seen.add(moved)
+        return bool(moved)
+
+    def _read_observed(self, keys: Sequence[Key], single: bool) -> Any:
+        """Read with everything seeded, and note what moves."""
+        self.seen.add([])
+        parts = self.keyed.parts(keys, single)
+        items: list[Any] = []
+        for number, part in enumerate(parts):
+            self.keyed.seed_for(part[0])
+            states = HOST_STREAMS.save()
+            read = self.keyed.read(part, single, ())
+            last = number + 1 == len(parts)
+            if last:
+                items = self._collated(read if len(parts) == 1 else [*items, *read])
+            else:
+                items.extend(read)
+            streams = zip(HOST_STREAMS.all, states, strict=True)
+            self.seen.add([place for place, (stream, state) in enumerate(streams) if stream.differs(state)])
+        return items
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams are those of a process.
+        return {**self.__dict__, "_idle": [], "_idle_of": None}
+
+    def _collated(self, data: Any) -> Any:
+        return data if self.collate_fn is None else self.collate_fn(data)
+
+
+def as_is(data: Any) -> Any:
+    """Return a batch that is already made."""
+    return data
