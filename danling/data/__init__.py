@@ -8,6 +8,7 @@ from .cursors import Batch
 from .glance import can_glance, glanced
 from .keyed import KeyedDataset
 from .loader import DataLoader
+from .mixture import Mixture
 from .movement import move_to_device
 from .proxy import PLACEHOLDER, ProxySource
 from .randomness import (
@@ -30,6 +31,7 @@ __all__ = [
     "DataLoader",
     "Division",
     "KeyedDataset",
+    "Mixture",
     "PositionedBatchSampler",
     "ProxySource",
     "Splits",

@@ -16,6 +16,7 @@ from danling.utils.suggest import did_you_mean
 
 from .batching import OWN, divide_updates
 from .loader import DataLoader, check_settings
+from .mixture import Mixture
 from .sampled_loader import SampledLoader
 from .stream_loader import StreamLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
@@ -74,7 +75,7 @@ def build_dataloader(
         if options.get("sampler") is not None or options.get("batch_sampler") is not None:
             return _build_sampled(dataset, options, placement, train=train)
         options = {
-            "shuffle": train,
+            "shuffle": train and not isinstance(dataset, Mixture),
             "drop_last": train and options.get("batch_size", 1) is not None,
             **_without_none(options),
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset, get_worker_info
 
+from .mixture import Mixture
 from .plain_state import check_savable, from_plain, is_stateful, to_plain
 from .sampler_state import is_equal
 
@@ -17,8 +18,8 @@ def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, Any]:
     kind = type(dataset)
     if kind is Subset:
         return stateful_parts(dataset.dataset, f"{path}.dataset")
-    if kind in (ConcatDataset, StackDataset):
-        held = dataset.datasets
+    if kind in (ConcatDataset, StackDataset, Mixture):
+        held = dataset.sources if kind is Mixture else dataset.datasets
         parts = held.items() if isinstance(held, dict) else enumerate(held)
         return {
             name: part

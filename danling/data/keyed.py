@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from .dataset_state import set_states, stateful_parts
 from .generators import Generators
 from .host_streams import HOST_STREAMS
+from .mixture import Mixture
 from .randomness import derive_seed, mix_seed
 from .reading_code import may_look_at_streams
 from .workers import WorkersView
@@ -207,15 +208,21 @@ def draws_nothing(dataset: Any) -> bool:
     """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly."""
     if own_word(dataset) is False:
         return True
+    parts = parts_of(dataset)
+    if parts is not None:
+        return all(draws_nothing(part) for part in parts)
+    return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
+
+
+def parts_of(dataset: Any) -> list[Any] | None:
+    """Return what one of torch's wrappers, or a `Mixture`, reads; `None` for any other dataset."""
     kind = type(dataset)
     if kind is Subset:
-        return draws_nothing(dataset.dataset)
-    if kind is ConcatDataset:
-        return all(draws_nothing(part) for part in dataset.datasets)
-    if kind is StackDataset:
-        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return all(draws_nothing(part) for part in parts)
-    return kind in (TensorDataset, list, tuple, range, Tensor)
+        return [dataset.dataset]
+    if kind in (ConcatDataset, StackDataset, Mixture):
+        held = dataset.sources if kind is Mixture else dataset.datasets
+        return list(held.values() if isinstance(held, dict) else held)
+    return None
 
 
 def declared_draws(dataset: Any) -> bool | None:
@@ -223,14 +230,7 @@ def declared_draws(dataset: Any) -> bool | None:
     said = own_word(dataset)
     if said is not None:
         return said
-    kind = type(dataset)
-    if kind is Subset:
-        return declared_draws(dataset.dataset)
-    if kind in (ConcatDataset, StackDataset):
-        held = dataset.datasets
-        parts = [declared_draws(part) for part in (held.values() if isinstance(held, dict) else held)]
-        return True if True in parts else None
-    return None
+    return True if True in map(declared_draws, parts_of(dataset) or ()) else None
 
 
 def own_word(dataset: Any) -> bool | None:

@@ -17,6 +17,7 @@ from .dataset_state import DatasetState, Stamped
 from .generators import Generators
 from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing, reading_roots
+from .mixture import Mixture
 from .watched import SeenDraws, WatchedReading, as_is
 from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
@@ -96,6 +97,8 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
         told = hasattr(self.dataset, "set_epoch")
+        if isinstance(self.dataset, Mixture):
+            self.dataset.set_seed(self.seed)
         if told:
             self.dataset.set_epoch(self.epoch)
         if told or self.dataset_state:

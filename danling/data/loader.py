@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .keyed_loader import KeyedLoader
+from .mixture import Mixture
 from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
 
@@ -61,6 +62,11 @@ class DataLoader(KeyedLoader):
         **settings: Any,
     ) -> None:
         self.split = split
+        if shuffle and isinstance(dataset, Mixture):
+            raise ValueError(
+                f"Expected no dataloader.shuffle for split {split!r}: a Mixture has an order of its own, in which every prefix has the "
+                "given proportions. Received: shuffle=True. Leave it out."
+            )
         length = _checked_length(dataset, split)
         check_settings(settings, num_workers, split)
         self.positions = PositionedBatchSampler(
@@ -183,6 +189,7 @@ class DataLoader(KeyedLoader):
             "end": self.positions.end,
             "shuffle": self.positions.shuffle,
             "order": _LISTED if self.positions.listed else _COMPUTED,
+            **({"mixture": self.dataset.fingerprint(self.epoch)} if isinstance(self.dataset, Mixture) else {}),
             **self.held_state(),
         }
 
@@ -215,6 +222,8 @@ class DataLoader(KeyedLoader):
                 f"Received: {length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
                 "epoch anew."
             )
+        if isinstance(self.dataset, Mixture) and "mixture" in state:
+            self.dataset.check_fingerprint(state["mixture"], state["epoch"], self.split)
         if not 0 <= state["consumed"] <= length:
             raise ValueError(
                 f"Expected a position of split {self.split!r} between 0 and {length}. Received: "

@@ -25,7 +25,7 @@ SUSPECTS = frozenset(
 
 _FUNCTIONS = 4096
 """Functions that are looked at in all; where there are more, what they do is not known."""
-_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "torchdata", "numpy", "builtins"))
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "torchdata", "numpy", "danling", "builtins"))
 """Top-level packages that are not looked into: what these draw, they draw from the streams, unless a suspect is named."""
 _MAKING = frozenset(("__init__", "__new__", "__post_init__", "__set_name__"))
 _NEVER = frozenset(

@@ -1,0 +1,289 @@
+"""A dataset made of several in given proportions, in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from .order import Order, epoch_order
+from .proportions import Turns, proportions_of, turns_of
+from .randomness import derive_seed
+
+Weights = Mapping[str, float]
+SOURCE = "source"
+"""Entry of a labelled sample that holds the number of its source."""
+
+
+class _Stage(NamedTuple):
+    """Epochs in a row that have the same weights.
+
+    Attributes:
+        first: The first of them.
+        turns: Whose turn it is at each sample from there on.
+        before: Samples of each source that were read before.
+    """
+
+    first: int
+    turns: Turns
+    before: tuple[int, ...]
+
+
+class Mixture(Dataset[Any]):
+    """Samples of several map-style datasets in given proportions.
+
+    In every stretch from the beginning of the weights on, each source has its share of the samples to less than one. A source is
+    read in passes of its own, each in a new order, and goes on where it was when an epoch of the mixture ends: a small one is
+    repeated while a large one is read once. Which sample stands at a position follows from the seed, the epoch and the position
+    alone and is found in constant time, so a run resumes exactly at any position, with any number of workers and processes.
+
+    The order is the mixture's own: the loader neither shuffles it nor is asked to.
+
+    Examples:
+        >>> mixture = Mixture({"web": range(100), "code": range(10)}, weights={"web": 0.7, "code": 0.3}, length=20)
+        >>> mixture.samples(0, 10)
+        {'web': 7, 'code': 3}
+
+    Args:
+        sources: Map-style datasets by name.
+        weights: Numbers of at least zero by name, of any sum; or such mappings by the epoch from which on they hold, which begin at
+            epoch 0; or a function of the epoch that returns one and always returns the same. A float is taken for the shortest
+            decimal that reads the same. A common denominator of more than a million is rounded; see `shares`.
+        length: Samples of an epoch: `"longest"` until every source was read through once, `"shortest"` until one of them would be read
+            again, both with the weights of epoch 0, or a number.
+        shuffle: Read each pass of a source in a new order, else in its own.
+        labelled: Tell the number of its source with each sample: as the entry `source` of a mapping, or behind the last element of a
+            tuple or list. See `by_source`.
+
+    Raises:
+        ValueError: If a source is no map-style dataset or empty, names do not agree, or weights or the length are out of range.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Weights | Mapping[int, Weights] | Callable[[int], Weights],
+        *,
+        length: int | str = "longest",
+        shuffle: bool = True,
+        labelled: bool = False,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise ValueError(
+                f"Expected datasets by name. Received: sources={sources!r} ({type(sources).__name__}). Pass a mapping such as "
+                '{"web": web, "code": code}.'
+            )
+        self.sources = dict(sources)
+        self.names = list(self.sources)
+        self.lengths = [_length_of(name, source) for name, source in self.sources.items()]
+        self.shuffle = shuffle
+        self.labelled = labelled
+        self.seed = 0
+        self.epoch = 0
+        self._weights = weights
+        self._orders: dict[int, tuple[int, Order]] = {}
+        self._stages = [_Stage(0, self._turns_at(0), (0,) * len(self.names))]
+        self._known_until = 0
+        self._length = self._chosen_length(length)
+        self._begin()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, position: int) -> Any:
+        """Return the sample at a position of the epoch."""
+        if not 0 <= position < self._length:
+            raise IndexError(f"Expected a position between 0 and {self._length - 1}. Received: position={position}.")
+        number, index = self.locate(position)
+        sample = self.sources[self.names[number]][index]
+        return _labelled(sample, number, self.names[number]) if self.labelled else sample
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the number of the source, in the order of `names`, and the index in it, at a position of the epoch."""
+        number, taken = self._stage.turns.at(self._offset + position)
+        passes, place = divmod(self._stage.before[number] + taken, self.lengths[number])
+        return number, self._order(number, passes).indices(place, 1)[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; sources with `set_epoch` are told of it. The library's loader calls it."""
+        self.epoch = epoch
+        self._begin()
+        for source in self.sources.values():
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+
+    def set_seed(self, seed: int) -> None:
+        """Take the orders of the sources from another seed. The library's loader calls it with its own."""
+        if seed != self.seed:
+            self.seed = seed
+            self._orders.clear()
+
+    # Figures
+
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """The exact share of each source in this epoch."""
+        return dict(zip(self.names, self._stage.turns.shares, strict=True))
+
+    def samples(self, epoch: int, consumed: int) -> dict[str, int]:
+        """Return how many samples of each source a run has read.
+
+        Args:
+            epoch: The epoch of its position.
+            consumed: Samples of that epoch, over all ranks.
+        """
+        stage = self._stage_of(epoch)
+        counts = stage.turns.counts((epoch - stage.first) * self._length + consumed)
+        return {name: before + count for name, before, count in zip(self.names, stage.before, counts, strict=True)}
+
+    def by_source(self, values: Tensor, sources: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum of values and their number for each source, such as for `runner.meters.add_totals`.
+
+        Args:
+            values: One a sample, of shape (N,), such as losses with `reduction="none"`.
+            sources: The numbers of their sources, of shape (N,), as a labelled mixture gives them.
+
+        Returns:
+            0-dim tensors in float64 by name, on the device of the values, for which nothing waits.
+        """
+        size = len(self.names)
+        numbers = sources.to(values.device)
+        sums = torch.zeros(size, dtype=torch.float64, device=values.device)
+        counts = torch.zeros_like(sums)
+        held = values.detach().to(torch.float64)
+        sums.index_add_(0, numbers, held)
+        counts.index_add_(0, numbers, torch.ones_like(held))
+        return {name: (sums[number], counts[number]) for number, name in enumerate(self.names)}
+
+    # What a position is good for
+
+    def fingerprint(self, epoch: int) -> dict[str, str]:
+        """Return what positions up to an epoch depend on, as text: the sources and their lengths, and the weights until then."""
+        self._stage_of(epoch)
+        stages = [stage for stage in self._stages if stage.first <= epoch]
+        shares = [f"{stage.first}: " + ", ".join(str(share) for share in stage.turns.shares) for stage in stages]
+        return {
+            "sources": ", ".join(f"{name}: {length}" for name, length in zip(self.names, self.lengths, strict=True)),
+            "shares by epoch": "; ".join(shares),
+            "shuffle": str(self.shuffle),
+        }
+
+    def check_fingerprint(self, saved: Mapping[str, str], epoch: int, split: str) -> None:
+        """Raise a `ValueError` if positions of another mixture mean something else here.
+
+        Args:
+            saved: What `fingerprint` returned.
+            epoch: The epoch of the position.
+            split: Name of the split, for the message.
+        """
+        own = self.fingerprint(epoch)
+        for key, value in own.items():
+            if value != saved.get(key):
+                raise ValueError(
+                    f"Expected the mixture of split {split!r} to have the {key} ({saved.get(key)}), as when its position in epoch {epoch} "
+                    f"was saved. Received: {key} ({value}). Restore them, and let new weights begin at a later epoch (weights by epoch, "
+                    f"with a key {epoch + 1}); or exclude 'dataloaders' from loading to start the epoch anew."
+                )
+
+    # Weights by epoch
+
+    def _begin(self) -> None:
+        self._stage = self._stage_of(self.epoch)
+        self._offset = (self.epoch - self._stage.first) * self._length
+
+    def _stage_of(self, epoch: int) -> _Stage:
+        for later in self._changes(epoch):
+            self._known_until = later
+            last = self._stages[-1]
+            turns = self._turns_at(later)
+            if turns is not last.turns:
+                counts = last.turns.counts((later - last.first) * self._length)
+                before = tuple(begun + count for begun, count in zip(last.before, counts, strict=True))
+                self._stages.append(_Stage(later, turns, before))
+        return next(stage for stage in reversed(self._stages) if stage.first <= epoch)
+
+    def _changes(self, epoch: int) -> list[int]:
+        """Return the epochs up to one at which weights may change and that were not looked at yet."""
+        if callable(self._weights):
+            return list(range(self._known_until + 1, epoch + 1))
+        return sorted(key for key in self._weights if isinstance(key, int) and self._known_until < key <= epoch)
+
+    def _turns_at(self, epoch: int) -> Turns:
+        weights = self._weights_at(epoch)
+        if not isinstance(weights, Mapping) or set(weights) != set(self.names):
+            names = sorted(map(str, weights)) if isinstance(weights, Mapping) else repr(weights)
+            raise ValueError(
+                f"Expected a weight for each of the sources {sorted(self.names)} at epoch {epoch}. Received: {names}. Give every source "
+                "one, 0 for none."
+            )
+        shares = proportions_of({name: weights[name] for name in self.names})
+        return turns_of(tuple(shares.values()))
+
+    def _weights_at(self, epoch: int) -> Any:
+        weights: Any = self._weights
+        if callable(weights):
+            return weights(epoch)
+        if isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights):
+            if 0 not in weights or min(weights) < 0:
+                raise ValueError(
+                    f"Expected weights by epoch that begin at epoch 0. Received: epochs {sorted(weights)}. Add the weights of epoch 0."
+                )
+            return weights[max(key for key in weights if key <= epoch)]
+        return weights
+
+    def _chosen_length(self, length: Any) -> int:
+        if isinstance(length, int) and not isinstance(length, bool) and length > 0:
+            return length
+        turns = self._stages[0].turns
+        read = [number for number, share in enumerate(turns.shares) if share]
+        if length == "longest":
+            return max(turns.turns_until(number, self.lengths[number]) for number in read)
+        if length == "shortest":
+            return min(turns.turns_until(number, self.lengths[number] + 1) for number in read) - 1
+        raise ValueError(
+            f"Expected length to be 'longest', 'shortest' or a positive number of samples. Received: length={length!r} "
+            f"({type(length).__name__})."
+        )
+
+    def _order(self, number: int, passes: int) -> Order:
+        held = self._orders.get(number)
+        if held is None or held[0] != passes:
+            seed = derive_seed(self.seed, "mixture", self.names[number], passes) if self.shuffle else None
+            held = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
+        return held[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Orders are made again where they are needed.
+        return {**self.__dict__, "_orders": {}}
+
+
+def _length_of(name: str, source: Any) -> int:
+    try:
+        length = len(source)
+    except TypeError:
+        length = -1
+    if isinstance(source, IterableDataset) or length < 0 or not hasattr(source, "__getitem__"):
+        raise ValueError(
+            f"Expected source {name!r} to be a map-style dataset, with __len__ and __getitem__. Received: {type(source).__name__}. A "
+            "stream has no position to come back to; mix streams in an IterableDataset of your own."
+        )
+    if not length:
+        raise ValueError(
+            f"Expected source {name!r} to have samples. Received: an empty dataset ({type(source).__name__} of length 0). Leave it out."
+        )
+    return length
+
+
+def _labelled(sample: Any, number: int, name: str) -> Any:
+    if isinstance(sample, Mapping):
+        return {**sample, SOURCE: number}
+    if isinstance(sample, (tuple, list)) and not hasattr(sample, "_fields"):
+        return (*sample, number)
+    raise ValueError(
+        f"Expected samples of a labelled mixture to be mappings, tuples or lists, which can hold the number of their source. Received: "
+        f"{type(sample).__name__} from source {name!r}. Return a mapping, or leave labelled out."
+    )

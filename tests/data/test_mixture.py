@@ -1,0 +1,378 @@
+"""A mixture has its proportions in every prefix, reads each source in its own passes, and comes back exactly."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.datasets import drain
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import danling as dl
+from danling.data import BatchSource, Mixture, build_dataloader
+from danling.data.proportions import LARGEST_PERIOD, Turns, proportions_of
+
+WEIGHTS = {"web": 0.7, "code": 0.2, "maths": 0.1}
+SIZES = {"web": 40, "code": 7, "maths": 3}
+
+
+class Numbers(Dataset[Tensor]):
+    """Rows of (offset + index, a random number)."""
+
+    def __init__(self, offset: int, length: int) -> None:
+        self.offset = offset
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.offset + index, torch.rand(()).item()], dtype=torch.float64)
+
+
+def make_sources() -> dict[str, Numbers]:
+    return {name: Numbers(1000 * number, size) for number, (name, size) in enumerate(SIZES.items())}
+
+
+def make_mixture(weights: Any = None, **settings: Any) -> Mixture:
+    return Mixture(make_sources(), WEIGHTS if weights is None else weights, **{"length": 50, **settings})
+
+
+def source_of(mixture: Mixture, rank: int = 0, world_size: int = 1, **settings: Any) -> BatchSource:
+    options = {"batch_size": 4, "drop_last": False, **settings}
+    placement = {"split": "train", "rank": rank, "world_size": world_size}
+    loader = build_dataloader(mixture, options, train=True, seed=3, **placement)  # type: ignore[arg-type]
+    return BatchSource(loader, seed=3, **placement)  # type: ignore[arg-type]
+
+
+def rows(batches: list[Tensor]) -> Tensor:
+    return torch.cat(batches)
+
+
+def epochs(source: BatchSource, count: int) -> Tensor:
+    taken = []
+    for _ in range(count):
+        taken += drain(source)
+        source.finish_pass()
+    return rows(taken)
+
+
+# Proportions
+
+
+def cases() -> Iterator[tuple[dict[str, Any], int]]:
+    yield {"a": 0.7, "b": 0.3}, 10
+    yield {"a": 1, "b": 0}, 1
+    yield {"a": 1, "b": 1, "c": 1}, 3
+    yield {"a": Fraction(1, 3), "b": Fraction(2, 3)}, 3
+    yield {"a": 0.5, "b": 0.25, "c": 0.125, "d": 0.125}, 8
+    yield {"a": 97, "b": 2, "c": 1, "d": 13, "e": 29}, 142
+    yield {"a": 0.499, "b": 0.501}, 1000
+
+
+@pytest.mark.parametrize(("weights", "period"), list(cases()), ids=str)
+def test_every_prefix_has_the_proportions_to_less_than_one_sample(weights: dict[str, Any], period: int) -> None:
+    turns = Turns(tuple(proportions_of(weights).values()))
+    assert turns.period == period
+    counts = [0] * len(weights)
+    total = sum(Fraction(str(weight)) for weight in weights.values())
+    for turn in range(2 * period + 3):
+        assert turns.counts(turn) == counts
+        party, number = turns.at(turn)
+        assert number == counts[party]
+        counts[party] += 1
+        for count, weight in zip(counts, weights.values(), strict=True):
+            assert abs(count - (turn + 1) * Fraction(str(weight)) / total) < 1
+    for party, share in enumerate(turns.shares):
+        for number in range(1, 2 * turns.in_period[party]) if share else ():
+            length = turns.turns_until(party, number)
+            assert turns.counts(length)[party] == number == turns.counts(length - 1)[party] + 1
+
+
+def test_shares_that_are_too_fine_are_rounded_to_one_in_a_million() -> None:
+    shares = proportions_of({"a": 0.123456789, "b": 0.5, "c": 1e-12, "d": 0})
+    assert sum(shares.values()) == 1
+    assert all((share * LARGEST_PERIOD).denominator == 1 for share in shares.values())
+    total = 0.623456789
+    assert abs(float(shares["a"]) - 0.123456789 / total) < 2e-6
+    assert shares["c"] == Fraction(1, LARGEST_PERIOD) and shares["d"] == 0
+
+
+# What is read
+
+
+def test_each_source_is_read_in_passes_of_its_own() -> None:
+    mixture = make_mixture()
+    taken = epochs(source_of(mixture), 4)[:, 0].long()
+    for number, (name, size) in enumerate(SIZES.items()):
+        own = taken[taken // 1000 == number] - 1000 * number
+        assert len(own) == int(200 * WEIGHTS[name] + 0.5)
+        passes = own.split(size)
+        for one in passes[:-1]:
+            assert sorted(one.tolist()) == list(range(size))
+        assert len(set(passes[-1].tolist())) == len(passes[-1])
+        whole = [tuple(one.tolist()) for one in passes if len(one) == size]
+        assert size < 4 or len({*whole, tuple(range(size))}) == len(whole) + 1  # of three samples there are six orders
+
+
+def test_the_order_follows_from_the_seed_and_without_shuffling_from_the_source() -> None:
+    orders = []
+    for seed in (3, 4, 3):
+        mixture = make_mixture()
+        loader = build_dataloader(mixture, {"batch_size": 5}, split="train", train=True, seed=seed)
+        orders.append(rows(list(loader))[:, 0].tolist())
+    assert orders[0] == orders[2] != orders[1]
+    plain = [make_mixture(shuffle=False).locate(position) for position in range(20)]
+    assert [index for number, index in plain if number == 0] == list(range(14))
+
+
+@pytest.mark.parametrize(("length", "expected"), [("longest", 58), ("shortest", 34), (17, 17)])
+def test_how_long_an_epoch_is(length: Any, expected: int) -> None:
+    """Found by counting: how often the mixture reads each source in so many samples."""
+    mixture = make_mixture(length=length)
+    assert len(mixture) == expected or length in ("longest", "shortest")
+
+    def reads(samples: int) -> list[int]:
+        return list(mixture.samples(0, samples).values())
+
+    size = len(mixture)
+    if length == "longest":
+        assert all(count >= own for count, own in zip(reads(size), SIZES.values(), strict=True))
+        assert any(count < own for count, own in zip(reads(size - 1), SIZES.values(), strict=True))
+    elif length == "shortest":
+        assert all(count <= own for count, own in zip(reads(size), SIZES.values(), strict=True))
+        assert any(count > own for count, own in zip(reads(size + 1), SIZES.values(), strict=True))
+
+
+def by_epoch(epoch: int) -> dict[str, float]:
+    return {"web": 1, "code": epoch, "maths": 0}
+
+
+@pytest.mark.parametrize(
+    "weights", [by_epoch, {0: by_epoch(0), 1: by_epoch(1), 2: by_epoch(2)}], ids=["function", "mapping"]
+)
+def test_weights_change_by_epoch_and_sources_go_on_where_they_were(weights: Any) -> None:
+    mixture = make_mixture(weights, length=12)
+    taken = epochs(source_of(mixture), 3)[:, 0].long()
+    numbers = [(taken[12 * epoch : 12 * epoch + 12] // 1000).tolist() for epoch in range(3)]
+    assert [part.count(0) for part in numbers] == [12, 6, 4]
+    own = taken[taken < 1000].tolist()
+    assert len(set(own)) == len(own) == 22  # no sample twice before each was read
+    assert mixture.samples(2, 12) == {"web": 22, "code": 14, "maths": 0}
+    assert mixture.samples(1, 3)["web"] + mixture.samples(1, 3)["code"] == 15
+
+
+def test_the_position_is_found_wherever_it_is() -> None:
+    mixture = Mixture({"web": range(10**12), "code": range(5)}, {"web": 0.9, "code": 0.1}, length=10**12)
+    mixture.set_epoch(10**6)
+    first = [mixture[10**12 - 1 - position] for position in range(20)]
+    again = Mixture({"web": range(10**12), "code": range(5)}, {"web": 0.9, "code": 0.1}, length=10**12)
+    again.set_epoch(10**6)
+    assert [again[10**12 - 20 + position] for position in range(20)] == first[::-1]
+    assert sum(mixture.samples(10**6, 7).values()) == 10**18 + 7
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_at_every_position(workers: int) -> None:
+    whole = epochs(source_of(make_mixture()), 2)
+    for stop in range(0, 26, 1 if not workers else 9):
+        first = source_of(make_mixture())
+        epoch, batches = divmod(stop, 13)
+        taken = [epochs(first, epoch)] if epoch else []
+        taken += drain(first, batches)
+        second = source_of(make_mixture(), num_workers=workers)
+        second.load_state_dict(first.state_dict())
+        taken += [epochs(second, 2 - epoch)]
+        assert torch.equal(rows(taken), whole)
+        second.close()
+
+
+def test_an_epoch_goes_on_with_another_number_of_ranks() -> None:
+    whole = epochs(source_of(make_mixture(), batch_size=2), 1)
+    first = source_of(make_mixture(), batch_size=2)
+    taken = drain(first, 6)
+    state = first.state_dict()
+    ranks = []
+    for rank in range(2):
+        source = source_of(make_mixture(), rank, 2, batch_size=1)
+        source.load_state_dict(state)
+        ranks.append(drain(source))
+    taken += [torch.cat(pair) for pair in zip(*ranks, strict=True)]
+    assert torch.equal(rows(taken), whole)
+
+
+def test_another_mixture_is_refused_and_later_weights_are_not() -> None:
+    def state() -> dict[str, Any]:
+        source = source_of(make_mixture())
+        epochs(source, 1)
+        drain(source, 2)
+        return source.state_dict()
+
+    source_of(make_mixture({0: WEIGHTS, 2: by_epoch(2)})).load_state_dict(state())
+    for other, what in (
+        (make_mixture({**WEIGHTS, "web": 0.6}), r"shares by epoch \(0: 7/10, 1/5, 1/10\)"),
+        (make_mixture({0: WEIGHTS, 1: by_epoch(2)}), "shares by epoch"),
+        (Mixture({**make_sources(), "web": Numbers(0, 41)}, WEIGHTS, length=50), "sources .*web: 41"),
+        (make_mixture(shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            source_of(other).load_state_dict(state())
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, os, signal, sys, torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import danling as dl
+
+    class Toy(dl.Runner):
+        def __init__(self, config):
+            super().__init__(config)
+            web, code = torch.arange(40.0).reshape(40, 1), -torch.arange(7.0).reshape(7, 1)
+            sources = {"web": TensorDataset(web, web), "code": TensorDataset(code, code)}
+            weights = {0: {"web": 0.7, "code": 0.3}, 1: {"web": 0.5, "code": 0.5}}
+            self.datasets = {"train": dl.data.Mixture(sources, weights, length=24)}
+            self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+
+        def train_step(self, data):
+            with open(sys.argv[1], "a") as file:
+                file.write(json.dumps([self.train_state.global_step, data[0].flatten().tolist()]) + "\\n")
+            if self.train_state.global_step == int(sys.argv[2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_step(data)
+
+    if __name__ == "__main__":
+        settings = {"seed": 1, "steps": 14, "dir": sys.argv[3], "auto_resume": True, "log": False}
+        loader = {"batch_size": 4, "num_workers": int(sys.argv[4])}
+        optim = {"type": "sgd", "lr": 1e-4}
+        with Toy({**settings, "dataloader": loader, "optim": optim, "checkpoint": {"interval": 3}}) as runner:
+            runner.train()
+            print(json.dumps(runner.model.weight.tolist()))
+    """
+)
+
+
+def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def start(name: str, kill: int, workers: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "script.py", f"{name}.txt", str(kill), name, str(workers)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    alone = start("alone", -1, 0)
+    assert alone.returncode == 0, alone.stderr
+    assert start("killed", 8, 0).returncode == -signal.SIGKILL
+    ended = start("killed", -1, 2)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
+    lines = [json.loads(line) for line in (tmp_path / "killed.txt").read_text().splitlines()]
+    expected = [json.loads(line) for line in (tmp_path / "alone.txt").read_text().splitlines()]
+    assert [dict(lines)[step] for step in range(14)] == [samples for _, samples in expected]
+
+
+# Figures by source
+
+
+def labelled(sources: Callable[[int], Tensor]) -> Mixture:
+    inputs = {name: sources(number) for number, name in enumerate(("web", "code"))}
+    held = {name: TensorDataset(part, part.sum(1, keepdim=True)) for name, part in inputs.items()}
+    return Mixture(held, {"web": 3, "code": 1}, length=16, labelled=True)
+
+
+class BySource(dl.Runner):
+    """Keeps the loss of each source in training and in evaluation."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(0)
+        self.mixture = labelled(lambda number: torch.randn(12, 2, generator=generator).double() + 5 * number)
+        self.datasets = {"train": self.mixture, "val": self.mixture}
+        self.model = nn.Linear(2, 1).double()
+        self.expected: dict[str, list[float]] = {"web": [], "code": []}
+
+    def sample_losses(self, data: Any) -> Tensor:
+        input, target, sources = data
+        losses = (self.model(input) - target).square().mean(1)
+        for name, (total, count) in self.mixture.by_source(losses, sources).items():
+            self.meters.add_totals(f"loss_{name}", total, count)
+        for loss, number in zip(losses.tolist(), sources.tolist(), strict=True):
+            self.expected[self.mixture.names[number]].append(loss)
+        return losses
+
+    def train_step(self, data: Any) -> Any:
+        with self.train_context():
+            loss = self.sample_losses(data).mean()
+            self.backward(loss)
+        return None, loss
+
+    def evaluate_step(self, data: Any) -> Any:
+        return None, self.sample_losses(data).mean()
+
+
+def test_figures_by_source_in_training_and_evaluation(tmp_path: Path) -> None:
+    settings = {"seed": 1, "epochs": 1, "workspace_root": str(tmp_path), "log": False, "try_evaluation": False}
+    with BySource({**settings, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 1e-3}}) as runner:
+        result = runner.train_epoch("train")
+        means = {name: sum(losses) / len(losses) for name, losses in runner.expected.items()}
+        assert [len(losses) for losses in runner.expected.values()] == [12, 4]
+        assert {name: result[f"loss_{name}"] for name in means} == pytest.approx(means, rel=1e-12)
+        runner.expected = {"web": [], "code": []}
+        result = runner.evaluate("val")["val"]
+        means = {name: sum(losses) / len(losses) for name, losses in runner.expected.items()}
+        assert {name: result[f"loss_{name}"] for name in means} == pytest.approx(means, rel=1e-12)
+
+
+def test_labels_of_each_form_of_sample() -> None:
+    weights = {"only": 1}
+    assert Mixture({"only": [{"input": 1}]}, weights, labelled=True)[0] == {"input": 1, "source": 0}
+    assert Mixture({"only": [(1, 2)]}, weights, labelled=True)[0] == (1, 2, 0)
+    with pytest.raises(ValueError, match="Received: int from source 'only'"):
+        Mixture({"only": [7]}, weights, labelled=True)[0]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({}, {}), "Expected datasets by name"),
+        (([range(3)], {}), "Expected datasets by name"),
+        (({"a": iter([1])}, {"a": 1}), "source 'a' to be a map-style dataset"),
+        (({"a": []}, {"a": 1}), "source 'a' to have samples"),
+        (({"a": range(3)}, {"b": 1}), r"sources \['a'\] at epoch 0. Received: \['b'\]"),
+        (({"a": range(3)}, {"a": -1}), "finite number of at least 0. Received: weights\\['a'\\]=-1"),
+        (({"a": range(3)}, {"a": float("nan")}), "finite number"),
+        (({"a": range(3)}, {"a": "much"}), "finite number"),
+        (({"a": range(3)}, {"a": 0}), "a weight above zero"),
+        (({"a": range(3)}, {1: {"a": 1}}), "begin at epoch 0"),
+        (({"a": range(3)}, lambda epoch: None), "a weight for each"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixture(*arguments)
+
+
+def test_an_impossible_length_and_a_loader_that_shuffles_are_named() -> None:
+    for length in (0, "all", True, 1.5):
+        with pytest.raises(ValueError, match="'longest', 'shortest' or a positive number"):
+            make_mixture(length=length)
+    with pytest.raises(ValueError, match="Expected no dataloader.shuffle for split 'train'"):
+        source_of(make_mixture(), shuffle=True)
+    with pytest.raises(IndexError, match="between 0 and 49"):
+        make_mixture()[50]
