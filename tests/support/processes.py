@@ -161,9 +161,7 @@ def run_outcomes(
     """
     parts = _by_file(function), pickle.dumps((args, kwargs))
     with _launched(parts, world_size, init_process_group, environment or {}) as members:
-        return _collect(
-            members, time.monotonic() + patience(timeout), timeout, patience(grace), stop or threading.Event()
-        )
+        return _collect(members, time.monotonic() + patience(timeout), timeout, patience(grace), stop)
 
 
 @dataclass
@@ -241,7 +239,7 @@ def server_processes() -> set[int]:
 
 
 def _collect(
-    members: Sequence[_Member], end: float, timeout: float, grace: float, stop: threading.Event
+    members: Sequence[_Member], end: float, timeout: float, grace: float, stop: threading.Event | None
 ) -> list[Outcome]:
     """Wait for all members, shorten the wait once one has failed, kill who is late."""
     open_members = list(members)
@@ -249,9 +247,10 @@ def _collect(
     while open_members:
         waiting: list[Any] = [m.pipe for m in open_members if m.report is None]
         waiting += [m.process.sentinel for m in open_members]
+        left = max(end - time.monotonic(), 0)
         # An event cannot be waited for together with pipes.
-        connection.wait(waiting, timeout=min(max(end - time.monotonic(), 0), 0.02))
-        late = time.monotonic() >= end or stop.is_set()
+        connection.wait(waiting, timeout=left if stop is None else min(left, 0.02))
+        late = time.monotonic() >= end or (stop is not None and stop.is_set())
         for member in list(open_members):
             _receive(member)
             if member.process.is_alive() and not late:
