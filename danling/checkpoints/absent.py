@@ -11,7 +11,7 @@ from .errors import CheckpointNotFound
 class NoCheckpoints:
     """Writes nothing and finds nothing, for a runner whose `init_checkpoint_manager` makes no manager."""
 
-    def save_checkpoint(self, payload: Any, **names: Any) -> None:
+    def save_checkpoint(self, payload: object, **names: Any) -> None:
         """Write nothing."""
 
     def export_model(self, payload: object, **names: Any) -> None:

@@ -93,7 +93,7 @@ class CheckpointManager(ABC):
     # Saving
 
     def save_checkpoint(
-        self, payload: Mapping[str, Any], *, epoch: int, global_step: int, history: bool = False, best: bool = False
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int, history: bool = False, best: bool = False
     ) -> None:
         """Save a full state as `latest`, and under its history name and as `best` when asked to. Call on all ranks.
 
@@ -165,7 +165,7 @@ class CheckpointManager(ABC):
         self,
         source: str | Path,
         *,
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
         sections: Iterable[str] | None = None,
     ) -> dict[str, Any]:
         """Return the verified payload of a checkpoint, of this kind of manager or of another, in fresh CPU memory. Call on all ranks.

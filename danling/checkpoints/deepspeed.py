@@ -143,7 +143,7 @@ class DeepSpeedCheckpointManager(CheckpointManager):
         *,
         template: Mapping[str, Any] | None = None,
         sections: Any = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the verified payload of a checkpoint; see `CheckpointManager.load_checkpoint`.
 
         In a checkpoint of an engine `model` and `optimizer` are an `EngineTag`, which the engine reads, unless sections are named.

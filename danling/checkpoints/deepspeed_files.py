@@ -140,7 +140,7 @@ class HashingFiles:
         except Exception as error:
             self.error = self.error or error
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: object = None) -> Any:
         """Read one file of DeepSpeed's."""
         return read_engine_file(Path(path), map_location=map_location, trust=self.trust)
 
@@ -277,7 +277,7 @@ def _conversion(path: Path, folder: Path) -> Namespace:
     )
 
 
-def _universal_state(folder: Path, shape: torch.Size, scalars: Mapping[str, Any]) -> dict[str, Any]:
+def _universal_state(folder: Path, shape: torch.Size, scalars: Mapping[str, object]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for file in sorted(folder.glob("*.pt")):
         if file.stem not in ("fp32", "step"):
@@ -288,7 +288,7 @@ def _universal_state(folder: Path, shape: torch.Size, scalars: Mapping[str, Any]
     return {**state, **scalar} if state else {}
 
 
-def _named(state: Mapping[str, Any], groups: Any) -> dict[str, Any]:
+def _named(state: Mapping[str, Any], groups: Any) -> dict[str, object]:
     names = {
         index: name
         for group, own in zip(state["param_groups"], groups)

@@ -35,7 +35,7 @@ class _Record:
         self.values = values
 
 
-def _member(kind: Any, name: Any) -> object:
+def _member(kind: Any, name: object) -> object:
     """Return a member of an enumeration: Python 3.11.0 to 3.11.3 write one as `getattr` of its class and its name."""
     if getattr(kind, "__name__", None) not in _ENUMS or type(name) is not str:
         raise ValueError(f"getattr of {name!r} is no part of an engine's file")
@@ -84,7 +84,7 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
     return _unpickled(path, map_location)
 
 
-def _unpickled(path: Path, map_location: Any) -> Any:
+def _unpickled(path: Path, map_location: Any) -> object:
     try:
         return torch.load(path, map_location=map_location, weights_only=False)
     except Exception as error:

@@ -88,7 +88,7 @@ class _Member(_Function):
 
     __slots__ = ()
 
-    def __call__(self, kind: Any, name: Any) -> None:
+    def __call__(self, kind: Any, name: object) -> None:
         if kind is not _IGNORED:
             raise pickle.UnpicklingError(f"getattr of {name!r} is no part of metadata")
 

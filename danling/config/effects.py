@@ -25,7 +25,7 @@ _SWITCHES = {
 }
 
 
-def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, Any], stack: str) -> list[str]:
+def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, object], stack: str) -> list[str]:
     """Return the keys that were changed from their defaults and that a stack does not read.
 
     Args:

@@ -40,7 +40,7 @@ class Minimum:
     value: float
     exclusive: bool = False
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         """Return what was expected when `value` breaks the bound, else `None`."""
         if isinstance(value, bool) or not isinstance(value, Real):
             return None
@@ -78,7 +78,7 @@ class Field:
         """The class of the section that the key holds, `None` when it holds a value."""
         return self.hint if isinstance(self.hint, type) and issubclass(self.hint, Config) else None
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         """Return what was expected when `value` is out of bounds or not one of the choices, else `None`."""
         return _problem(value, self.hint)
 
@@ -107,7 +107,7 @@ def fields_of(cls: type) -> dict[str, Field]:
     return fields
 
 
-def _declare(fields: dict[str, Field], name: str, hint: Any, text: str, default: Any, owner: type) -> None:
+def _declare(fields: dict[str, Field], name: str, hint: object, text: str, default: Any, owner: type) -> None:
     known = fields.get(name)
     if known is None:
         fields[name] = Field(name, hint, text, default, owner)
@@ -120,17 +120,17 @@ def _declare(fields: dict[str, Field], name: str, hint: Any, text: str, default:
     )
 
 
-def _is_plain_default(name: str, value: Any) -> bool:
+def _is_plain_default(name: str, value: object) -> bool:
     if name.startswith("_") or name.endswith("_") or name in _RESERVED or callable(value):
         return False
     return not hasattr(type(value), "__get__")
 
 
-def _written(text: Any) -> str:
+def _written(text: object) -> str:
     return text if isinstance(text, str) else getattr(text, "__name__", str(text))
 
 
-def _resolve(text: Any, owner: type) -> Any:
+def _resolve(text: object, owner: type) -> Any:
     if not isinstance(text, str):
         return text
     names = {key: value for key, value in vars(owner).items() if isinstance(value, type)}
@@ -165,7 +165,7 @@ def _own_help_texts(owner: type) -> dict[str, str]:
     return texts
 
 
-def members_of(hint: Any) -> tuple[Any, ...]:
+def members_of(hint: object) -> tuple[Any, ...]:
     """Return the alternatives of a hint, `(hint,)` when it is not a union; bounds are taken off."""
     if get_origin(hint) is Annotated:
         return members_of(get_args(hint)[0])
@@ -174,7 +174,7 @@ def members_of(hint: Any) -> tuple[Any, ...]:
     return (type(None) if hint is None else hint,)
 
 
-def conform(value: Any, hint: Any) -> Any:
+def conform(value: object, hint: Any) -> Any:
     """Return `value` as the type of `hint`.
 
     Only what loses nothing is converted: `1e3` to an integer, an integer or a numeric string to a float, a path to a string,
@@ -200,13 +200,13 @@ def conform(value: Any, hint: Any) -> Any:
     raise TypeError(f"Expected {describe(hint)}.")
 
 
-def _is_exactly(value: Any, member: Any) -> bool:
+def _is_exactly(value: object, member: Any) -> bool:
     if get_origin(member) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(member))
     return isinstance(member, type) and member not in _SEQUENCES and type(value) is member
 
 
-def _convert(value: Any, member: Any) -> Any:
+def _convert(value: object, member: Any) -> Any:
     origin = get_origin(member) or member
     if member is Any:
         return value
@@ -221,7 +221,7 @@ def _convert(value: Any, member: Any) -> Any:
     return value
 
 
-def _convert_instance(value: Any, kind: type) -> Any:
+def _convert_instance(value: object, kind: type) -> Any:
     if isinstance(value, kind):
         return value
     if issubclass(kind, Enum):
@@ -229,7 +229,7 @@ def _convert_instance(value: Any, kind: type) -> Any:
     raise TypeError
 
 
-def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
+def _convert_choice(value: object, choices: tuple[Any, ...]) -> Any:
     if value is None and "none" in choices:
         return "none"
     if not isinstance(value, str):
@@ -238,7 +238,7 @@ def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
     return next((choice for choice in choices if str(choice).lower() == value.lower()), value)
 
 
-def _convert_sequence(value: Any, kind: type, arguments: tuple[Any, ...]) -> Any:
+def _convert_sequence(value: object, kind: type, arguments: tuple[Any, ...]) -> Any:
     if isinstance(value, str) and arguments and str in members_of(arguments[0]):
         value = [value]
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -251,18 +251,18 @@ def _convert_sequence(value: Any, kind: type, arguments: tuple[Any, ...]) -> Any
     return kind(conform(item, hint) for item in value)
 
 
-def _to_none(value: Any) -> None:
+def _to_none(value: object) -> None:
     if value is not None and not (isinstance(value, str) and value.lower() in _NONE_WORDS):
         raise TypeError
 
 
-def _to_bool(value: Any) -> bool:
+def _to_bool(value: object) -> bool:
     if type(value).__name__ not in ("bool", "bool_"):
         raise TypeError
     return bool(value)
 
 
-def _to_int(value: Any) -> int:
+def _to_int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise TypeError
     number = int(value)  # type: ignore[call-overload]
@@ -271,7 +271,7 @@ def _to_int(value: Any) -> int:
     return int(number)
 
 
-def _to_float(value: Any) -> float:
+def _to_float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         raise TypeError
     return float(value)
@@ -286,11 +286,11 @@ def _to_str(value: Any) -> str:
     return text
 
 
-def _to_path(value: Any) -> Path:
+def _to_path(value: object) -> Path:
     return Path(_to_str(value))
 
 
-def _to_mapping(value: Any) -> Any:
+def _to_mapping(value: object) -> Any:
     if not isinstance(value, Mapping):
         raise TypeError
     return value
@@ -308,7 +308,7 @@ _CONVERSIONS: dict[Any, Any] = {
 }
 
 
-def _problem(value: Any, hint: Any) -> str | None:
+def _problem(value: object, hint: Any) -> str | None:
     if get_origin(hint) is Annotated:
         base, *bounds = get_args(hint)
         found = (bound.problem(value) for bound in bounds if isinstance(bound, Minimum))
@@ -321,7 +321,7 @@ def _problem(value: Any, hint: Any) -> str | None:
     return None
 
 
-def _concerns(value: Any, member: Any) -> bool:
+def _concerns(value: object, member: Any) -> bool:
     """Whether a value could be meant for this member of a union, so that `None` does not excuse a wrong string."""
     base = get_args(member)[0] if get_origin(member) is Annotated else member
     if get_origin(base) is Literal:
@@ -330,7 +330,7 @@ def _concerns(value: Any, member: Any) -> bool:
     return not isinstance(kind, type) or isinstance(value, kind) or (kind is float and isinstance(value, Real))
 
 
-def describe(hint: Any) -> str:
+def describe(hint: object) -> str:
     """Return a hint in words, for an error or the help."""
     return " or ".join(dict.fromkeys(_word(member) for member in members_of(hint)))
 

@@ -33,7 +33,7 @@ SettingsLoader.add_implicit_resolver(
 )
 
 
-def read_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
+def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
     """Return the settings in a file; an empty file gives none.
 
     Args:

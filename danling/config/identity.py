@@ -48,7 +48,7 @@ LOADING = frozenset(
 RESUMABLE = frozenset({"pretrained", "skip_nonfinite_grad"})
 
 
-def plain(value: Any, key: str = "") -> Any:
+def plain(value: object, key: str = "") -> Any:
     """Return `value` as dictionaries with string keys, lists, strings, numbers, booleans and `None`.
 
     Args:
@@ -221,7 +221,7 @@ def _mode(settings: Mapping[str, object]) -> str | None:
     return "steps" if settings.get("steps") is not None else None
 
 
-def overlay(base: dict[str, Any], other: Mapping[str, Any]) -> None:
+def overlay(base: dict[str, Any], other: Mapping[str, object]) -> None:
     """Put nested values over others, key by key.
 
     Args:

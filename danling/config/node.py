@@ -103,7 +103,7 @@ class Section(Config):
         if isinstance(name, str) and name not in _INTERNAL and not hides_method(type(self), name):
             self.__dict__[name] = value
 
-    def _adopt(self, value: Any) -> Any:
+    def _adopt(self, value: object) -> Any:
         if isinstance(value, Mapping) and not isinstance(value, Config):
             return self.section_type()(value)
         if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
@@ -111,12 +111,12 @@ class Section(Config):
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _join(self, name: Any) -> str:
+    def _join(self, name: object) -> str:
         return f"{self._path}.{name}" if self._path else str(name)
 
     # Reading
 
-    def get(self, name: Any, default: Any = None, fallback: bool | None = None) -> Any:
+    def get(self, name: object, default: Any = None, fallback: bool | None = None) -> Any:
         """Return the value of a key, or `default`; nothing is created.
 
         Args:
@@ -137,7 +137,7 @@ class Section(Config):
             node = node[part]
         return node
 
-    def _read(self, name: Any) -> Any:
+    def _read(self, name: object) -> Any:
         if isinstance(name, str) and "." in name:
             head, rest = name.split(".", 1)
             node = self[head]
@@ -146,7 +146,7 @@ class Section(Config):
             return node[rest]
         return self.__missing__(name)
 
-    def __missing__(self, name: Any, default: Any = Null) -> Any:
+    def __missing__(self, name: Any, default: object = Null) -> Any:
         if default is not Null:
             self._store(name, default)
             return default
@@ -167,7 +167,7 @@ class Section(Config):
         except KeyError as error:
             raise AttributeError(f"{type(self).__name__} has {error.args[0]}") from None
 
-    def setdefault(self, name: Any, value: Any = None, convert_mapping: bool | None = None) -> Any:
+    def setdefault(self, name: object, value: Any = None, convert_mapping: bool | None = None) -> Any:
         """Return the value of a key, which is set to `value` first where it is absent."""
         if name not in self:
             self.set(name, value)
@@ -191,7 +191,7 @@ class Section(Config):
                 self._merge_one(name, value, overwrite)
         return self
 
-    def _merge_one(self, name: Any, value: Any, overwrite: bool) -> None:
+    def _merge_one(self, name: object, value: Any, overwrite: bool) -> None:
         existing = Section.get(self, name, MISSING)
         if isinstance(existing, Section) and isinstance(value, Mapping):
             existing.merge(value, overwrite=overwrite)
@@ -201,17 +201,17 @@ class Section(Config):
             self.set(name, fresh(value))
 
     @staticmethod
-    def _merge(this: Any, that: Iterable[Any], overwrite: bool = True) -> Any:
+    def _merge(this: Any, that: Iterable[object], overwrite: bool = True) -> Any:
         return this.merge(that, overwrite=overwrite)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Merge mappings into this section."""
         self.merge(*args, **kwargs)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return copy.deepcopy(self).merge(other) if isinstance(other, Mapping) else NotImplemented
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: object) -> Any:
         return self.merge(other)
 
     # Defaults and validation
@@ -245,11 +245,11 @@ class Section(Config):
                     ) from None
 
     @staticmethod
-    def _validate(obj: Any) -> None:
+    def _validate(obj: object) -> None:
         # chanfig evaluates annotations here, and fails on names that only type checkers know.
         return None
 
-    def interpolate(self, interpolators: Any = None) -> Any:
+    def interpolate(self, interpolators: object = None) -> Any:
         """Replace `${section.key}` in strings by the value of that key, once; a whole string becomes the value itself.
 
         Args:
@@ -288,7 +288,7 @@ class Section(Config):
         """Return an independent copy that may be changed even when this configuration is frozen."""
         return copy.deepcopy(self, memo).defrost()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         internal = {name: self.__dict__[name] for name in _INTERNAL & self.__dict__.keys() - {"parser"}}
         return _rebuild, (type(self), dict(self.items()), internal)
 
@@ -337,7 +337,7 @@ class ClosedSection(Section):
             )
         child[rest] = value
 
-    def _fit(self, field: Field, value: Any) -> Any:
+    def _fit(self, field: Field, value: object) -> Any:
         name = self._join(field.name)
         if field.section:
             if not isinstance(value, Mapping):
@@ -350,12 +350,12 @@ class ClosedSection(Section):
                 f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} ({type(value).__name__})."
             ) from None
 
-    def _unknown(self, name: Any, received: str) -> str:
+    def _unknown(self, name: object, received: str) -> str:
         options = list(fields_of(type(self)))
         where = f"a key of {self._path!r}" if self._path else "a key of the configuration"
         return f"Expected {where} ({', '.join(options)}). Received: {self._join(name)}{received}.{did_you_mean(str(name), options)}"
 
-    def __missing__(self, name: Any, default: Any = Null) -> Any:
+    def __missing__(self, name: Any, default: object = Null) -> Any:
         field = fields_of(type(self)).get(name)
         if field is not None and field.default is not MISSING:
             return field.default
@@ -421,7 +421,7 @@ def _rebuild(cls: type[Section], items: dict[Any, Any], internal: dict[str, Any]
     return section
 
 
-def _resolve(text: str, root: Any, seen: tuple[str, ...]) -> Any:
+def _resolve(text: str, root: object, seen: tuple[str, ...]) -> Any:
     whole = _PLACEHOLDER.fullmatch(text)
     if whole:
         return _look_up(whole.group(1), root, seen)

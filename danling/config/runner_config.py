@@ -172,7 +172,7 @@ class RunnerConfig(ClosedSection):
         # Any key may be the user's own.
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def __init__(self, settings: Any = None, /, **kwargs: Any) -> None:
+    def __init__(self, settings: object = None, /, **kwargs: Any) -> None:
         own = self.__dict__["_own_keys"] = OwnKeys()
         given = as_mapping(settings)
         super().__init__(given, **kwargs)
@@ -222,7 +222,7 @@ class RunnerConfig(ClosedSection):
         self._refuse_slip(head, f".{rest}={value!r}")
         Section._assign_nested(self, head, rest, value)
 
-    def __missing__(self, name: Any, default: Any = Null) -> Any:
+    def __missing__(self, name: Any, default: object = Null) -> Any:
         if name in fields_of(RunnerConfig):
             return super().__missing__(name)
         if name in OLDER_KEYS:
@@ -246,7 +246,7 @@ class RunnerConfig(ClosedSection):
             # No instance attribute until it is read for the first time: so that the reading is seen.
             dict.__setitem__(self, name, value)
 
-    def get(self, name: Any, default: Any = None, fallback: bool | None = None) -> Any:
+    def get(self, name: object, default: Any = None, fallback: bool | None = None) -> Any:
         """Return the value of a key, or `default`; nothing is created.
 
         Args:
@@ -261,7 +261,7 @@ class RunnerConfig(ClosedSection):
         self._note_reading(name)
         return super().__getattr__(name)
 
-    def _note_reading(self, name: Any) -> None:
+    def _note_reading(self, name: object) -> None:
         own = self.__dict__.get("_own_keys")
         if own is not None and name not in own.read and not str(name).startswith("_"):
             own.read.add(name)
@@ -365,7 +365,7 @@ class RunnerConfig(ClosedSection):
                 raise ValueError(problem)
             warn_user(problem, UserWarning)
 
-    def _refuse_slip(self, name: Any, received: str) -> None:
+    def _refuse_slip(self, name: object, received: str) -> None:
         slip = slip_of(name, fields_of(RunnerConfig))
         if slip:
             raise ValueError(
@@ -472,7 +472,7 @@ class RunnerConfig(ClosedSection):
         return self
 
     @classmethod
-    def from_dict(cls, obj: Any) -> Any:
+    def from_dict(cls, obj: object) -> Any:
         """Return a configuration of this class with settings merged over its defaults.
 
         Args:
@@ -496,7 +496,7 @@ class RunnerConfig(ClosedSection):
         return config
 
     @classmethod
-    def load(cls, file: Any, method: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load(cls, file: object, method: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return a configuration of this class from a file; from a stream, `method` names the format."""
         if isinstance(file, (str, os.PathLike)) and method is None:
             return cls.from_file(file)
@@ -550,7 +550,7 @@ class RunnerConfig(ClosedSection):
         """
         return identity.digest(self.canonical(replicas=replicas))
 
-    def differences(self, stored: Mapping[str, Any], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
+    def differences(self, stored: Mapping[str, object], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
         """Return how a stored configuration differs in what changes the result; one line `key: stored …, now …` each.
 
         Budgets may change (but not from steps to epochs), a seed left open is no difference, and batch size and accumulation may be
@@ -565,7 +565,7 @@ class RunnerConfig(ClosedSection):
         return identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
 
     @staticmethod
-    def completed(stored: Mapping[str, Any]) -> Any:
+    def completed(stored: Mapping[str, object]) -> Any:
         """Return a stored configuration as plain values, with the library's defaults for the keys that it lacks.
 
         Args:

@@ -12,7 +12,7 @@ from .runner_config import RunnerConfig
 
 
 def continued(
-    stored: Mapping[str, Any], given: Mapping[str, Any] | None, config_class: type[RunnerConfig]
+    stored: Mapping[str, Any], given: Mapping[str, object] | None, config_class: type[RunnerConfig]
 ) -> RunnerConfig:
     """Return the configuration of a run that goes on: the stored one, with what the caller gives over it.
 

@@ -73,7 +73,7 @@ def divide_updates(
     return loading, None
 
 
-def check_sizes(section: Mapping[str, Any], place: str) -> None:
+def check_sizes(section: Mapping[str, object], place: str) -> None:
     """Refuse sizes that are no numbers of samples, or that exclude one another.
 
     Args:

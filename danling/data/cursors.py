@@ -82,14 +82,14 @@ class Cursor(ABC):
         """Go to the beginning of the next pass."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position."""
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved position."""
 
-    def check_world_size(self, state: Mapping[str, Any]) -> None:
+    def check_world_size(self, state: Mapping[str, object]) -> None:
         """Refuse a position within a pass that was saved on another number of data ranks, each of which counts for itself."""
         if state.get("world_size", self.world_size) != self.world_size and state.get("consumed"):
             raise ValueError(
@@ -158,10 +158,10 @@ class PositionCursor(Cursor):
         """Go to the beginning of the next pass."""
         self.loader.set_epoch(self.loader.epoch + 1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the loader's position."""
         return dict(self.loader.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a position, at any world size."""
         self.loader.load_state_dict(dict(state))

@@ -158,7 +158,7 @@ class KeyedPermutation(Order):
             base, other = other, base
         return high * self._second_base + low
 
-    def _walk(self, numpy: Any, positions: Any) -> list[int]:
+    def _walk(self, numpy: Any, positions: object) -> list[int]:
         found = self._mixed_all(numpy, positions)
         beyond = numpy.flatnonzero(found >= numpy.uint64(self.length))
         while len(beyond):
@@ -167,7 +167,7 @@ class KeyedPermutation(Order):
         indices: list[int] = found.tolist()
         return indices
 
-    def _mixed_all(self, numpy: Any, positions: Any) -> Any:
+    def _mixed_all(self, numpy: Any, positions: object) -> Any:
         """Return `_mixed` of an array of uint64, in fewer than ten operations a round."""
         shift, first, second = numpy.uint64(32), numpy.uint64(_FIRST), numpy.uint64(_SECOND)
         base, other = numpy.uint64(self._first_base), numpy.uint64(self._second_base)

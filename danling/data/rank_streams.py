@@ -132,7 +132,7 @@ def resume_stream(stored: Mapping[str, Any], index: int, *, seed: int, step: int
         seed_streams(derive_seed(seed, "forward", index))
 
 
-def is_equal(first: Any, second: Any) -> bool:
+def is_equal(first: object, second: Any) -> bool:
     """Whether two nested states of random streams are equal."""
     if isinstance(first, Mapping):
         return first.keys() == second.keys() and all(is_equal(value, second[key]) for key, value in first.items())

@@ -62,7 +62,7 @@ class SampledBatches(Sampler[list[Key]]):
         sampler: Any,
         *,
         batched: bool,
-        dataset: Any,
+        dataset: object,
         batch_size: int = 1,
         drop_last: bool = False,
         seed: int = 0,

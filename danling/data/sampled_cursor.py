@@ -66,7 +66,7 @@ class SampledCursor(Cursor):
         """Return the position, and how the pass found the sampler."""
         return dict(self.loader.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a position."""
         self.check_world_size(state)
         self.loader.load_state_dict(dict(state))

@@ -99,7 +99,7 @@ class SampledLoader(KeyedLoader):
         """Return the position, and how the pass found the sampler."""
         return {**self.order.state_dict(), **self.held_state()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Go to a position. Another number of workers does not matter.
 
         Raises:

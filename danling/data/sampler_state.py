@@ -141,7 +141,7 @@ def _to_saved(value: object) -> Any:
     return {"value": value}
 
 
-def _from_saved(saved: Mapping[str, Any], current: Any) -> Any:
+def _from_saved(saved: Mapping[str, Any], current: Any) -> object:
     """Return what was saved; in the object that is there, where others may hold it too."""
     if "value" in saved:
         return saved["value"]

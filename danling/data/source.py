@@ -74,7 +74,7 @@ class BatchSource:
         self._cursor = _choose_cursor(read)(read, split=split, rank=rank, world_size=world_size, seed=seed)
         self._cursor.shared = shared
 
-    def described(self, batch: Batch) -> Any:
+    def described(self, batch: Batch) -> object:
         """Return something that is equal where other ranks read the same data: what the dataset holds, else the batch.
 
         Args:
@@ -148,11 +148,11 @@ class BatchSource:
         """Go to the beginning of pass `epoch`."""
         self._cursor.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position, as tensors and plain values. Take it between updates."""
         return {"kind": self.kind, **self._cursor.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved position.
 
         Args:

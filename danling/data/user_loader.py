@@ -46,7 +46,7 @@ def describe_dataset(loader: object) -> object:
     return describe(loader.dataset, depth=4)
 
 
-def describe(value: Any, depth: int = 4) -> Any:
+def describe(value: Any, depth: int = 4) -> object:
     """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another.
 
     Args:

@@ -59,7 +59,7 @@ def _show_users_dataset() -> None:
 
 
 @contextmanager
-def kept_from_group_signals(loader: Any) -> Iterator[None]:
+def kept_from_group_signals(loader: object) -> Iterator[None]:
     """Make workers that a user's torch loader starts inside ignore what is sent to the whole process group.
 
     Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that he starts himself are left as

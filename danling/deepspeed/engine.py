@@ -78,7 +78,7 @@ def leave_process_group() -> None:
         comm.destroy_process_group()
 
 
-def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> object:
+def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, Any]) -> object:
     """Return an engine around a model. Call on all ranks.
 
     Args:
@@ -295,7 +295,7 @@ def _flat_like(flat: Tensor, value: object) -> object:
 
 
 @contextmanager
-def single_writer(engine: Any, writer: Any) -> Iterator[None]:
+def single_writer(engine: Any, writer: object) -> Iterator[None]:
     """Let another object write and read the files of the engine's checkpoints.
 
     Args:

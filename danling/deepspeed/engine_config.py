@@ -35,7 +35,7 @@ class EngineFacts:
     on_cpu: bool
 
 
-def engine_config(given: Mapping[str, Any], facts: EngineFacts) -> dict[str, Any]:
+def engine_config(given: Mapping[str, Any], facts: EngineFacts) -> dict[str, object]:
     """Return the configuration that `deepspeed.initialize` gets.
 
     The runner clips, weighs and decides updates itself, so the engine is told to do none of it; every other key of DeepSpeed passes
@@ -97,7 +97,7 @@ def clip_norm(given: Mapping[str, Any], max_grad_norm: float | None) -> float | 
     return float(asked) if asked else None
 
 
-def _with_torch_adam(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _with_torch_adam(optimizer: Mapping[str, Any]) -> dict[str, object]:
     # DeepSpeed's own Adam is compiled at first use; torch's is there, and its resumed runs are bitwise equal.
     if str(optimizer.get("type", "")).lower() not in ("adam", "adamw"):
         return dict(optimizer)

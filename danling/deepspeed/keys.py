@@ -43,7 +43,7 @@ class _Noted(dict[str, Any]):
         self.asked.add(key)
         return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a value, or the default."""
         self.asked.add(key)
         return super().get(key, default)

@@ -40,7 +40,7 @@ class EngineReduction(LocalReduction):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,

@@ -36,7 +36,7 @@ class ModelParts(nn.Module):
         """Return the state of all parts."""
         return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> object:
         """Load each part's share; names that belong to none of them are not looked at."""
         for part in self.parts:
             own = part.state_dict()

@@ -91,7 +91,7 @@ class ShardedModelStates(ModelStates):
         return [sorted({name for part in parts for name in part[index]}) for index in range(len(mine))]
 
 
-def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
+def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, object]:
     """Return the stored group of an optimizer that holds the parameters of these names and no others.
 
     Args:

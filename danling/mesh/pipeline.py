@@ -200,7 +200,7 @@ class Pipeline:
     def _signature(self, args: tuple[Tensor, ...]) -> tuple[Any, int]:
         return tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
 
-    def chunks(self, values: Any) -> list[Any]:
+    def chunks(self, values: Any) -> list[object]:
         """Return a nested value of tensors, cut as the open batch is; repeated at the end where micro-batches weigh nothing.
 
         Args:
@@ -293,7 +293,7 @@ class Pipeline:
             stages[0] if single else stages, self._cut.number, loss_fn=self._call_loss, scale_grads=False
         )
 
-    def _build_stage(self, part: nn.Module, index: int, inputs: Any, outputs: Any, train: bool) -> PipelineStage:
+    def _build_stage(self, part: nn.Module, index: int, inputs: Any, outputs: object, train: bool) -> PipelineStage:
         def example(shapes: Any) -> tuple[Tensor, ...]:
             return tuple(
                 torch.empty((self._cut.size, *shape), dtype=dtype, device="meta", requires_grad=train and grad)

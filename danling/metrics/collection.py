@@ -89,7 +89,7 @@ class MetricSet:
         for metric in self._objects.values():
             metric.reset()
 
-    def update(self, pred: Any, target: Any, samples: float) -> None:
+    def update(self, pred: Any, target: object, samples: float) -> None:
         """Take in one batch.
 
         Args:

@@ -51,7 +51,7 @@ def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -
     return _compute_merged(metric, domain, seen)
 
 
-def _compute_states(metric: Any, parts: Mapping[str, Any], domain: ReductionDomain | None) -> Any:
+def _compute_states(metric: Any, parts: Mapping[str, Any], domain: ReductionDomain | None) -> object:
     _link_compute_groups(metric)
     owners = _owners(parts)
     if domain is None or domain.size == 1:
@@ -130,13 +130,13 @@ def _replaced(parts: Mapping[str, Any], members: Mapping[str, Sequence[_State]])
             _put(part, *before[name])
 
 
-def _put(part: Any, count: int, states: Mapping[str, Any]) -> None:
+def _put(part: Any, count: int, states: Mapping[str, object]) -> None:
     part._update_count = count
     for name, value in states.items():
         setattr(part, name, value)
 
 
-def _merged(part: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+def _merged(part: Any, ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Return the states of several ranks, each of which has seen data, as one."""
     device = torch.device(getattr(part, "device", "cpu"))
     merged = (
@@ -159,7 +159,7 @@ def _reduced(reduction: Any, values: Sequence[Any]) -> object:
     return joined if reduction is None else reduction(joined)
 
 
-def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> Any:
+def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
     mine = metric
     if seen and hasattr(metric, "to"):
         # A tensor that was pickled on one accelerator would come back there on every rank.

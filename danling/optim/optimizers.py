@@ -86,7 +86,7 @@ def _tensors(entries: Sequence[object]) -> list[Any]:
     return [member[1] if isinstance(member, tuple) else member for member in members]
 
 
-def _with_tuples(builder: Any, options: Mapping[str, Any]) -> dict[str, object]:
+def _with_tuples(builder: Any, options: Mapping[str, object]) -> dict[str, object]:
     parameters = inspect.signature(builder).parameters
     wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
     return {
@@ -94,7 +94,7 @@ def _with_tuples(builder: Any, options: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _can_fuse(builder: Any, entries: list[Any], options: Mapping[str, Any]) -> bool:
+def _can_fuse(builder: Any, entries: list[Any], options: Mapping[str, object]) -> bool:
     if builder not in _FUSED or _IMPLEMENTATIONS & options.keys():
         return False
     if any(isinstance(entry, dict) and _IMPLEMENTATIONS & entry.keys() for entry in entries):

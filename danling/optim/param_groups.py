@@ -16,7 +16,7 @@ def build_param_groups(
     *,
     lr: float | None,
     weight_decay: float | None,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, object]],
     betas: Sequence[float] | None = None,
     whole: Mapping[str, bool] | None = None,
 ) -> list[dict[str, Any]]:

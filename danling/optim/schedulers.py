@@ -48,7 +48,7 @@ class SchedulerRegistry(Registry):
 class OneCycleSchedule(OneCycleLR):
     """`OneCycleLR` that goes on when a resumed run has become longer; torch's raises at the end of the former run."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take up a saved position on this object's cycle. Restore the optimizer first."""
         own = {name: getattr(self, name) for name in ("total_steps", "_schedule_phases")}
         super().load_state_dict({**state_dict, **own})

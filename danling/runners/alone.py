@@ -25,11 +25,11 @@ def make_standalone(namespace: dict[str, Any]) -> None:
             namespace[verb] = _standalone(verb, namespace[verb])
 
 
-def _standalone(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _standalone(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
     prepared = f"_alone_{verb}"
 
     @wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> object:
         if not hasattr(self, prepared) or not self._called_alone(verb):
             return function(self, *args, **kwargs)
         return getattr(self, prepared)(partial(function, self), *args, **kwargs)

@@ -820,7 +820,7 @@ class BaseRunner(metaclass=MetaRunner):
         """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone."""
         if self._reporter.trackers.is_open:
             return
-        if self.config.checkpoint.load_only:
+        if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
             self._run_place.write_figures(resumed=self.state.train.global_step > 0)

@@ -108,7 +108,7 @@ def is_library(kind: type) -> bool:
     return kind.__module__.startswith("danling.runners.")
 
 
-def check_names(runner: Any) -> None:
+def check_names(runner: object) -> None:
     """Refuse attributes and methods of the user's that stand under a name of the library's. No communication.
 
     Components, hooks and what has the type of the library's own value may be set; a method may be overridden by a method. What
@@ -158,7 +158,7 @@ def _is_plain(value: object) -> bool:
     return not (callable(value) or isinstance(value, (property, functools.cached_property, staticmethod, classmethod)))
 
 
-def by_former_name(runner: object, name: str) -> Any:
+def by_former_name(runner: object, name: str) -> object:
     """Return an attribute of a runner that was asked for by its former name, with a warning.
 
     Args:
@@ -178,7 +178,7 @@ def by_former_name(runner: object, name: str) -> Any:
     return attrgetter(FORMER_NAMES[name])(runner)
 
 
-def explain_property(runner: Any, error: AttributeError) -> AttributeError | None:
+def explain_property(runner: object, error: AttributeError) -> AttributeError | None:
     """Return what to say instead of Python's error for an attribute that is a property of the library's, `None` for other errors.
 
     Args:
@@ -194,16 +194,16 @@ def explain_property(runner: Any, error: AttributeError) -> AttributeError | Non
 _MISSING = object()
 
 
-def _fits(name: str, value: Any, original: Any) -> bool:
+def _fits(name: str, value: object, original: Any) -> bool:
     return name in _REPLACEABLE and isinstance(value, type(original))
 
 
-def _is_cached(value: Any, original: Any) -> bool:
+def _is_cached(value: object, original: Any) -> bool:
     """Whether a value is what the library's own cached property has put there."""
     return isinstance(original, functools.cached_property) and type(value).__module__.startswith("danling.")
 
 
-def _overrides(value: Any, original: Any, *, private: bool = False) -> bool:
+def _overrides(value: object, original: Any, *, private: bool = False) -> bool:
     """Whether a value may stand where the library has one: a method for a method, plain data for plain data."""
     if private or original is _MISSING:
         return False
@@ -238,7 +238,7 @@ def _of_user(runner_class: type) -> Iterator[tuple[str, type, Any]]:
             )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 40 else f"{text[:37]}..."
 

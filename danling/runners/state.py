@@ -87,7 +87,7 @@ class RunnerState:
         """The random streams, by their longer name."""
         return self.rng
 
-    def load_train(self, stored: Mapping[str, Any]) -> None:
+    def load_train(self, stored: Mapping[str, object]) -> None:
         """Restore the counters; one that is not stored stays as it is.
 
         Args:
@@ -106,7 +106,7 @@ class RunnerState:
         self.elastic.attempts = int(stored.get("attempts", 0)) + 1
         self.elastic.micro_batch_size = stored.get("micro_batch_size")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
         return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": dict(self.rng.ranks)}
 

@@ -111,7 +111,7 @@ class Healing:
         if self.is_main:
             logger.info("Healed from another replica group at step %d.", counters.train.global_step)
 
-    def _laid_out(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _laid_out(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return a state with tensors divided as this rank holds them."""
         own, laid_out = self.run_state.components(), dict(state)
         laid_out["model"] = laid_out_like(state["model"], own["model"])
@@ -123,7 +123,7 @@ class Healing:
         return laid_out
 
 
-def packed(payload: Mapping[str, Any], buffers: Iterable[Tensor]) -> dict[str, Any]:
+def packed(payload: Mapping[str, Any], buffers: Iterable[Tensor]) -> dict[str, object]:
     """Return a state with the shards of this rank as plain tensors, without communication.
 
     Args:
@@ -146,7 +146,7 @@ def laid_out_like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dic
     return {name: with_local_part(own[name], tensor) if name in own else tensor for name, tensor in state.items()}
 
 
-def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
     """Return the state of an optimizer by parameter name, with moments divided as the parameters of this rank are.
 
     Args:

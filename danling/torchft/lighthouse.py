@@ -166,7 +166,7 @@ class DaemonExecutor(Executor):
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         threading.Thread(target=_run_calls, args=(self._calls,), name="danling-quorum", daemon=True).start()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., object], /, *args: Any, **options: Any) -> Future[Any]:
         """Put a call at the end of the queue and return its future."""
         future: Future[Any] = Future()
         self._calls.put((future, partial(fn, *args, **options)))

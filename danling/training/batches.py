@@ -19,7 +19,7 @@ def is_pair(data: Any) -> bool:
     return type(data) in (tuple, list) and len(data) == 2
 
 
-def unpack_batch(data: Any, model: Any = None) -> tuple[Any, Any]:
+def unpack_batch(data: Any, model: object = None) -> tuple[Any, Any]:
     """Return `(input, target)` of a batch; the target is `None` for a bare input.
 
     Args:
@@ -81,7 +81,7 @@ def peek_target(data: object) -> object:
     return find_target(data) if isinstance(data, Mapping) else None
 
 
-def criterion_loss(criterion: Any, pred: Any, target: Any) -> Any:
+def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
     """Return `criterion(pred, target)`; where it fails without a target, that is said.
 
     Args:
@@ -103,7 +103,7 @@ def criterion_loss(criterion: Any, pred: Any, target: Any) -> Any:
         ) from error
 
 
-def call_model(model: Any, inputs: Any) -> Any:
+def call_model(model: Any, inputs: object) -> Any:
     """Call `model`; a mapping is passed as keyword arguments."""
     if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
         return model(inputs)
@@ -251,7 +251,7 @@ def _function(criterion: object) -> object:
 
 
 @lru_cache(maxsize=32)
-def _defaults(function: Any) -> dict[str, Any]:
+def _defaults(function: Any) -> dict[str, object]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -17,7 +17,7 @@ class Components(Protocol):
     optimizer: Any
     scheduler: Any
 
-    def model_state_dict(self) -> dict[str, Any]:
+    def model_state_dict(self) -> dict[str, object]:
         """Return parameters and persistent buffers by canonical name."""
 
     def optimizer_state_dict(self) -> dict[str, object]:

@@ -51,7 +51,7 @@ class LabelShift:
             self.is_open, self.complaint, self._tries = told is None, None, 0
         return self._told or self._answer == "shifted"
 
-    def observe(self, loss: Tensor, logits: Any, labels: Any) -> bool:
+    def observe(self, loss: Tensor, logits: Any, labels: object) -> bool:
         """Look at the loss of a batch; call it while `is_open`, before the backward.
 
         Args:

@@ -54,7 +54,7 @@ class LoaderPositions:
             if own is not None:
                 self._source(split).load_state_dict(own)
 
-    def share(self, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def share(self, split: str, state: Mapping[str, object]) -> Mapping[str, Any] | None:
         """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning.
 
         Args:
@@ -135,7 +135,7 @@ def share_of(state: Mapping[str, Any], split: str, *, rank: int, size: int, inex
     )
 
 
-def differences_of_passes(stored: Mapping[str, Any], loaders: Mapping[str, Any]) -> list[str]:
+def differences_of_passes(stored: Mapping[str, Any], loaders: Mapping[str, object]) -> list[str]:
     """Return where another division leaves out other samples at the end of a pass, though updates have one size, one line a split.
 
     Args:

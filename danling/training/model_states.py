@@ -133,7 +133,7 @@ def criterion_state(criterion: object) -> dict[str, object]:
     return dict(criterion.state_dict()) if isinstance(criterion, nn.Module) else {}
 
 
-def load_criterion(criterion: Any, state: Mapping[str, Any]) -> None:
+def load_criterion(criterion: Any, state: Mapping[str, object]) -> None:
     """Restore the parameters and buffers of a criterion.
 
     Args:
@@ -175,7 +175,7 @@ def cast_floating(weights: Mapping[str, Tensor], name: str | None) -> dict[str, 
 
 def weights_to_export(
     config: Mapping[str, object], model: Mapping[str, Tensor], ema: EMA | None, *, dtype: str | None, version: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the payload of an export.
 
     Args:

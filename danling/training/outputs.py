@@ -14,7 +14,7 @@ def model_loss(pred: object) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def prediction_of(pred: object) -> Any:
+def prediction_of(pred: object) -> object:
     """Return what a criterion and metrics are handed of a prediction: its `logits` where it has `loss` and `logits`, else all of it.
 
     Args:

@@ -182,14 +182,14 @@ def refuse_other_updates(
             )
 
 
-def _ids_now(stored: Mapping[str, Any]) -> set[str]:
+def _ids_now(stored: Mapping[str, object]) -> set[str]:
     """Return what this version calls a configuration, with the seed that it holds and with one that was drawn."""
     whole = RunnerConfig.completed(stored)
     forms = (whole, {**whole, "seed": None})
     return {identity.digest(identity.canonical(settings)) for settings in forms}
 
 
-def _canonical_of(run: Path) -> dict[str, Any] | None:
+def _canonical_of(run: Path) -> dict[str, object] | None:
     try:
         text = (run / "metadata" / "config.canonical.yaml").read_text(encoding="utf-8")
         stored = parse_yaml(text)
