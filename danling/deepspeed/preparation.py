@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from danling.distributed import Domain
 from danling.training.coverage import listed
+from danling.training.ema import EMA
 from danling.training.preparation import ModelPreparation
 from danling.utils.names import canonical_name
 
@@ -116,6 +117,28 @@ class EnginePreparation(ModelPreparation):
         if self.data.size > 1:
             for buffer in (*self.unwrap(model).buffers(), *more):
                 self.world.broadcast(buffer)
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether a forward is a collective: under ZeRO 3, on several ranks."""
+        return self.divides_weights and self.world.size > 1
+
+    @contextmanager
+    def averaged(self, ema: EMA) -> Iterator[None]:
+        """Put the averaged weights into the model, and the trained ones back on exit."""
+        applied = ema.applied()
+        with engines.gathered(self.engine, modify=True):
+            applied.__enter__()
+        try:
+            yield
+        finally:
+            with engines.gathered(self.engine, modify=True):
+                applied.__exit__(None, None, None)
+
+    def update_averages(self, ema: EMA, model: nn.Module) -> None:
+        """Let the averaged weights follow an update, for which the weights are made whole."""
+        with self.whole_weights(model, modify=False):
+            ema.update()
 
     def unused_settings(self) -> list[str]:
         """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .domain import Domain
+
+
+def _default_group() -> Sequence[Any]:
+    return (None,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +21,7 @@ class Placement:
         data: Ranks that read different samples.
         optimizer: Ranks that decide an update together.
         metrics: Ranks whose losses and metrics add up to those of all data.
+        groups: Returns the process groups that training communicates over; `None` is the default one.
         reads_data: Whether this rank reads batches.
         counts_loss: Whether the loss of this rank counts: of the ranks that compute the same one, the first does.
         counts_samples: Whether the samples of this rank count: of the ranks that see the same ones, the first does.
@@ -29,6 +35,7 @@ class Placement:
     data: Domain
     optimizer: Domain
     metrics: Domain
+    groups: Callable[[], Sequence[Any]] = _default_group
     reads_data: bool = True
     counts_loss: bool = True
     counts_samples: bool = True

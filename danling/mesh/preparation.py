@@ -74,6 +74,20 @@ class MeshPreparation(ModelPreparation):
         """Give all ranks that share a part of the model the buffers of the first of them."""
         equalize(self.topology, [*model.buffers(), *more])
 
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether a forward is a collective: where parameters or stages are divided over ranks."""
+        return self.topology.axes.degree(*axes_with(divides_parameters=True, needs_transform=False)) > 1
+
+    @contextmanager
+    def evaluating(self, model: Any) -> Iterator[None]:
+        """Let go of gathered parameters, which would hide that averaged weights come in and go out."""
+        reshard(model)
+        try:
+            yield
+        finally:
+            reshard(model)
+
     def unused_settings(self) -> list[str]:
         """Return a sentence for every setting of the mesh that has no effect in this run. May be called on one rank."""
         found = idle_mesh_settings(self.config, self.topology.axes.degrees)

@@ -120,6 +120,7 @@ class Topology:
             data=self.data,
             optimizer=self.optimizer,
             metrics=metrics,
+            groups=lambda: (None, *self.groups),
             reads_data=reads_data,
             counts_loss=counts_loss,
             counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),

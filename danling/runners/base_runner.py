@@ -50,7 +50,7 @@ from danling.reporting import (
     open_run_log,
     speaking_for,
 )
-from danling.supervision import GcPacer, Heartbeat, SignalWatcher
+from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.torchft import (
     OwnPositions,
     ReplicaLoaderCheckpoints,
@@ -331,7 +331,11 @@ class BaseRunner(metaclass=MetaRunner):
     # Construction hooks
 
     def init_distributed(self) -> None:
-        """Read the launch environment, pick the device and join the process group."""
+        """Read the launch environment, pick the device and join the process group.
+
+        Under torchrun a failure of this process is put on record from here on.
+        """
+        record_failures()
         launch = self.launch = LaunchEnvironment.read()
         self.device = select_device(launch.local_rank)
         created = init_process_group(
@@ -998,9 +1002,15 @@ class BaseRunner(metaclass=MetaRunner):
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
         """Save the full state as `latest`, and under the other names it deserves.
 
+        It may be written in the background, see `checkpoint.async_enabled`; the time it takes is left out of the speed of training.
+
         Args:
-            history: Also keep it under its history name.
+            history: Also keep it under its history name, `ckpt-e...` or `ckpt-s...`.
             save_best: Also make it `best` when the score of this very state is the best one.
+
+        Raises:
+            CheckpointError: If an earlier save in the background failed, or this one cannot be written.
+            NonFiniteError: If the update before it was not finite, which shows on an accelerator only now.
         """
         if not self.config.checkpoint.load_only:
             self.saver.save(history=history, best=save_best and self._is_state_of_best)
@@ -1161,6 +1171,16 @@ class BaseRunner(metaclass=MetaRunner):
         self._positions.restore(states)
 
     # Sources
+
+    @contextmanager
+    def _in_mode(self, mode: Literal["evaluate", "infer"], model: Any) -> Iterator[None]:
+        """Stand in another mode than training inside, with the model that is called there."""
+        before = self.model, self.mode
+        self.model, self.mode = model, mode
+        try:
+            yield
+        finally:
+            self.model, self.mode = before
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -219,27 +218,3 @@ class DeepSpeedRunner(TorchRunner):
             max_norm=self._max_norm,
             broadcast_buffers=self.equalize_buffers,
         )
-
-    def update_averages(self) -> None:
-        """Let the averaged weights follow the update, for which the weights are made whole."""
-        with self.whole_weights():
-            super().update_averages()
-
-    # Evaluation
-
-    @property
-    def _evaluates_together(self) -> bool:
-        """Whether a forward is a collective: under ZeRO 3, on several ranks."""
-        return self.divides_weights and self.distributed
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Put the averaged weights into the model, and the trained ones back on exit. Enter on all ranks."""
-        applied = self.ema.applied()
-        with engines.gathered(self.engine, modify=True):
-            applied.__enter__()
-        try:
-            yield
-        finally:
-            with engines.gathered(self.engine, modify=True):
-                applied.__exit__(None, None, None)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
-from typing import Any, Literal, overload
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from danling.checkpoints import FileCheckpointManager, TorchDistributedCheckpointManager
-from danling.data import PLACEHOLDER, Batch
+from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
-from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, reshard, shard
+from danling.mesh.forward import MeshForward
+from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, shard
 from danling.mesh.initialization import initialize_weights
 from danling.mesh.model_parts import (
     ModelParts,
@@ -39,7 +39,6 @@ from danling.mesh.reduction import MeshReduction, loss_context
 from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.model_states import ModelStates
-from danling.utils.tensors import whole
 
 from .torch_runner import TorchRunner
 
@@ -415,8 +414,8 @@ class ParallelRunner(TorchRunner):
         length = check_sequence(self.topology.axes, value.shape[1])
         return value.narrow(1, length * self.topology.coordinate["context"], length)
 
-    @cached_property
-    def _passes(self) -> PassAgreement:
+    def build_agreement(self) -> PassAgreement:
+        """Return what keeps the ranks of the mesh together in their passes."""
         return PassAgreement(
             self.placement.optimizer,
             self.data_domain,
@@ -484,70 +483,19 @@ class ParallelRunner(TorchRunner):
         weights += [0.0] * (len(chunks) - real)
         return [(peek_target(chunk), weight) for chunk, weight in zip(chunks, weights)]
 
-    def training_groups(self) -> Sequence[Any]:
-        """Return the default group and those of the mesh. No communication: may be called on one rank."""
-        return [None, *self.topology.groups]
-
     # Evaluation and inference
 
-    @contextmanager
-    def _evaluating(self, split: str, mode: Literal["evaluate", "infer"]) -> Iterator[None]:
-        # What is gathered still would hide that averaged weights come in and go out.
-        reshard(self.model)
-        try:
-            with super()._evaluating(split, mode):
-                yield
-        finally:
-            reshard(self.model)
-
-    @property
-    def _evaluates_together(self) -> bool:
-        """Whether a forward is a collective: where parameters or stages are divided over ranks."""
-        return self.degree(*axes_with(divides_parameters=True, needs_transform=False)) > 1
-
-    def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
-        """Run one batch forward, without gradients; in a pipeline the figures are on the ranks with the last stage. Called on all ranks."""
-        if self.pipeline is None:
-            with self._loss_context():
-                pred, loss = super().evaluate_step(data)
-            return _whole(pred), loss
-        pred = self._forward(data)
-        if not self.stage_plan.has_last:
-            return pred, None
-        with self._loss_context(), self.forward_context() or nullcontext():
-            loss = self.evaluated_loss(pred, peek_target(data))
-        return _whole(pred), loss
-
-    def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; `None` on the ranks of a pipeline that do not have the last stage. Called on all ranks."""
-        return _whole(super().infer_step(data)) if self.pipeline is None else _whole(self._forward(data))
-
-    def _forward(self, data: Any) -> Any:
-        assert self.pipeline is not None
-        self.pipeline.open(unpack_batch(data)[0] if self.stage_plan.has_first else None)
-        with self.forward_context() or nullcontext():
-            return self.pipeline.evaluate()
-
-    @overload
-    def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
-    @overload
-    def infer(self, split: str | None = None, *, stream: Literal[True]) -> Iterator[Any]: ...
-    def infer(self, split: str | None = None, *, stream: bool = False) -> list[Any] | Iterator[Any]:
-        """Predict every sample of a split; see `TorchRunner.infer`. With `stream` in a pipeline, on the ranks with the last stage.
-
-        Called on all ranks.
-        """
-        if stream:
-            return super().infer(split, stream=True)
-        predictions = super().infer(split)
-        if self.pipeline is None:
-            return predictions
-        gathered: list[Any] = self.pipeline_domain.broadcast_object(predictions, source=self.pipeline.last_rank)
-        return gathered
-
-    def _predict_batch(self, batch: Batch) -> list[Any]:
-        predictions = super()._predict_batch(batch)
-        return predictions if self.pipeline is None or self.stage_plan.has_last else []
+    def build_forward(self) -> MeshForward:
+        """Return how a batch is evaluated and predicted: in a pipeline through its stages."""
+        return MeshForward(
+            model=lambda: self.model,
+            bare=lambda: self.unwrapped_model,
+            context=lambda: self.forward_context(),
+            loss=lambda pred, target: self.evaluated_loss(pred, target),
+            topology=self.topology,
+            stages=self.stage_plan,
+            pipeline=lambda: self.pipeline,
+        )
 
     # Ending
 
@@ -569,7 +517,3 @@ def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:
     return ValueError(
         f"Expected `{hook}` to return {what}. Received: {received!r}. Return that of super().{hook}(...)."
     )
-
-
-def _whole(pred: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, pred)

@@ -18,7 +18,7 @@ from danling.distributed import Ballot
 from danling.metrics import MetricSet
 from danling.optim.building import build_optimizer, build_scheduler, check_metric_of_schedule, scheduler_interval
 from danling.supervision import is_out_of_memory
-from danling.training import EMA, Compilation, Coverage, LabelShift, MemoryRetry, Precision, Window
+from danling.training import EMA, Compilation, Coverage, MemoryRetry, Precision, Window
 from danling.training.component_checks import (
     check_criterion,
     check_mapping,
@@ -46,7 +46,6 @@ class TorchComponents(BaseRunner):
     # Made after the user's `__init__`; annotated here, as every name that a user may not take.
     precision: Precision
     window: Window
-    label_shift: LabelShift
     ballot: Ballot
     metric_set: MetricSet
 
@@ -62,7 +61,6 @@ class TorchComponents(BaseRunner):
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
-        self.label_shift = LabelShift()
         counts = (self.placement.counts_loss, self.placement.counts_samples)
         self.ballot = Ballot(self.placement.optimizer, self.device, reports=counts)
         self.memory_retry = self._build_memory_retry()
@@ -181,10 +179,8 @@ class TorchComponents(BaseRunner):
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_pre_hook(self._refuse_early_step)
 
-    _in_train_step = False
-
     def _refuse_early_step(self, optimizer: Any, *_: Any) -> None:
-        if self._in_train_step:
+        if self._session.in_step:
             raise RuntimeError(
                 "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a step of "
                 f"{type(optimizer).__name__} inside of it. Remove optimizer.step(); an update of your own goes into `optimizer_step`."

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from danling.config import RunnerConfig
-from danling.data import Batch, BatchSource, derive_seed, move_to_device
+from danling.data import derive_seed, move_to_device
 from danling.metrics import Meters
 from danling.training import (
-    BatchWeights,
-    Evaluation,
-    EvaluationSums,
-    call_model,
-    checked_figures,
-    count_samples,
     criterion_loss,
     criterion_setting,
     criterion_weight,
-    even_out,
-    gather_predictions,
-    is_pair,
-    model_loss,
-    model_weight,
     prediction_of,
-    split_by_sample,
-    try_one_batch,
-    unpack_batch,
-    written_by_forward,
 )
 from danling.training.component_checks import check_metrics
+from danling.training.evaluator import EvaluationMode
+from danling.training.forward import EvaluationForward
 
+from . import assembly
 from .base_runner import RESERVED_FIGURES
 from .torch_state import TorchState
-
-logger = logging.getLogger("danling")
 
 
 class TorchEvaluation(TorchState):
@@ -49,9 +32,18 @@ class TorchEvaluation(TorchState):
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._evaluation = Evaluation(self.device, is_main=self.is_main_process)
-        warns = self.is_main_process and not self._overrides("batch_weight")
-        self._batch_weights = BatchWeights(learns=not self._overrides("train_step"), warns=warns)
+        self._batch_weights = assembly.batch_weights(self)
+        self._batch_loss = assembly.batch_loss(self)
+        self._evaluator = assembly.evaluator(self)
+
+    def build_forward(self) -> EvaluationForward:
+        """Return how a batch is evaluated and predicted; a stack whose ranks hold parts of the model brings its own."""
+        return EvaluationForward(
+            model=lambda: self.model,
+            bare=lambda: self.unwrapped_model,
+            context=lambda: self.forward_context(),
+            loss=lambda pred, target: self.evaluated_loss(pred, target),
+        )
 
     # What a batch means
 
@@ -79,9 +71,8 @@ class TorchEvaluation(TorchState):
         Returns:
             A float, or a 0-dim tensor on the device that need not be waited for.
         """
-        if self.criterion is None and not self._overrides("compute_loss"):
-            model = self.unwrapped_model
-            return model_weight(model, target, data, shifts=self.label_shift.shifts(model))
+        if self.criterion is None and not self._batch_loss.own_loss:
+            return self._batch_loss.weight(data, target)
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
@@ -103,38 +94,7 @@ class TorchEvaluation(TorchState):
                 self.criterion(given, target) if target is not None else criterion_loss(self.criterion, given, None)
             )
             return loss
-        found = model_loss(pred)
-        if found is None:
-            raise ValueError(
-                f"Expected a criterion, or a model that returns a loss. Received: criterion=None and a prediction of type "
-                f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
-            )
-        if self._observes_labels and self._observe_labels(pred, found, target) and self.mode == "train":
-            self._reweigh(target)
-        return found
-
-    def _reweigh(self, target: Any) -> None:
-        """Weigh the open micro-batch by what its loss has just told; padding stays without weight."""
-        if self.window.count and self.window.current:
-            self.window.reweigh(self.batch_weight(None, target))
-
-    @property
-    def _observes_labels(self) -> bool:
-        """Whether it is still to be found out which labels the loss of the model counts."""
-        return self.label_shift.is_open and self.criterion is None
-
-    def _observe_labels(self, pred: Any, loss: Tensor, target: Any) -> bool:
-        """Return whether another weight of the batch follows from the loss that the model gave it."""
-        if self._overrides("batch_weight") or self._overrides("compute_loss"):
-            self.label_shift.is_open = False
-            return False
-        changes = self.label_shift.observe(loss, prediction_of(pred), target)
-        self._say_of_labels()
-        return changes
-
-    def _say_of_labels(self) -> None:
-        if self.label_shift.complaint is not None and self.is_main_process:
-            logger.warning("%s", self.label_shift.complaint)
+        return self._batch_loss.of_model(pred, target, training=self.mode == "train")
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
         """Return the loss of an evaluated batch: that of training, `None` where there is none. Called on all ranks.
@@ -146,29 +106,7 @@ class TorchEvaluation(TorchState):
             pred: What the model returned, any type.
             target: The target of the batch, `None` without one.
         """
-        overridden = self._overrides("compute_loss")
-        has_loss = overridden or self.criterion is not None
-        if target is None:
-            targetless = self._trains_targetless()
-            has_loss = overridden if targetless is None else targetless and has_loss
-        if has_loss:
-            return self.compute_loss(pred, target)
-        found = model_loss(pred) if self.criterion is None else None
-        if found is not None and self._observes_labels:
-            self._observe_labels(pred, found, target)
-        return found
-
-    def _trains_targetless(self) -> bool | None:
-        """Whether the batches to train on come without a target, `None` where nobody can tell before the first one."""
-        split = next((name for name in self.train_splits if name in self.datasets and name in self.sources), None)
-        if self._batch_weights.targetless is None and split is not None:
-            settings = self._splits.settings(split)
-            # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
-            if self.sources[split].kind == "position" and not (
-                settings.get("num_workers") or settings.get("collate_fn")
-            ):
-                self._batch_weights.look_at(self.datasets[split], self.device)
-        return self._batch_weights.targetless
+        return self._batch_loss.of_evaluated(pred, target)
 
     @property
     def sums_loss(self) -> bool:
@@ -201,7 +139,7 @@ class TorchEvaluation(TorchState):
         Returns:
             The mean loss and the metrics over every sample of every rank, each counted once; empty when there is none.
         """
-        return self._evaluate(split, None)
+        return self._evaluator.evaluate(split, None)
 
     def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
         """Evaluate the first batches of one split. Call on all ranks.
@@ -218,61 +156,7 @@ class TorchEvaluation(TorchState):
         """
         if steps is not None and steps < 1:
             raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
-        return self._evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
-
-    def _evaluate(self, split: str, limit: int | None) -> dict[str, float]:
-        self._splits.check(split)
-        sums = self._sum_batches(split, limit)
-        return checked_figures("summarize", split, self.summarize(split, sums.totals))
-
-    def _sum_batches(self, split: str, limit: int | None, source: BatchSource | None = None) -> EvaluationSums:
-        """Evaluate a pass, or its first batches; what a step puts into `meters` meanwhile belongs to it, not to the open epoch."""
-        sums = EvaluationSums(
-            self.evaluate_step,
-            weigh=lambda batch, data: self._batch_weights.weigh(batch, data, self.batch_weight),
-            to_device=self.to_device,
-            metrics=self.metric_set,
-            sums_loss=self.sums_loss,
-            undecided=lambda: self._observes_labels,
-        )
-        with self.meters.aside():
-            with self._evaluating(split, "evaluate"):
-                batches = islice(self._pass_over(source or self._evaluation_source(split)), limit)
-                sums.add_all(self._session.paced(self._evaluation.between(split, batches)))
-            sums.totals.merge(self.meters)
-        return sums
-
-    def _try_evaluations(self, splits: Sequence[str]) -> None:
-        """Evaluate one batch of each split before the first update, so that an error in it comes before anything is trained.
-
-        Streams, meters and buffers are left as they were. Left out are splits whose batches are given once, and evaluations of
-        the user's own.
-        """
-        verb = "evaluate_steps" if self.is_step_mode else "evaluate_epoch"
-        if self._evaluation.tried or not self.config.try_evaluation:
-            return
-        if self._overrides(verb) or self._overrides("evaluate"):
-            return
-        self._evaluation.tried = True
-        for split in splits:
-            if split in self.datasets or split not in self.train_splits:
-                self._try_evaluation(split)
-
-    def _try_evaluation(self, split: str) -> None:
-        tried = try_one_batch(
-            self._evaluation_source(split),
-            reopen=partial(self.sources.open, split),
-            evaluate=partial(self._sum_batches, split, 1),
-            summarize=lambda totals: checked_figures("summarize", split, self.summarize(split, totals)),
-            written=written_by_forward(
-                self.unwrapped_model, self._criterion_tensors("buffers"), getattr(self.ema, "weights", None)
-            ),
-        )
-        board = self.standing.board
-        if tried is None or tried.figures is None or board is None or board.split != split or self.standing.own:
-            return
-        if not (board.name == "loss" and tried.scored):
-            board.check({split: tried.figures})
+        return self._evaluator.evaluate(split, steps if steps is not None else max((self.steps or 0) // 20, 1))
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients. Called on all ranks.
@@ -286,10 +170,7 @@ class TorchEvaluation(TorchState):
         Returns:
             The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
         """
-        inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
-        with self.forward_context() or nullcontext():
-            pred = call_model(self.model, inputs)
-            return pred, self.evaluated_loss(pred, target)
+        return self._evaluator.forward.evaluate(data)
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.
@@ -307,70 +188,28 @@ class TorchEvaluation(TorchState):
         return result | metrics
 
     @contextmanager
-    def _evaluating(self, split: str, mode: Literal["evaluate", "infer"]) -> Iterator[None]:
+    def _evaluating(self, split: str, mode: EvaluationMode) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
-        wrapped, before = self.model, self.mode
+        evaluation, preparation, bare = self._evaluator.evaluation, self.preparation, self.unwrap(self.model)
         if self.ema is not None:
-            self._evaluation.announce_averaged(getattr(self.ema, "decay", None))
-        evaluating = self._evaluation.mode(
-            wrapped,
-            self.unwrap(wrapped),
+            evaluation.announce_averaged(getattr(self.ema, "decay", None))
+        evaluating = evaluation.mode(
+            self.model,
+            bare,
             seed=derive_seed(self.seed, mode, split, self.placement.stream_index),
             equalize=self.equalize_buffers,
-            averaged=self.averaged_weights if self.ema is not None else None,
+            averaged=partial(preparation.averaged, self.ema) if self.ema is not None else None,
         )
-        with self._session.collecting(), evaluating:
-            self.model, self.mode = self.unwrap(wrapped), mode
-            try:
-                yield
-            finally:
-                self.model, self.mode = wrapped, before
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Return the context in which the model has its averaged weights; entered on all ranks."""
-        applied: AbstractContextManager[None] = self.ema.applied()
-        return applied
-
-    def _pass_over(self, source: BatchSource) -> Iterator[Batch]:
-        source.rewind()
-        batches = source.batches()
-        if self._evaluates_together:
-            batches = even_out(batches, ranks=self.placement.optimizer, readers=self.data_domain, reads=source.reads)
-        yield from batches
-        source.rewind()
-
-    @property
-    def _evaluates_together(self) -> bool:
-        """Whether a forward is a collective, so that all ranks must make equally many in an evaluation."""
-        return False
-
-    def _evaluation_source(self, split: str) -> BatchSource:
-        if split in self.train_splits:
-            # A pass of its own, so that evaluating a training split does not move training's position.
-            if split in self.datasets:
-                return self.sources.open(split, self.build_dataloader(split, self.datasets[split]))
-            if self.source(split).consumed:
-                raise ValueError(
-                    f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
-                    f"its place. Received: {type(self.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
-                    "`self.datasets` instead, or a second loader under another split name."
-                )
-            return self.sources.open(split, self.dataloaders[split])
-        return self.source(split)
+        with preparation.evaluating(self.model), self._session.collecting(), evaluating, self._in_mode(mode, bare):
+            yield
 
     # Called alone
 
-    def _called_alone(self, verb: str) -> bool:
-        """Whether no loop has called one of the verbs of `danling.runners.alone`."""
-        return self.mode == "train" and not self._in_train_step
-
     def _alone_evaluate_step(self, call: Callable[[Any], Any], data: Any) -> Any:
-        with self._evaluating("", "evaluate"), torch.no_grad():
-            return call(self.to_device(data))
+        return self._evaluator.alone("evaluate", call, data)
 
     def _alone_infer_step(self, call: Callable[[Any], Any], data: Any) -> Any:
-        with self._evaluating("", "infer"), torch.no_grad():
-            return call(self.to_device(data))
+        return self._evaluator.alone("infer", call, data)
 
     # Inference
 
@@ -397,25 +236,7 @@ class TorchEvaluation(TorchState):
             ValueError: If the split is unknown, or there is none.
         """
         chosen = self._splits.choose(split, self._splits.to_infer(self.evaluate_splits), "infer")[0]
-        if stream:
-            return self._stream(chosen)
-        with self._evaluating(chosen, "infer"):
-            batches = self._session.paced(self._pass_over(self._evaluation_source(chosen)))
-            mine = [self._predict_batch(batch) for batch in batches]
-        return gather_predictions(mine, self.data_domain)
-
-    def _stream(self, split: str) -> Iterator[Any]:
-        # Whenever the caller goes on, the runner is as it was: the caller may train, save, or never ask for more.
-        for batch in self._pass_over(self._evaluation_source(split)):
-            with self._evaluating(split, "infer"):
-                predictions = self._predict_batch(batch)
-            yield from predictions
-
-    def _predict_batch(self, batch: Batch) -> list[Any]:
-        data = self.to_device(batch.data)
-        with torch.no_grad():
-            pred = self.infer_step(data)
-        return split_by_sample(pred, count_samples(data) if batch.samples is None else batch.samples)
+        return self._evaluator.stream(chosen) if stream else self._evaluator.infer(chosen)
 
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks.
@@ -428,6 +249,4 @@ class TorchEvaluation(TorchState):
         Returns:
             A tensor, list, tuple or mapping with an entry for each sample, as `infer` takes them apart.
         """
-        inputs, _ = unpack_batch(data, self.unwrapped_model)
-        with self.forward_context() or nullcontext():
-            return call_model(self.model, inputs)
+        return self._evaluator.forward.infer(data)

@@ -17,6 +17,7 @@ from danling.torchft import ReplicaMember
 from danling.training import BatchWeights
 from danling.training.component_parts import component_parts
 from danling.training.model_states import ModelStates, weights_to_export
+from danling.training.results import RunResults
 from danling.training.run_state import StatePart
 
 from .torch_components import TorchComponents
@@ -30,17 +31,14 @@ class TorchState(TorchComponents):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self.model_states: ModelStates = self.build_model_states()
-        self._scored_at: int | None = None
-        """Updates that the weights had seen at the last evaluation: after a further one they are no longer those of its score."""
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks."""
-        self.open_result: dict[str, dict[str, float]] = {}
-        """Figures of the epoch that is not finished yet."""
 
     fault_tolerance: ReplicaMember | None = None
     """This process's replica group among the others; `None` unless `ft.enabled`."""
 
     _batch_weights: BatchWeights
+    _results: RunResults
 
     def build_model_states(self) -> ModelStates:
         """Return how the states of model, averages and optimizer are read and put back; a stack that divides them brings its own."""
@@ -71,7 +69,12 @@ class TorchState(TorchComponents):
                 lambda: {**asdict(self.state.train), "weight_reference": self.window.agreed_reference},
                 lambda stored, _: self._load_counters(stored),
             ),
-            StatePart.attribute(self, "open_result", convert=dict),
+            StatePart(
+                "open_result",
+                lambda: dict(self._results.open),
+                lambda stored, _: self._results.reopen(stored),
+                default=dict,
+            ),
             StatePart(
                 "bare",
                 lambda: self._batch_weights.targetless,
@@ -116,7 +119,7 @@ class TorchState(TorchComponents):
 
     @property
     def _is_state_of_best(self) -> bool:
-        return self._scored_at == self.state.train.global_step and super()._is_state_of_best
+        return self._results.scored_at == self.state.train.global_step and super()._is_state_of_best
 
     def export_model(self) -> None:
         """Write the weights, and the averaged ones, as `model`, cast to `checkpoint.export_dtype`. Call on all ranks."""

@@ -71,8 +71,9 @@ class TorchUpdate(TorchEvaluation):
         self.bind_reduction()
         if self.fault_tolerance is not None:
             self.fault_tolerance.begin_training()
-        self.reduces_gradients = True
+        self.window.reduces = True
         self.window.sum_reduced = self.sums_loss
+        self._log_every = self.log_interval
         self._steps_scheduler = self.scheduler is not None and self.scheduler_interval() == "step"
         if not self.model.training:
             self.model.train()
@@ -128,7 +129,7 @@ class TorchUpdate(TorchEvaluation):
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)
-        self.reduction.backward(scaled, last=self.reduces_gradients)
+        self.reduction.backward(scaled, last=self.window.reduces)
 
     def step(self) -> UpdateOutcome:
         """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
@@ -196,8 +197,7 @@ class TorchUpdate(TorchEvaluation):
         names = ungraded_names(mine, trained, self.world)
         if names and self.is_main_process:
             logger.warning("%s", ungraded(names))
-        if self.criterion is None and self.label_shift.agree(self.world.gather_objects(self.label_shift.answer)):
-            self._say_of_labels()
+        self._batch_loss.agree(self.world.gather_objects)
 
     # Replica groups
 
@@ -310,12 +310,9 @@ class TorchUpdate(TorchEvaluation):
             ),
         )
 
-    reduces_gradients: bool = True
-    """Whether the open micro-batch is the last one of its window."""
-
     def train_context(self) -> Any:
         """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
-        return self.reduction.context(last=self.reduces_gradients)
+        return self.reduction.context(last=self.window.reduces)
 
     def complete_gradients(self) -> None:
         """Finish the reduction of the gradients over the ranks, where the backward has not."""
@@ -411,12 +408,8 @@ class TorchUpdate(TorchEvaluation):
             if self.scheduler is not None and self._steps_scheduler:
                 self.scheduler.step()
             if self.ema is not None:
-                self.update_averages()
+                self.preparation.update_averages(self.ema, self.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
         else:
             count_skip(train, outcome.reason, limit=self.config.max_skipped_updates)
         self.window.reset()
-
-    def update_averages(self) -> None:
-        """Let the averaged weights follow the update."""
-        self.ema.update()

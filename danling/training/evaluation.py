@@ -40,13 +40,9 @@ class Evaluation:
     Args:
         device: The device of the model, whose random streams are kept.
         is_main: Whether this process says in the log which weights are evaluated.
-
-    Attributes:
-        tried: Whether the evaluations were tried before the first update.
     """
 
     def __init__(self, device: torch.device, *, is_main: bool = True) -> None:
-        self.tried = False
         self._device = device
         self._is_main = is_main
         self._announced = False

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from danling.distributed import Domain
 
+from .ema import EMA
+
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -159,6 +161,35 @@ class ModelPreparation:
         """
         whole = isinstance(model, DistributedDataParallel)
         return [*model.module.parameters(), *model.module.buffers(), *averaged] if whole else []
+
+    # Evaluation and averages
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether a forward is a collective, so that all ranks must make equally many in an evaluation."""
+        return False
+
+    def evaluating(self, model: Any) -> AbstractContextManager[None]:
+        """Return the context around an evaluation, entered before averaged weights come in and left after they are out.
+
+        Args:
+            model: The model that training calls.
+        """
+        return nullcontext()
+
+    def averaged(self, ema: EMA) -> AbstractContextManager[None]:
+        """Return the context in which the model has its averaged weights."""
+        applied: AbstractContextManager[None] = ema.applied()
+        return applied
+
+    def update_averages(self, ema: EMA, model: nn.Module) -> None:
+        """Let the averaged weights follow an update.
+
+        Args:
+            ema: The averages.
+            model: The user's module.
+        """
+        ema.update()
 
     def unused_settings(self) -> list[str]:
         """Return a sentence for every setting of the stack that has no effect in this run. May be called on one rank."""

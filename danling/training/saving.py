@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -34,6 +35,7 @@ class RunSaver:
         state: Returns the full state. Called on all ranks.
 
     Attributes:
+        around: Returns the context that a save is made in.
         before: Called in this order before every save; what they raise refuses it.
         writes: Whether full checkpoints are for these ranks to write; agreed among them. Another replica group may do it.
         instead: Called where they are not, so that all replica groups go on alike.
@@ -52,6 +54,7 @@ class RunSaver:
         self._manager = manager
         self._position = position
         self._state = state
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before: list[Callable[[], None]] = []
         self.writes: Callable[[], bool] = _yes
         self.instead: list[Callable[[], None]] = []
@@ -77,15 +80,18 @@ class RunSaver:
             history: Also keep it under its history name.
             best: Also make it `best`.
         """
-        for check in self.before:
-            check()
-        step, epoch = self.at
-        if self.writes():
-            self._manager().save_checkpoint(self._state(), epoch=epoch, global_step=step, history=history, best=best)
-        else:
-            for action in self.instead:
-                action()
-        self.note_saved()
+        with self.around():
+            for check in self.before:
+                check()
+            step, epoch = self.at
+            if self.writes():
+                self._manager().save_checkpoint(
+                    self._state(), epoch=epoch, global_step=step, history=history, best=best
+                )
+            else:
+                for action in self.instead:
+                    action()
+            self.note_saved()
 
     def export(self, weights: Callable[[], Mapping[str, Any]]) -> None:
         """Write weights only. Called on all ranks.

@@ -72,6 +72,7 @@ class TrainingSession:
             The same on all ranks.
         save_requested: Whether a checkpoint was asked for. The same on all ranks.
         updated_once: Whether this process has made its first update.
+        in_step: Whether a `train_step` is under way.
         signals: Watches for signals while a training runs; `None` where nobody does.
         heartbeat: Is told of every update; `None` without one.
         gc_pacer: Collects garbage at boundaries; `None` where Python decides.
@@ -82,6 +83,7 @@ class TrainingSession:
         self.stop_reason: str | None = None
         self.save_requested = False
         self.updated_once = False
+        self.in_step = False
         self.signals: SignalWatcher | None = None
         self.heartbeat: Heartbeat | None = None
         self.gc_pacer: GcPacer | None = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from danling.data import PLACEHOLDER, Batch, preserved_random_state
+from danling.data import PLACEHOLDER, Batch, BatchSource, preserved_random_state
 
 from .batches import count_samples, criterion_setting, peek_target
 from .targets import unweighed
@@ -24,13 +24,15 @@ class BatchWeights:
     Args:
         learns: Whether the batches to train on are looked at for a target; not where a step of the user's own takes them apart.
         warns: Whether this process warns once of a criterion that leaves some targets out, and batches in which no target is found.
+        criterion: Returns the criterion, or `None`.
 
     Attributes:
         targetless: Whether the batches to train on come without a target; `None` before one was seen.
     """
 
-    def __init__(self, *, learns: bool = True, warns: bool = True) -> None:
+    def __init__(self, *, learns: bool = True, warns: bool = True, criterion: Callable[[], Any] = lambda: None) -> None:
         self.targetless: bool | None = None
+        self._criterion = criterion
         self._learns = learns
         self._warns = warns
 
@@ -41,7 +43,6 @@ class BatchWeights:
         weight: Callable[[Any, Any], float | Tensor],
         *,
         training: bool = False,
-        criterion: Any = None,
     ) -> tuple[float | Tensor, float]:
         """Return the weight and the number of samples of a batch; padding, and data that other ranks read, has neither.
 
@@ -50,7 +51,6 @@ class BatchWeights:
             data: Its data, on the device.
             weight: `(data, target) -> weight` of the mean-reduced loss.
             training: Whether the batch is trained on.
-            criterion: The criterion, or `None`.
         """
         if batch.samples == 0 or data is PLACEHOLDER:
             return 0.0, 0.0
@@ -60,9 +60,35 @@ class BatchWeights:
             self.targetless = target is None
         if training and target is None and self._warns:
             self._warns = False
-            if criterion_setting(criterion, "ignore_index") is not None:
+            if criterion_setting(self._criterion(), "ignore_index") is not None:
                 logger.warning("%s", unweighed(data))
         return weight(data, target), samples
+
+    def look_at_first(
+        self,
+        splits: Iterable[str],
+        *,
+        sources: Mapping[str, BatchSource],
+        datasets: Mapping[str, Any],
+        settings: Callable[[str], Mapping[str, Any]],
+        device: torch.device,
+    ) -> None:
+        """Look for a target in the first split to train on whose samples are those of its batches, if no batch was seen.
+
+        Args:
+            splits: Splits to train on.
+            sources: Batches by split.
+            datasets: Datasets by split.
+            settings: Returns the options of the loader of a split.
+            device: The device whose random streams are kept.
+        """
+        split = next((name for name in splits if name in datasets and name in sources), None)
+        if split is None:
+            return
+        options = settings(split)
+        # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
+        if sources[split].kind == "position" and not (options.get("num_workers") or options.get("collate_fn")):
+            self.look_at(datasets[split], device)
 
     def look_at(self, dataset: Any, device: torch.device) -> None:
         """Look for a target in the first sample of a dataset to train on, if no batch was seen; the random streams stay as they are.

@@ -28,6 +28,8 @@ class Window:
         self.on_host = device.type == "cpu"
         self.agreed_reference: float | None = None
         self.sum_reduced = False
+        self.reduces = True
+        """Whether the open micro-batch is the last one, whose backward reduces the gradient over the ranks."""
         self.reset()
 
     def reset(self) -> None:

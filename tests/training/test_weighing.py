@@ -73,11 +73,14 @@ def test_a_dataset_is_looked_at_without_moving_the_streams(sample: Any, expected
 def test_a_criterion_that_ignores_targets_nobody_finds_is_warned_of_once(
     warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights = BatchWeights(warns=warns)
+    criterion: list[nn.Module] = [nn.CrossEntropyLoss()]
+    weights = BatchWeights(warns=warns, criterion=lambda: criterion[0])
     for _ in range(2):
-        weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True, criterion=nn.CrossEntropyLoss())
+        weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True)
     assert len(caplog.records) == warns
-    weights = BatchWeights()
-    weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True, criterion=nn.MSELoss())
-    weights.weigh(Batch(PAIR, None, None), PAIR, own_weight, training=True, criterion=nn.CrossEntropyLoss())
+    weights = BatchWeights(criterion=lambda: criterion[0])
+    criterion[0] = nn.MSELoss()
+    weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True)
+    criterion[0] = nn.CrossEntropyLoss()
+    weights.weigh(Batch(PAIR, None, None), PAIR, own_weight, training=True)
     assert len(caplog.records) == warns

@@ -1,0 +1,104 @@
+"""The forward of a batch that is evaluated or predicted, through the stages of a pipeline where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.training import peek_target, unpack_batch
+from danling.training.forward import EvaluationForward, ForwardContext
+from danling.utils.tensors import whole
+
+from .pipeline import Pipeline
+from .reduction import loss_context
+from .stages import StagePlan
+from .topology import Topology
+
+
+class MeshForward(EvaluationForward):
+    """Evaluates and predicts single batches on a model that is divided over a mesh.
+
+    In a pipeline, predictions and losses are on the ranks with the last stage.
+
+    Args:
+        model: As `EvaluationForward`.
+        bare: As `EvaluationForward`.
+        context: As `EvaluationForward`.
+        loss: As `EvaluationForward`.
+        topology: The place of this rank.
+        stages: The stages of this rank.
+        pipeline: Returns what runs them, `None` without a pipeline.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], Any],
+        bare: Callable[[], Any],
+        context: ForwardContext,
+        loss: Callable[[Any, Any], Tensor | None],
+        topology: Topology,
+        stages: StagePlan,
+        pipeline: Callable[[], Pipeline | None],
+    ) -> None:
+        super().__init__(model=model, bare=bare, context=context, loss=loss)
+        self.topology = topology
+        self.stages = stages
+        self.pipeline = pipeline
+
+    def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
+        """Return the prediction of a batch, whole on every rank that has one, and its loss.
+
+        Args:
+            data: This rank's share of the batch, on the device.
+        """
+        pipeline = self.pipeline()
+        if pipeline is None:
+            with loss_context(self.topology):
+                pred, loss = super().evaluate(data)
+            return whole_tensors(pred), loss
+        pred = self._through_stages(pipeline, data)
+        if not self.stages.has_last:
+            return pred, None
+        with loss_context(self.topology), self.context() or nullcontext():
+            loss = self.loss(pred, peek_target(data))
+        return whole_tensors(pred), loss
+
+    def infer(self, data: Any) -> Any:
+        """Return the prediction of a batch, whole on every rank that has one, else `None`.
+
+        Args:
+            data: This rank's share of the batch, on the device.
+        """
+        pipeline = self.pipeline()
+        return whole_tensors(super().infer(data) if pipeline is None else self._through_stages(pipeline, data))
+
+    def _through_stages(self, pipeline: Pipeline, data: Any) -> Any:
+        pipeline.open(unpack_batch(data)[0] if self.stages.has_first else None)
+        with self.context() or nullcontext():
+            return pipeline.evaluate()
+
+    def counted(self, predictions: list[Any]) -> list[Any]:
+        """Return the predictions of a batch on the ranks with the last stage; the others have made none."""
+        return predictions if self.pipeline() is None or self.stages.has_last else []
+
+    def shared(self, predictions: list[Any]) -> list[Any]:
+        """Return the predictions of a split on all stages, from the rank with the last one."""
+        pipeline = self.pipeline()
+        if pipeline is None:
+            return predictions
+        gathered: list[Any] = self.topology.domain("pipeline").broadcast_object(predictions, source=pipeline.last_rank)
+        return gathered
+
+
+def whole_tensors(pred: Any) -> Any:
+    """Return a prediction whose tensors are whole on this rank.
+
+    Args:
+        pred: Tensors in any tree of containers.
+    """
+    return torch.utils._pytree.tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, pred)

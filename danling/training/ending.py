@@ -1,0 +1,111 @@
+"""How a training ends: what is saved, said and closed, whether it came to its end, was stopped, or failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from danling.distributed import Domain
+
+from .loop import Counters
+from .saving import RunSaver
+from .session import SessionEnd, TrainingSession
+
+logger = logging.getLogger("danling")
+
+
+class TrainingEnd:
+    """Ends one training after the other.
+
+    Args:
+        session: Knows why it ends.
+        saver: Knows where the last save stands.
+        domain: Ranks that train together.
+        counters: Returns the progress.
+        manager: Returns what writes checkpoints.
+        pending: Raises what the last update left to be raised, and returns what was asked for in it. Called on all ranks.
+        save: Saves the full state. Called on all ranks.
+        export: Writes the weights of a run that ended by itself, where that is asked for.
+        write_results: Writes the results.
+        say: Says how the training ended.
+        note: Puts what is known of a failure on record.
+        close: Closes what was opened for the training.
+        abandons: Exceptions by which a wait for other replica groups is given up.
+        lost: Exceptions that say that the other replica groups are lost, while this one stands between two updates.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: TrainingSession,
+        saver: RunSaver,
+        domain: Domain,
+        counters: Callable[[], Counters],
+        manager: Callable[[], Any],
+        pending: Callable[[], frozenset[str]],
+        save: Callable[[], None],
+        export: Callable[[], None],
+        write_results: Callable[[], None],
+        say: Callable[[str], None],
+        note: Callable[[Exception], None],
+        close: Callable[[], None],
+        abandons: tuple[type[Exception], ...] = (),
+        lost: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._session = session
+        self._saver = saver
+        self._domain = domain
+        self._counters = counters
+        self._manager = manager
+        self._pending = pending
+        self._save = save
+        self._export = export
+        self._write_results = write_results
+        self._say = say
+        self._note = note
+        self._close = close
+        self._abandons = abandons
+        self._lost = lost
+
+    def of_session(self) -> SessionEnd:
+        """Return what a session calls at its end."""
+        return SessionEnd(
+            pending=self._last_requests,
+            finish=self._finish,
+            failed=self._fail,
+            close=self._close,
+            abandons=self._abandons,
+        )
+
+    def _last_requests(self) -> frozenset[str]:
+        requests = self._pending()
+        # The epoch has been counted since the last update.
+        self._session.beat(self._counters().global_step, self._counters().epoch)
+        return requests
+
+    def _finish(self) -> None:
+        if not self._saver.is_saved:
+            self._save()
+        if self._session.stop_reason is None:
+            self._export()
+        self._write_results()
+        # On all ranks, so that an error of the background writer is raised on all of them.
+        self._manager().wait()
+        self._say(self._session.hear_late_signals(self._domain))
+        self._session.exit_if_signalled(self._counters().global_step)
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, self._lost):
+            self._save_before_leaving()
+        self._note(error)
+        self._say(f"Failed with {type(error).__name__}")
+
+    def _save_before_leaving(self) -> None:
+        step = self._counters().global_step
+        logger.error("Lost the other replica groups, or a rank of this one, after step %d; saving.", step)
+        try:
+            self._save()
+            self._manager().wait()
+        except Exception:
+            logger.exception("That save failed; the loss itself follows.")

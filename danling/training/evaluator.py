@@ -1,0 +1,282 @@
+"""Evaluation and inference of whole splits: from their batches to figures and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from danling.data import Batch, BatchSource
+from danling.distributed import Placement
+from danling.metrics import Meters, MetricSet
+
+from .batches import count_samples
+from .evaluation import Evaluation, EvaluationSums, Trial, checked_figures, even_out, try_one_batch
+from .forward import EvaluationForward
+from .predictions import gather_predictions, split_by_sample
+from .weighing import BatchWeights
+
+EvaluationMode = Literal["evaluate", "infer"]
+
+
+@dataclass(frozen=True)
+class EvaluationHooks:
+    """What an evaluation calls, looked up anew each time, since a user may override it.
+
+    Attributes:
+        evaluate_step: `(data) -> (prediction, loss)`.
+        infer_step: `(data) -> prediction`.
+        summarize: `(split, totals) -> figures`.
+        to_device: Returns the data of a batch on the device.
+        batch_weight: `(data, target) -> weight` of the mean-reduced loss.
+    """
+
+    evaluate_step: Callable[[Any], Any]
+    infer_step: Callable[[Any], Any]
+    summarize: Callable[[str, Meters], Mapping[str, float]]
+    to_device: Callable[[Any], Any]
+    batch_weight: Callable[[Any, Any], float | Tensor]
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """What an evaluation needs to know of the run that it belongs to.
+
+    Attributes:
+        placement: With whom this rank reads, reduces and makes forwards.
+        weights: Weighs batches.
+        meters: Returns the meters that a step may add to.
+        metrics: Returns what is computed beside the loss.
+        sums_loss: Returns whether the loss is a sum over what its weight counts, instead of a mean.
+        undecided: Returns whether a step may still find out what the loss is averaged over.
+        together: Returns whether a forward is a collective, so that all ranks make equally many.
+        written: Returns the tensors that a forward may write to.
+    """
+
+    placement: Placement
+    weights: BatchWeights
+    meters: Callable[[], Meters]
+    metrics: Callable[[], MetricSet]
+    sums_loss: Callable[[], bool]
+    undecided: Callable[[], bool]
+    together: Callable[[], bool]
+    written: Callable[[], Iterable[Tensor]]
+
+
+class EvaluationSources:
+    """Where the batches of an evaluated split come from, so that training keeps its place.
+
+    Args:
+        check: Refuses an unknown split.
+        trained: Returns the splits to train on.
+        datasets: Returns the datasets by split.
+        loaders: Returns the loaders by split.
+        source: Returns the batches of a split and the position in them.
+        open: Returns a further source over the loader of a split.
+        build: Returns another loader of a dataset.
+    """
+
+    def __init__(
+        self,
+        *,
+        check: Callable[[str], None],
+        trained: Callable[[], Sequence[str]],
+        datasets: Callable[[], Mapping[str, Any]],
+        loaders: Callable[[], Mapping[str, Any]],
+        source: Callable[[str], BatchSource],
+        open: Callable[[str, Any], BatchSource],
+        build: Callable[[str, Any], Any],
+    ) -> None:
+        self.check = check
+        self.trained = trained
+        self.datasets = datasets
+        self.loaders = loaders
+        self.source = source
+        self.open = open
+        self.build = build
+
+    def of(self, split: str) -> BatchSource:
+        """Return the batches of a split; of one that is trained on, a pass of its own, which does not move the position of training.
+
+        Args:
+            split: The split.
+
+        Raises:
+            ValueError: If the loader of a split to train on would lose its place.
+        """
+        if split not in self.trained():
+            return self.source(split)
+        if split in self.datasets():
+            return self.open(split, self.build(split, self.datasets()[split]))
+        if self.source(split).consumed:
+            raise ValueError(
+                f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
+                f"its place. Received: {type(self.loaders()[split]).__name__} in `self.dataloaders`. Put a dataset into "
+                "`self.datasets` instead, or a second loader under another split name."
+            )
+        return self.open(split, self.loaders()[split])
+
+
+class Evaluator:
+    """Evaluates and predicts splits, exactly: every sample of every rank counts once, and training finds everything as it was.
+
+    Args:
+        hooks: What the user may have overridden.
+        run: What is known of the run.
+        sources: Where the batches come from.
+        evaluation: The mode in which evaluations are made, and what watches their batches.
+        forward: Makes the forward of a batch as the stack needs it.
+        entered: `(split, mode)` gives the context in which the model is evaluated.
+        paced: Returns batches with garbage collected between them, where that is paced.
+
+    Attributes:
+        evaluation: As given.
+        forward: As given.
+    """
+
+    def __init__(
+        self,
+        hooks: EvaluationHooks,
+        *,
+        run: EvaluatedRun,
+        sources: EvaluationSources,
+        evaluation: Evaluation,
+        forward: EvaluationForward,
+        entered: Callable[[str, EvaluationMode], AbstractContextManager[None]],
+        paced: Callable[[Iterator[Batch]], Iterator[Batch]],
+    ) -> None:
+        self.evaluation = evaluation
+        self.forward = forward
+        self._hooks = hooks
+        self._run = run
+        self._sources = sources
+        self._entered = entered
+        self._paced = paced
+        self._has_tried = False
+
+    # Figures
+
+    def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
+        """Return the figures of a split.
+
+        Args:
+            split: The split.
+            limit: Batches of each rank, `None` for all.
+
+        Raises:
+            ValueError: If the split is unknown, or a hook returns no figures.
+        """
+        self._sources.check(split)
+        return self._figures(split, self.sums(split, limit).totals)
+
+    def _figures(self, split: str, totals: Meters) -> dict[str, float]:
+        return checked_figures("summarize", split, self._hooks.summarize(split, totals))
+
+    def sums(self, split: str, limit: int | None, source: BatchSource | None = None) -> EvaluationSums:
+        """Evaluate a pass, or its first batches; what a step puts into `meters` meanwhile belongs to it, not to the open epoch.
+
+        Args:
+            split: The split.
+            limit: Batches of each rank, `None` for all.
+            source: The batches; `None` for those of the split.
+        """
+        run, hooks = self._run, self._hooks
+        sums = EvaluationSums(
+            hooks.evaluate_step,
+            weigh=lambda batch, data: run.weights.weigh(batch, data, hooks.batch_weight),
+            to_device=hooks.to_device,
+            metrics=run.metrics(),
+            sums_loss=run.sums_loss(),
+            undecided=run.undecided,
+        )
+        meters = run.meters()
+        with meters.aside():
+            with self._entered(split, "evaluate"):
+                batches = islice(self._pass_over(source or self._sources.of(split)), limit)
+                sums.add_all(self._paced(self.evaluation.between(split, batches)))
+            sums.totals.merge(meters)
+        return sums
+
+    def _pass_over(self, source: BatchSource) -> Iterator[Batch]:
+        source.rewind()
+        batches, placement = source.batches(), self._run.placement
+        if self._run.together():
+            batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
+        yield from batches
+        source.rewind()
+
+    # Before the first update
+
+    def try_once(self, splits: Iterable[str], judge: Callable[[str, Trial], None]) -> None:
+        """Evaluate one batch of each split, once in a run, so that an error in it comes before anything is trained.
+
+        Streams, meters and buffers are left as they were. Splits whose batches are given once are left out.
+
+        Args:
+            splits: The splits.
+            judge: Is told what each came to, and may refuse it.
+        """
+        if self._has_tried:
+            return
+        self._has_tried = True
+        for split in splits:
+            if split in self._sources.datasets() or split not in self._sources.trained():
+                tried = try_one_batch(
+                    self._sources.of(split),
+                    reopen=partial(self._sources.open, split),
+                    evaluate=partial(self.sums, split, 1),
+                    summarize=partial(self._figures, split),
+                    written=self._run.written(),
+                )
+                if tried is not None:
+                    judge(split, tried)
+
+    # Called alone
+
+    def alone(self, mode: EvaluationMode, call: Callable[[Any], Any], data: Any) -> Any:
+        """Run a step that nobody has prepared as in an evaluation: in its mode, without gradients, on the device.
+
+        Args:
+            mode: Whether it evaluates or predicts.
+            call: The step.
+            data: Its batch.
+        """
+        with self._entered("", mode), torch.no_grad():
+            return call(self._hooks.to_device(data))
+
+    # Predictions
+
+    def infer(self, split: str) -> list[Any]:
+        """Return the predictions of a split in the order of the dataset, the same on all ranks.
+
+        Args:
+            split: The split.
+        """
+        with self._entered(split, "infer"):
+            batches = self._paced(self._pass_over(self._sources.of(split)))
+            mine = [self._predict(batch) for batch in batches]
+        return self.forward.shared(gather_predictions(mine, self._run.placement.data))
+
+    def stream(self, split: str) -> Iterator[Any]:
+        """Yield the predictions of this rank; whenever the caller goes on, the runner is as it was: the caller may train, or stop here.
+
+        Args:
+            split: The split.
+        """
+        for batch in self._pass_over(self._sources.of(split)):
+            with self._entered(split, "infer"):
+                predictions = self._predict(batch)
+            yield from predictions
+
+    def _predict(self, batch: Batch) -> list[Any]:
+        data = self._hooks.to_device(batch.data)
+        with torch.no_grad():
+            pred = self._hooks.infer_step(data)
+        rows = split_by_sample(pred, count_samples(data) if batch.samples is None else batch.samples)
+        return self.forward.counted(rows)

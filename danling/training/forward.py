@@ -1,0 +1,74 @@
+"""The forward of a batch that is evaluated or predicted, on the model as this rank holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from .batches import call_model, is_pair, unpack_batch
+
+ForwardContext = Callable[[], "AbstractContextManager[Any] | None"]
+
+
+class EvaluationForward:
+    """Evaluates and predicts single batches where this rank has the whole model; a stack that divides it hands over a subclass.
+
+    Args:
+        model: Returns what is called.
+        bare: Returns the model as the user made it, whose `forward` says which keywords it takes.
+        context: Returns the context of a forward, or `None`.
+        loss: `(prediction, target) -> loss`, `None` for a batch that has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], Any],
+        bare: Callable[[], Any],
+        context: ForwardContext,
+        loss: Callable[[Any, Any], Tensor | None],
+    ) -> None:
+        self.model = model
+        self.bare = bare
+        self.context = context
+        self.loss = loss
+
+    def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
+        """Return the prediction of a batch, and its loss.
+
+        Args:
+            data: The batch, on the device.
+        """
+        inputs, target = data if is_pair(data) else unpack_batch(data, self.bare())
+        with self.context() or nullcontext():
+            pred = call_model(self.model(), inputs)
+            return pred, self.loss(pred, target)
+
+    def infer(self, data: Any) -> Any:
+        """Return the prediction of a batch; a target that comes with it is left aside.
+
+        Args:
+            data: The batch, on the device.
+        """
+        inputs, _ = unpack_batch(data, self.bare())
+        with self.context() or nullcontext():
+            return call_model(self.model(), inputs)
+
+    def counted(self, predictions: list[Any]) -> list[Any]:
+        """Return what counts of the predictions of this rank for a batch, one for each sample.
+
+        Args:
+            predictions: As `infer` returned them, taken apart by sample.
+        """
+        return predictions
+
+    def shared(self, predictions: list[Any]) -> list[Any]:
+        """Return the predictions of a split on the ranks that have made none as well.
+
+        Args:
+            predictions: Those of all ranks that read different data.
+        """
+        return predictions

@@ -1,0 +1,259 @@
+"""The metrics of an epoch or an evaluation: collected by split, then recorded, with everything that follows from their score."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from danling.metrics import ScoreBoard
+from danling.optim import needs_metric
+
+from .boundaries import Boundary, monitored_metric, patience_exhausted, schedule_advances, warning_of_score
+from .evaluation import Trial
+from .session import TrainingSession
+
+logger = logging.getLogger("danling")
+
+SplitMetrics = dict[str, dict[str, float]]
+"""Metrics by split."""
+
+
+@dataclass(frozen=True)
+class ScoreFacts:
+    """What is known of the scores of a run, read anew each time, since a user may override it.
+
+    Attributes:
+        board: Returns what keeps the scores; `None` where nothing is scored.
+        scores: Returns the scores by epoch or update.
+        best_score: Returns the best one, `None` before the first.
+        best_index: Returns its epoch or update.
+        is_best: Returns whether the last one is the best.
+        since_best: Returns the evaluations after the best one.
+        patience: Returns how many of them are waited for.
+        own: Whether the user makes scores of something else than the metric that is configured.
+    """
+
+    board: Callable[[], ScoreBoard | None]
+    scores: Callable[[], Mapping[int, float]]
+    best_score: Callable[[], float | None]
+    best_index: Callable[[], int | None]
+    is_best: Callable[[], bool]
+    since_best: Callable[[], int]
+    patience: Callable[[], float]
+    own: bool = False
+
+    def patience_exhausted(self) -> bool:
+        """Whether the run is to stop, since its score has not become better for too long."""
+        return patience_exhausted(self.since_best() if self.board() is not None else 0, self.patience())
+
+    def is_best_at(self, index: int) -> bool:
+        """Whether the last score is the best one and of this epoch or update."""
+        return self.is_best() and next(reversed(dict(self.scores())), None) == index
+
+
+class BoundarySchedule:
+    """Advances a schedule that goes by epochs or validations.
+
+    Args:
+        scheduler: Returns the schedule, `None` without one.
+        by_updates: Returns whether every update advances it.
+        interval: Returns `scheduler.interval`.
+        monitor: Returns `scheduler.monitor`, which a schedule that goes by a metric watches; `None` where it is not set.
+        scored: Returns split and name of the score, which it watches then.
+        facts: The scores.
+        index: Returns the epoch or update that results go under.
+    """
+
+    def __init__(
+        self,
+        scheduler: Callable[[], Any],
+        *,
+        by_updates: Callable[[], bool],
+        interval: Callable[[], str],
+        monitor: Callable[[], str | None],
+        scored: Callable[[], str],
+        facts: ScoreFacts,
+        index: Callable[[], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._by_updates = by_updates
+        self._interval = interval
+        self._monitor = monitor
+        self._scored = scored
+        self._facts = facts
+        self._index = index
+
+    def check(self, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Refuse metrics of an evaluation among which the one that is watched is not.
+
+        Raises:
+            ValueError: If it is missing.
+        """
+        scheduler = self._scheduler()
+        is_named = not self._facts.own or self._monitor() is not None
+        if is_named and scheduler is not None and not self._by_updates() and needs_metric(scheduler):
+            self._monitored(metrics)
+
+    def advance(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Advance the schedule where it is time to.
+
+        Args:
+            boundary: Where the run stands.
+            metrics: Metrics by split.
+        """
+        scheduler = self._scheduler()
+        if scheduler is None or self._by_updates():
+            return
+        by_metric = needs_metric(scheduler)
+        if not schedule_advances(boundary, interval=self._interval(), by_metric=by_metric):
+            return
+        if by_metric:
+            scheduler.step(self._monitored(metrics))
+        else:
+            scheduler.step()
+
+    def end_pass(self) -> None:
+        """Advance a schedule by epochs at the end of a pass of step mode."""
+        if self._scheduler() is not None and self._interval() == "epoch":
+            self.advance("pass", {})
+
+    def _monitored(self, metrics: Mapping[str, Mapping[str, float]]) -> float:
+        asked, scores = self._monitor(), self._facts.scores()
+        if not asked and self._index() in scores:
+            return scores[self._index()]
+        return monitored_metric(metrics, str(asked or self._scored()))
+
+
+class RunResults:
+    """Metrics of the epoch or the evaluation that is under way, and their record.
+
+    Args:
+        recorded: Returns the results of the run by epoch or update.
+        index: Returns the epoch or update that results go under.
+        facts: The scores.
+        schedule: Advances the schedule of learning rates.
+        session: Is told when patience is exhausted.
+        write: Writes the results of the run.
+        report: Logs metrics by split.
+        speaks: Whether this process warns.
+
+    Attributes:
+        open: Metrics by split of what is not finished yet; part of a checkpoint.
+        scored_at: Updates that the weights had seen at the last record: after a further one they are no longer those of its score.
+        facts: As given.
+        schedule: As given.
+    """
+
+    def __init__(
+        self,
+        *,
+        recorded: Callable[[], MutableMapping[int, SplitMetrics]],
+        index: Callable[[], int],
+        facts: ScoreFacts,
+        schedule: BoundarySchedule,
+        session: TrainingSession,
+        write: Callable[[], None],
+        report: Callable[[SplitMetrics], None],
+        speaks: bool = True,
+    ) -> None:
+        self.open: SplitMetrics = {}
+        self.scored_at: int | None = None
+        self.facts = facts
+        self.schedule = schedule
+        self._recorded = recorded
+        self._index = index
+        self._session = session
+        self._write = write
+        self._report = report
+        self._speaks = speaks
+        self._has_warned = False
+
+    def reopen(self, metrics: Mapping[str, dict[str, float]]) -> None:
+        """Go on with the metrics of an epoch or an evaluation that was under way.
+
+        Args:
+            metrics: What was open then.
+        """
+        self.open = dict(metrics)
+
+    def judge_trial(self, split: str, tried: Trial) -> None:
+        """Refuse a split whose first batch shows that its metrics lack the score.
+
+        Args:
+            split: The split.
+            tried: What its first batch came to.
+
+        Raises:
+            ValueError: If the score is not among them.
+        """
+        board = self.facts.board()
+        if tried.figures is None or board is None or board.split != split or self.facts.own:
+            return
+        if not (board.name == "loss" and tried.scored):
+            board.check({split: tried.figures})
+
+    def check(self) -> None:
+        """Refuse metrics without the score before anything is counted by them.
+
+        Raises:
+            ValueError: If the score, or what the schedule watches, is not among them.
+        """
+        board = self.facts.board()
+        if board is not None and board.split in self.open and not self.facts.own:
+            board.check(self.open)
+        self.schedule.check(self.open)
+
+    def close(self, boundary: Boundary, *, step: int) -> None:
+        """Record the metrics, and decide what follows from them; the same on all ranks.
+
+        Args:
+            boundary: Where the run stands.
+            step: Updates committed.
+        """
+        result, self.open = self.open, {}
+        index = self._index()
+        self._recorded()[index] = result
+        self.scored_at = step
+        board = self.facts.board() if self._is_scored(index, result) else None
+        if board is not None and board.split and (board.finds(result) or not self.facts.own):
+            board.record(index, result)
+            self._warn_of(board, index)
+        self.schedule.advance(boundary, result)
+        if board is not None and self.facts.patience_exhausted():
+            self._stop_early()
+        self._write()
+        self._report(result)
+
+    def is_recorded(self, index: int) -> bool:
+        """Whether an epoch or update was recorded."""
+        return index in self._recorded()
+
+    def has_best_at(self, index: int) -> bool:
+        """Whether an epoch or update was recorded and has the best score so far."""
+        return index in self._recorded() and self.facts.is_best_at(index)
+
+    def _is_scored(self, index: int, result: SplitMetrics) -> bool:
+        board = self.facts.board()
+        if board is None or board.split:
+            return board is not None and board.split in result
+        return index in self.facts.scores()
+
+    def _warn_of(self, board: ScoreBoard, index: int) -> None:
+        """Warn once of a score that is not finite."""
+        if self._has_warned:
+            return
+        warning = warning_of_score(f"{board.split}.{board.name}", board.scores[index], index)
+        self._has_warned = warning is not None
+        if warning is not None and self._speaks:
+            logger.warning("%s", warning)
+
+    def _stop_early(self) -> None:
+        self._session.stop_reason = "patience"
+        if self.facts.best_score() is None:
+            logger.info("Stopping early: no evaluation had a score that can be the best.")
+        else:
+            logger.info(
+                "Stopping early: no better score than %s since %s.", self.facts.best_score(), self.facts.best_index()
+            )

@@ -1,0 +1,154 @@
+"""The end of a training by itself, and what is made ready for an evaluation that fails."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from danling.distributed import LocalDomain
+from danling.training import TrainingSession
+from danling.training.ending import TrainingEnd
+from danling.training.safeguard import TrainedKeeper
+from danling.training.saving import RunSaver
+
+
+class Lost(Exception):
+    """The others are lost."""
+
+
+class Ended:
+    """A training that ends, and what is called then."""
+
+    def __init__(self, *, fails: tuple[str, ...] = ()) -> None:
+        self.called: list[str] = []
+        self.fails = fails
+        self.session = TrainingSession()
+        self.counters = SimpleNamespace(global_step=3, epoch=1)
+        self.manager = SimpleNamespace(wait=lambda: self.call("wait"))
+        self.saver = RunSaver(manager=lambda: self.manager, position=lambda: self.counters, state=dict)
+        self.end = TrainingEnd(
+            session=self.session,
+            saver=self.saver,
+            domain=LocalDomain(),
+            counters=lambda: self.counters,
+            manager=lambda: self.manager,
+            pending=self.pending,
+            save=lambda: self.call("save"),
+            export=lambda: self.call("export"),
+            write_results=lambda: self.call("results"),
+            say=self.call,
+            note=lambda error: self.call(f"note {error}"),
+            close=lambda: self.call("close"),
+            lost=(Lost,),
+        )
+
+    def call(self, name: str) -> None:
+        self.called.append(name)
+        if name in self.fails:
+            raise OSError("no space left")
+
+    def pending(self) -> frozenset[str]:
+        self.call("pending")
+        return frozenset()
+
+    def train(self, error: Exception | None = None, stop: str | None = None) -> None:
+        self.session.begin()
+        with self.session.opened(self.end.of_session(), domain=LocalDomain()):
+            self.session.stop_reason = stop
+            if error is not None:
+                raise error
+
+
+def test_a_training_that_comes_to_its_end_is_saved_exported_and_said() -> None:
+    ended = Ended()
+    ended.train()
+    assert ended.called == ["pending", "save", "export", "results", "wait", "Finished", "close"]
+
+
+def test_what_is_saved_already_is_not_saved_again_and_a_stop_exports_nothing() -> None:
+    ended = Ended()
+    ended.saver.note_saved()
+    ended.train(stop="stop")
+    assert ended.called == ["pending", "results", "wait", "Stopped", "close"]
+
+
+def test_a_failure_is_noted_said_and_goes_on_its_way() -> None:
+    ended = Ended()
+    with pytest.raises(RuntimeError):
+        ended.train(RuntimeError("broken"))
+    assert ended.called == ["note broken", "Failed with RuntimeError", "close"]
+
+
+@pytest.mark.parametrize("fails", [(), ("save",)])
+def test_a_group_that_has_lost_the_others_saves_before_it_leaves(
+    fails: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "danling")
+    ended = Ended(fails=fails)
+    with pytest.raises(Lost):
+        ended.train(Lost("gone"))
+    saves = ["save"] if fails else ["save", "wait"]
+    assert ended.called == [*saves, "note gone", "Failed with Lost", "close"]
+    assert ("That save failed" in caplog.text) is bool(fails)
+
+
+class Kept:
+    """A keeper over a manager that can do some of what managers can."""
+
+    def __init__(self, *abilities: str, several: bool = True, ahead: bool = True, writes: bool = True) -> None:
+        self.calls: list[Any] = []
+        self.position = SimpleNamespace(global_step=3, epoch=1)
+        manager = SimpleNamespace(wait=lambda: self.calls.append("wait"))
+        if "alone" in abilities:
+            manager.save_alone = lambda payload, **at: self.calls.append(("alone", payload, at)) is None
+        if "ahead" in abilities:
+            manager.save_ahead = lambda payload, **at: self.calls.append(("ahead", payload, at))
+            manager.is_saved_ahead = lambda: True
+        self.saver = RunSaver(manager=lambda: manager, position=lambda: self.position, state=dict)
+        self.keeper = TrainedKeeper(
+            self.saver,
+            manager=lambda: manager,
+            state=lambda: {"step": self.position.global_step},
+            settle=lambda: self.calls.append("settle"),
+            save=lambda: self.calls.append("save"),
+            may_write=lambda: writes,
+            may_save_ahead=lambda: ahead,
+            several=lambda: several,
+        )
+
+
+AT = {"epoch": 1, "global_step": 3}
+
+
+def test_a_rank_that_can_save_alone_gathers_the_state_before_the_evaluation() -> None:
+    kept = Kept("alone", "ahead")
+    save = kept.keeper.make_ready()
+    assert kept.calls == ["settle"]
+    kept.position.global_step = 9
+    assert save() and kept.calls == ["settle", ("alone", {"step": 3}, AT)]
+
+
+def test_a_save_that_takes_all_ranks_is_made_ahead_unless_that_is_switched_off() -> None:
+    kept = Kept("ahead")
+    save = kept.keeper.make_ready()
+    assert kept.calls == ["settle", ("ahead", {"step": 3}, AT)] and save()
+    without = Kept("ahead", ahead=False)
+    save = without.keeper.make_ready()
+    assert without.calls == [] and save() and without.calls == ["save", "wait"]
+
+
+def test_one_process_saves_after_the_failure() -> None:
+    kept = Kept("alone", "ahead", several=False)
+    save = kept.keeper.make_ready()
+    assert kept.calls == [] and save() and kept.calls == ["save", "wait"]
+
+
+def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
+    kept = Kept("alone")
+    kept.saver.note_saved()
+    assert kept.keeper.make_ready()() is True and kept.calls == []
+    looking = Kept("alone", writes=False)
+    assert looking.keeper.make_ready()() is False and looking.calls == []

@@ -1,0 +1,152 @@
+"""Micro-batches by themselves: what is done around a `train_step`, and an update whose memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from danling.data import Batch, BatchSource, DataLoader
+from danling.distributed import LocalDomain
+from danling.reporting import Reporter
+from danling.training import BatchWeights, MemoryRetry, PassAgreement, TrainingSession, Window
+from danling.training.micro_batches import MicroBatches, MicroBatchHooks, RetriedForwards, WindowForwards
+
+CPU = torch.device("cpu")
+
+
+class OutOfMemory(RuntimeError):
+    """Memory ran out."""
+
+
+class Made:
+    """Micro-batches whose hooks write down what they are given."""
+
+    def __init__(self, *, holds: int = 1000, observed: Any = None) -> None:
+        self.domain = LocalDomain()
+        self.window = Window(self.domain, CPU)
+        self.session, self.counter = TrainingSession(), SimpleNamespace(micro_step=0)
+        self.reporter = Reporter(is_main=False, world_size=1, seconds_between_lines=0)
+        self.reporter.begin(step=0, samples=0, total_steps=None, device=CPU, name="", epoch="", profiler=None)
+        self.seen: list[tuple[list[float], bool, bool]] = []
+        self.begun = 0
+        self.holds = holds
+        hooks = MicroBatchHooks(
+            train_step=self.train_step,
+            to_device=lambda data: data[0],
+            batch_weight=lambda data, target: 2.0,
+            count_tokens=lambda data: 5.0,
+            counter=lambda: self.counter,
+            begin=self.begin,
+        )
+        self.batches = MicroBatches(
+            hooks,
+            window=self.window,
+            weights=BatchWeights(),
+            loss=observed,
+            reporter=self.reporter,
+            session=self.session,
+        )
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def train_step(self, data: Tensor) -> str:
+        if len(data) > self.holds:
+            raise OutOfMemory
+        self.seen.append((data.tolist(), self.window.reduces, self.session.in_step))
+        self.window.scale(torch.ones(()))
+        return "returned"
+
+    @property
+    def tokens(self) -> float:
+        assert self.reporter.telemetry is not None
+        return self.reporter.telemetry.tokens
+
+
+def batch(*values: float, samples: int | None = None) -> Batch:
+    return Batch((torch.tensor(values),), samples, None)
+
+
+def test_a_micro_batch_is_moved_weighed_and_counted() -> None:
+    made = Made()
+    made.batches.run(batch(1, 2))
+    made.batches.run(batch(3))
+    made.batches.run(batch(4, samples=0))  # padding
+    assert [data for data, _, _ in made.seen] == [[1, 2], [3], [4]]
+    assert made.begun == 1 and made.window.count == 3 and made.window.samples == 3 and made.window.weight == 4.0
+    assert made.counter.micro_step == 3 and made.tokens == 10.0
+    assert all(in_step for _, _, in_step in made.seen) and not made.session.in_step
+
+
+def test_a_step_that_fails_is_not_counted_and_is_over() -> None:
+    made = Made(holds=1)
+    with pytest.raises(OutOfMemory):
+        made.batches.run(batch(1, 2))
+    assert not made.session.in_step and made.counter.micro_step == 0
+
+
+def test_a_step_alone_gives_back_what_it_returned() -> None:
+    made = Made()
+    assert made.batches.run_alone(lambda data: data.sum(), (torch.ones(3),)) == 3
+    assert made.window.count == 1
+
+
+def test_what_a_step_of_the_users_returned_is_looked_at() -> None:
+    looked: list[Any] = []
+    made = Made(observed=SimpleNamespace(observe_returned=lambda *given: looked.append(given)))
+    given = torch.tensor([[1.0, 2.0]])
+    made.batches.run(Batch(({"input": given, "target": given},), None, None), lambda data: "mine")
+    returned, target = looked[0]
+    assert returned == "mine" and torch.equal(target, given)
+
+
+def window_of(
+    made: Made, retried: RetriedForwards | None = None, size: Callable[[], int] = lambda: 2
+) -> WindowForwards:
+    agreement = PassAgreement(made.domain, made.domain)
+    return WindowForwards(agreement=agreement, window=made.window, size=size, run=made.batches.run, retried=retried)
+
+
+def test_the_last_micro_batch_of_a_window_reduces_also_where_the_pass_ends_before() -> None:
+    made = Made()
+    source = BatchSource([(torch.tensor([float(i)]),) for i in range(3)], split="train", seed=0)
+    batches, forwards = source.batches(), window_of(made)
+    for expected in (2, 1):
+        consumed: list[Batch] = []
+        assert forwards.run(source, batches, consumed) and len(consumed) == expected
+        made.window.reset()
+    assert [(data, reduces) for data, reduces, _ in made.seen] == [([0.0], False), ([1.0], True), ([2.0], True)]
+
+
+def test_an_update_that_ran_out_of_memory_is_made_again_in_smaller_micro_batches() -> None:
+    made = Made(holds=2)
+    dataset = TensorDataset(torch.arange(8.0))
+    loader = DataLoader(dataset, batch_size=4)
+    source = BatchSource(loader, split="train", seed=0)
+    asked: list[Any] = []
+    retried = RetriedForwards(
+        MemoryRetry(made.domain, CPU, lambda error: isinstance(error, OutOfMemory)),
+        window=made.window,
+        several=True,
+        alike=lambda: asked.append("alike"),
+        remember=lambda: lambda: asked.append("put back"),
+        zero=lambda: asked.append("zero"),
+        hold_at_most=asked.append,
+        reporter=made.reporter,
+        step=lambda: 0,
+        speaks=False,
+    )
+    assert loader.held_at_once == 4
+    assert not window_of(made, retried).run(source, source.batches(), [])
+    assert asked == ["alike", "zero", "put back", 2]
+    assert made.window.count == 0 and made.tokens == 0.0 and made.window.agreed_reference == 4.0
+    # What comes through is left for one reduction afterwards.
+    made.holds = 4
+    assert window_of(made, retried).run(source, source.batches(), [])
+    assert [(data, reduces) for data, reduces, _ in made.seen] == [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)]
