@@ -29,15 +29,17 @@ FORMER_NAMES = {
     "figures_domain": "placement.metrics",
     "optimizer_domain": "placement.optimizer",
     "own_scores": "standing.scores",
+    "reduces_gradients": "window.reduces",
     "scoreboard": "standing.board",
 }
 """Attributes that were a runner's own, and where they are now; the former name is accepted for one version."""
 
 _FORMER_HOOKS = {
     "asked_to_stop": "`stop`, which asks for it",
+    "averaged_weights": "`build_preparation`",
     "commit_over_replicas": "`build_reduction`",
     "criterion_state_dict": "`component_parts`, with a part called 'criterion'",
-    "evaluated_weights": "`averaged_weights`",
+    "evaluated_weights": "`build_preparation`",
     "figures_domain": "`build_placement`",
     "forward_communicates": "`build_preparation`",
     "gradientless": "`build_reduction`",
@@ -55,6 +57,8 @@ _FORMER_HOOKS = {
     "stream_layout": "`build_placement`",
     "stream_place": "`build_placement`",
     "sum_over_replicas": "`build_reduction`",
+    "training_groups": "`build_placement`",
+    "update_averages": "`build_preparation`",
     "update_division": "`build_dataloader`",
     "whole_parameters": "`build_preparation`",
 }
