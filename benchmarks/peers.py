@@ -5,10 +5,12 @@
 
 Peers that are not installed are left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
 
-The step: an MLP of 10,102 parameters, batch 32 from a list in memory, AdamW as torch builds it, clipping at 1.0, a schedule by step; no
-logging, no checkpoint. Blocks of updates are interleaved and every block is divided by the loop's block of the same round; what comes
-before the first hundred updates of a block is not counted. Import is the time of the statement in a fresh process that has imported torch.
-Memory is the peak of a fresh process after 300 updates. Medians and quartiles.
+The step: an MLP of 10,102 parameters, batch 32, AdamW as torch builds it, clipping at 1.0, a schedule by step; no logging, no checkpoint.
+The data comes in three ways: as batches in a list, which leaves the libraries alone; from a user's `Dataset` through the loader that each
+library builds or takes (`StatefulDataLoader` for the loop by hand); and the same with two workers. Blocks of updates are interleaved and
+every block is divided by the loop's block of the same round and data; what comes before the first hundred updates of a block is not
+counted. `--readme README.md` puts the figures into its table. Import is the time of the statement in a fresh process that has imported
+torch. Memory is the peak of a fresh process after 300 updates. Medians and quartiles.
 """
 
 from __future__ import annotations
@@ -23,17 +25,58 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from workload import Batches, make_batches, make_model, make_optimizer
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from workload import OVERHEAD, Batches, Samples, make_batches, make_model, make_optimizer
 
 WARM_UP = 100
 
-Way = Callable[[Batches, int, str], float]
+
+@dataclass(frozen=True)
+class Feed:
+    """Where batches come from.
+
+    Attributes:
+        batches: A pass in a list.
+        from_dataset: Whether a dataset gives its samples, which a loader makes the batches of.
+        num_workers: Processes of the loader.
+    """
+
+    batches: Batches
+    from_dataset: bool = False
+    num_workers: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of a loader of torch, or of one like it."""
+        kept = {"persistent_workers": True} if self.num_workers else {}
+        return {
+            "batch_size": OVERHEAD.batch_size,
+            "shuffle": True,
+            "drop_last": True,
+            "num_workers": self.num_workers,
+            **kept,
+        }
+
+    def loader(self, kind: Any = DataLoader) -> Any:
+        """Return an iterable of the batches of a pass."""
+        return kind(Samples(self.batches), **self.settings) if self.from_dataset else self.batches
+
+
+FEEDS: dict[str, dict[str, Any]] = {
+    "list": {},
+    "dataset": {"from_dataset": True},
+    "2 workers": {"from_dataset": True, "num_workers": 2},
+}
+
+Way = Callable[[Feed, int, str], float]
 """Trains so many updates and returns microseconds an update after the first hundred."""
 
 
@@ -76,10 +119,11 @@ class Clock:
         return (self.end - self.begin) / (self.steps - WARM_UP) * 1e6
 
 
-def by_hand(batches: Batches, steps: int, root: str) -> float:
+def by_hand(feed: Feed, steps: int, root: str) -> float:
     """Train in a loop."""
     model, criterion, clock = make_model(), nn.CrossEntropyLoss(), Clock(steps)
     optimizer, scheduler = make_optimizer(model)
+    batches = feed.loader(StatefulDataLoader)
     while clock.count < steps:
         for input, target in batches:
             loss = criterion(model(input), target)
@@ -94,7 +138,7 @@ def by_hand(batches: Batches, steps: int, root: str) -> float:
     return clock.microseconds
 
 
-def danling(batches: Batches, steps: int, root: str) -> float:
+def danling(feed: Feed, steps: int, root: str) -> float:
     """Train with this library."""
     from danling import TorchRunner
 
@@ -102,7 +146,10 @@ def danling(batches: Batches, steps: int, root: str) -> float:
         def __init__(self, config: dict[str, Any]) -> None:
             super().__init__(config)
             self.model, self.criterion = make_model(), nn.CrossEntropyLoss()
-            self.dataloaders = {"train": batches}
+            if feed.from_dataset:
+                self.datasets = {"train": Samples(feed.batches)}
+            else:
+                self.dataloaders = {"train": feed.batches}
             self.optimizer, self.scheduler = make_optimizer(self.model)
 
         def step(self) -> Any:
@@ -120,13 +167,14 @@ def danling(batches: Batches, steps: int, root: str) -> float:
         "evaluate_interval": 10**9,
         "workspace_root": root,
         "checkpoint": {"load_only": True},
+        "dataloader": feed.settings if feed.from_dataset else {},
     }
     with Timed(config) as runner:
         runner.train()
     return clock.microseconds
 
 
-def ignite(batches: Batches, steps: int, root: str) -> float:
+def ignite(feed: Feed, steps: int, root: str) -> float:
     """Train with PyTorch-Ignite."""
     from ignite.engine import Engine, Events
 
@@ -144,11 +192,12 @@ def ignite(batches: Batches, steps: int, root: str) -> float:
     trainer = Engine(update)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
     trainer.add_event_handler(Events.ITERATION_COMPLETED, clock.tick)
-    trainer.run(batches, max_epochs=-(-steps // len(batches)), epoch_length=len(batches))
+    length = len(feed.batches)
+    trainer.run(feed.loader(), max_epochs=-(-steps // length), epoch_length=length)
     return clock.microseconds
 
 
-def accelerate(batches: Batches, steps: int, root: str) -> float:
+def accelerate(feed: Feed, steps: int, root: str) -> float:
     """Train with Accelerate."""
     from accelerate import Accelerator
 
@@ -156,6 +205,7 @@ def accelerate(batches: Batches, steps: int, root: str) -> float:
     model = make_model()
     optimizer, scheduler = make_optimizer(model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    batches = accelerator.prepare(feed.loader()) if feed.from_dataset else feed.batches
     while clock.count < steps:
         for input, target in batches:
             with accelerator.accumulate(model):
@@ -171,7 +221,7 @@ def accelerate(batches: Batches, steps: int, root: str) -> float:
     return clock.microseconds
 
 
-def transformers(batches: Batches, steps: int, root: str) -> float:
+def transformers(feed: Feed, steps: int, root: str) -> float:
     """Train with the Trainer of Transformers."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -185,7 +235,15 @@ def transformers(batches: Batches, steps: int, root: str) -> float:
 
     class FromList(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return [{"input": input, "labels": target} for input, target in batches]
+            if feed.from_dataset:
+                return super().get_train_dataloader()
+            return [{"input": input, "labels": target} for input, target in feed.batches]
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        return {
+            "input": torch.stack([input for input, _ in samples]),
+            "labels": torch.stack([target for _, target in samples]),
+        }
 
     class Ticks(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -196,18 +254,24 @@ def transformers(batches: Batches, steps: int, root: str) -> float:
         output_dir=root,
         max_steps=steps,
         max_grad_norm=1.0,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=OVERHEAD.batch_size,
+        dataloader_drop_last=True,
+        dataloader_num_workers=feed.num_workers,
+        dataloader_persistent_workers=feed.num_workers > 0,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
         use_cpu=True,
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
     )
-    FromList(model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model)).train()
+    data = {"train_dataset": Samples(feed.batches), "data_collator": collate} if feed.from_dataset else {}
+    FromList(model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model), **data).train()
     return clock.microseconds
 
 
-def lightning(batches: Batches, steps: int, root: str) -> float:
+def lightning(feed: Feed, steps: int, root: str) -> float:
     """Train with Lightning."""
     import pytorch_lightning
 
@@ -239,7 +303,8 @@ def lightning(batches: Batches, steps: int, root: str) -> float:
         callbacks=[Ticks()],
         default_root_dir=root,
     )
-    trainer.fit(Module(), Passes(batches))  # a bare list would be taken for several loaders
+    # A bare list would be taken for several loaders.
+    trainer.fit(Module(), feed.loader() if feed.from_dataset else Passes(feed.batches))
     return clock.microseconds
 
 
@@ -266,16 +331,18 @@ def installed() -> list[str]:
     return [name for name, (_, module) in WAYS.items() if find_spec(module.partition(".")[0]) is not None]
 
 
-def step_costs(names: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return microseconds an update by way and round; the first round warms up."""
+def step_costs(names: list[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Return microseconds an update by feed, way and round; the first round warms up."""
     batches = make_batches()
-    times: dict[str, list[float]] = {name: [] for name in names}
+    feeds = {title: Feed(batches, **settings) for title, settings in FEEDS.items()}
+    times: dict[str, dict[str, list[float]]] = {title: {name: [] for name in names} for title in feeds}
     with tempfile.TemporaryDirectory() as root:
         for round_ in range(rounds + 1):
-            for name in names:
-                microseconds = WAYS[name][0](batches, steps, root)
-                if round_:
-                    times[name].append(microseconds)
+            for title, feed in feeds.items():
+                for name in names:
+                    microseconds = WAYS[name][0](feed, steps, root)
+                    if round_:
+                        times[title][name].append(microseconds)
     return times
 
 
@@ -296,7 +363,7 @@ def import_time(name: str) -> float:
 def peak_memory(name: str) -> float:
     """Return the peak of a process in MB."""
     function = WAYS[name][0].__name__
-    train = f"peers.{function}(peers.make_batches(), 300, tempfile.mkdtemp())"
+    train = f"peers.{function}(peers.Feed(peers.make_batches()), 300, tempfile.mkdtemp())"
     quiet = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(50); "
     # Of the kernel's two figures the one that begins anew with the program, not with its parent.
     peak = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024)"
@@ -313,16 +380,54 @@ def summarize(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return result
 
 
-def plot(figures: dict[str, dict[str, float]], path: Path) -> None:
-    """Draw the step costs as bars."""
+def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "dataset") -> str:
+    """Return the figures as a table of Markdown: an update over a user's `Dataset`, and the ratios of all three."""
+    lines = [
+        "| | an update | times a loop by hand | ... 2 workers | ... from a list | import beyond torch | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in figures[shown].items():
+        ratios = " | ".join(f"{figures[title][name]['ratio']:.2f}" for title in (shown, "2 workers", "list"))
+        imported = f"{row['import_s']:.2f} s" if row["import_s"] else ""
+        title = "loop by hand" if name == "by hand" else name
+        lines.append(f"| {title} | {row['step_us']:,.0f} us | {ratios} | {imported} | {row['peak_mb']:.0f} MB |")
+    return "\n".join(lines)
+
+
+def write_table(readme: Path, table: str) -> None:
+    """Put the table into the place of the one that has an update and times a loop by hand.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    lines = readme.read_text().splitlines()
+    first = next(
+        (number for number, line in enumerate(lines) if line.startswith("| | an update | times a loop by hand")), None
+    )
+    if first is None:
+        raise ValueError(
+            f"Expected a table that begins with '| | an update | times a loop by hand' in {readme}. Received: none."
+        )
+    last = next(
+        number for number in range(first, len(lines) + 1) if number == len(lines) or not lines[number].startswith("|")
+    )
+    readme.write_text("\n".join([*lines[:first], *table.splitlines(), *lines[last:]]) + "\n")
+
+
+def plot(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
+    """Draw the step costs as bars, three for each library."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(figures)
-    figure, axes = pyplot.subplots(figsize=(7, 0.5 * len(names) + 1))
-    axes.barh(names[::-1], [figures[name]["ratio"] for name in names[::-1]])
+    names = list(figures["dataset"])[::-1]
+    figure, axes = pyplot.subplots(figsize=(7, 0.8 * len(names) + 1))
+    for number, (title, rows) in enumerate(figures.items()):
+        places = [place + (1 - number) * 0.27 for place in range(len(names))]
+        axes.barh(places, [rows[name]["ratio"] for name in names], height=0.25, label=title)
+    axes.set_yticks(range(len(names)), names)
+    axes.legend()
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("time of an update, in times of the loop by hand")
     figure.tight_layout()
@@ -335,21 +440,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=1100, help="updates of a block")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--readme", type=Path, help="put the figures into the table of that file")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     names = installed()
-    figures = summarize(step_costs(names, asked.rounds, asked.steps))
-    print(f"{'':12} {'us an update':>22} {'x by hand':>10} {'import s':>9} {'peak MB':>8}")
-    for name, row in figures.items():
+    figures = {title: summarize(times) for title, times in step_costs(names, asked.rounds, asked.steps).items()}
+    for title, rows in figures.items():
+        print(f"{title:12} {'us an update':>22} {'x by hand':>10}")
+        for name, row in rows.items():
+            spread = f"{row['step_us']:.0f} ({row['low_us']:.0f}-{row['high_us']:.0f})"
+            print(f"{name:12} {spread:>22} {row['ratio']:>10.3f}", flush=True)
+    for name, row in figures["dataset"].items():
         row["import_s"] = import_time(name) if name in STATEMENTS else 0.0
         row["peak_mb"] = peak_memory(name)
-        spread = f"{row['step_us']:.0f} ({row['low_us']:.0f}-{row['high_us']:.0f})"
-        print(
-            f"{name:12} {spread:>22} {row['ratio']:>10.3f} {row['import_s']:>9.2f} {row['peak_mb']:>8.0f}", flush=True
-        )
+    table = as_table(figures)
+    print(table)
+    if asked.readme:
+        write_table(asked.readme, table)
     if asked.json:
         asked.json.write_text(json.dumps(figures, indent=2) + "\n")
     if asked.plot:
