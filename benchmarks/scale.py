@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from danling.checkpoints.dcp_plans import SavePlanner
 from danling.checkpoints.plan_cache import PlanCache
 from danling.data.sampler import PositionedBatchSampler
-from danling.distributed import Ballot
+from danling.distributed import StepSync
 from danling.mesh import Topology
 
 RANKS, SHARDS, MEASURED = (64, 1024, 16384), 1024, (8, 16, 32)
@@ -173,7 +173,7 @@ def measure_start(ranks: int) -> list[Figure]:
         found += [Figure(ranks, "first batch in the middle of 10^9 samples", seconds * 1e3, "ms")]
         found += [Figure(ranks, "first batch in the middle of 10^9 samples", memory, "MB")]
         with CountBytes() as counted:
-            Ballot(topology.optimizer, torch.device("cpu")).cast(weight=1.0, loss=1.0, samples=1.0, nonfinite=0.0)
+            StepSync(topology.optimizer, torch.device("cpu")).reduce(weight=1.0, loss=1.0, samples=1.0, nonfinite=0.0)
         return [*found, Figure(ranks, "an update agrees on", float(counted.bytes), "bytes")]
 
 

@@ -6,7 +6,6 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .ballot import REQUESTS, Ballot, Verdict, agree
 from .domain import Domain, LocalDomain, world_of
 from .environment import (
     LaunchEnvironment,
@@ -17,15 +16,16 @@ from .environment import (
 )
 from .meeting import all_arrive
 from .placement import Placement
+from .step_sync import REQUESTS, StepSync, StepTotals, agree
 
 __all__ = [
     "REQUESTS",
-    "Ballot",
     "Domain",
     "LaunchEnvironment",
     "LocalDomain",
     "Placement",
-    "Verdict",
+    "StepSync",
+    "StepTotals",
     "agree",
     "all_arrive",
     "destroy_process_group",

@@ -351,7 +351,7 @@ def between_batches(runner: TorchRunner, split: str, batches: Iterator[Batch]) -
         session.beat(train.global_step, train.epoch)
 
     with reporter.aside():
-        pending = runner.ballot.settle()
+        pending = runner.step_sync.take_pending_requests()
         yield from session.between_batches(batches, domain=runner.placement.optimizer, pending=pending, seen=seen)
 
 
@@ -381,7 +381,7 @@ def training_end(runner: TorchRunner) -> TrainingEnd:
 def pending_requests(runner: TorchRunner) -> frozenset[str]:
     """Raise what the last update left to be raised, and return what was asked for in it."""
     runner.settle()
-    return runner.ballot.settle()
+    return runner.step_sync.take_pending_requests()
 
 
 def export_at_end(runner: TorchRunner) -> None:

@@ -23,6 +23,7 @@ _CLASS_DATA = frozenset({"mode"})
 """What the library changes while it runs: it begins as an attribute of the class, and is no setting."""
 
 FORMER_NAMES = {
+    "ballot": "step_sync",
     "data_replicas": "placement.data_replicas",
     "excluded_from_loading": "run_state.excluded",
     "evaluations_since_best": "standing.evaluations_since_best",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
-from danling.distributed import Ballot
+from danling.distributed import StepSync
 from danling.metrics import MetricSet
 from danling.optim.building import build_optimizer, build_scheduler, check_metric_of_schedule, scheduler_interval
 from danling.supervision import is_out_of_memory
@@ -46,7 +46,7 @@ class TorchComponents(BaseRunner):
     # Made after the user's `__init__`; annotated here, as every name that a user may not take.
     precision: Precision
     window: Window
-    ballot: Ballot
+    step_sync: StepSync
     metric_set: MetricSet
 
     preparation: ModelPreparation
@@ -62,7 +62,7 @@ class TorchComponents(BaseRunner):
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
         counts = (self.placement.counts_loss, self.placement.counts_samples)
-        self.ballot = Ballot(self.placement.optimizer, self.device, reports=counts)
+        self.step_sync = StepSync(self.placement.optimizer, self.device, reports=counts)
         self.memory_retry = self._build_memory_retry()
         self.materialize_model()
         self._check_wrapped()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.config import RunnerConfig
-from danling.distributed import Verdict
+from danling.distributed import StepTotals
 from danling.torchft import Healing, ReplicaGroups, ReplicaMember, ReplicaSettings, position_owner
 from danling.training import (
     UNCOMMITTED,
@@ -148,7 +148,7 @@ class TorchUpdate(TorchEvaluation):
         self.window.close_batch()
         if self.window.unscaled and not self._overrides("backward"):
             self.window.check_scaled()
-        verdict = self.ballot.cast(
+        totals = self.step_sync.reduce(
             weight=self.window.weight,
             loss=self.window.loss,
             samples=self.window.samples,
@@ -156,18 +156,18 @@ class TorchUpdate(TorchEvaluation):
             requests=self._session.local_requests(),
         )
         self.complete_gradients()
-        agreed = self.reduction.agree(verdict, self.window, self.state.train.global_step + 1)
+        agreed = self.reduction.agree(totals, self.window, self.state.train.global_step + 1)
         if agreed is None:
             # To be asked again with the same batches.
-            self._session.request(*verdict.requests)
+            self._session.request(*totals.requests)
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
-        verdict = agreed
-        gradients = self.unscale_gradients(verdict)
-        if not gradients and self._overrides("backward") and self.parameters and float(verdict.weight):
+        totals = agreed
+        gradients = self.unscale_gradients(totals)
+        if not gradients and self._overrides("backward") and self.parameters and float(totals.weight):
             raise no_gradient()
         grad_norm = self.gradient_norm(gradients)
         reason = self._decision.objection(
-            verdict,
+            totals,
             grad_norm,
             step=self.state.train.global_step + 1,
             own_nonfinite=self.window.nonfinite,
@@ -180,10 +180,10 @@ class TorchUpdate(TorchEvaluation):
                 self._look_at_first_update()
             self.clip_gradients(grad_norm)
             self.optimizer_step()
-        outcome = UpdateOutcome(reason is None, verdict.weight, verdict.loss, verdict.samples, grad_norm, reason)
+        outcome = UpdateOutcome(reason is None, totals.weight, totals.loss, totals.samples, grad_norm, reason)
         self._conclude(outcome)
-        if verdict.requests:
-            self._session.apply_requests(verdict.requests)
+        if totals.requests:
+            self._session.apply_requests(totals.requests)
         return outcome
 
     _looked: bool = False
@@ -318,17 +318,17 @@ class TorchUpdate(TorchEvaluation):
         """Finish the reduction of the gradients over the ranks, where the backward has not."""
         self.reduction.complete()
 
-    def unscale_gradients(self, verdict: Verdict) -> list[Tensor]:
+    def unscale_gradients(self, totals: StepTotals) -> list[Tensor]:
         """Divide the accumulated gradient by the global weight of the window, and by the scale of float16.
 
         Args:
-            verdict: What the ranks agreed on for the window.
+            totals: What the ranks agreed on for the window.
 
         Returns:
             What this rank holds of the gradients that exist.
         """
         reduction = self.reduction
-        return reduction.unscale(self.window.gradient_factor(verdict.weight, reduction.mean_over), verdict.weight)
+        return reduction.unscale(self.window.gradient_factor(totals.weight, reduction.mean_over), totals.weight)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from danling.distributed import Verdict
+from danling.distributed import StepTotals
 from danling.training.reduction import GradientReduction
 from danling.training.window import Window
 
@@ -137,7 +137,7 @@ class ReplicatedReduction:
         self.mean_over = inner.mean_over
         self._divides = True
 
-    def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
+    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
         """Add totals and gradients of the groups that take part, and ask whether the update may be made.
 
         Args:
@@ -165,7 +165,7 @@ class ReplicatedReduction:
         # Asked before anything is judged: after an error between the groups there is nothing to judge.
         if not self.update.commit(step):
             return None
-        return Verdict(weight, loss, samples, nonfinite, totals.requests)
+        return StepTotals(weight, loss, samples, nonfinite, totals.requests)
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         """Divide the gradient by the weight, whatever the factor of one group alone: groups can be added as plain sums only."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from danling.distributed import Verdict
+from danling.distributed import StepTotals
 from danling.utils.protocols import ReductionDomain
 
 from .outcome import NonFiniteError
@@ -32,7 +32,7 @@ class UpdateDecision:
 
     def objection(
         self,
-        totals: Verdict,
+        totals: StepTotals,
         grad_norm: Tensor,
         *,
         step: int,

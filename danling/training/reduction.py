@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from danling.distributed import Verdict
+from danling.distributed import StepTotals
 from danling.utils.protocols import ReductionDomain
 
 from .gradients import (
@@ -59,7 +59,7 @@ class GradientReduction(Protocol):
     def complete(self) -> None:
         """Finish the reduction over the ranks of what the backward has left."""
 
-    def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
+    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
         """Return the totals of all that the gradient is summed over, `None` where the update must not be made and was taken back.
 
         Args:
@@ -153,7 +153,7 @@ class LocalReduction:
     def complete(self) -> None:
         """Nothing is left to be reduced."""
 
-    def agree(self, totals: Verdict, window: Window, step: int) -> Verdict | None:
+    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
         """Return the totals as they are: there is nobody else."""
         return totals
 

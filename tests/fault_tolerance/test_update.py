@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danling.distributed import LocalDomain, Verdict
+from danling.distributed import LocalDomain, StepTotals
 from danling.torchft import QuorumError, ReplicatedUpdate
 from danling.torchft.healing import laid_out_like, packed, sharded_optimizer_state
 from danling.training import LocalReduction, Window
@@ -80,7 +80,7 @@ def test_two_groups_make_the_update_of_all_their_samples() -> None:
     window = Window(LocalDomain(), torch.device("cpu"))
     window.open(3.0, 3.0)
     reduction.backward(window.scale(net(mine).square().mean()), last=True)
-    mine_alone = Verdict(window.weight, window.loss, window.samples, window.nonfinite, frozenset({"save"}))
+    mine_alone = StepTotals(window.weight, window.loss, window.samples, window.nonfinite, frozenset({"save"}))
     totals = reduction.agree(mine_alone, window, 1)
     assert totals is not None and (totals.weight, totals.samples, totals.requests) == (8.0, 8.0, frozenset({"save"}))
     norm = reduction.norm(reduction.unscale(1 / 8, totals.weight))
@@ -102,7 +102,7 @@ def test_a_sum_is_not_divided_by_the_weight() -> None:
     window.sum_reduced = True
     window.open(2.0, 2.0)
     reduction.backward(window.scale(net(torch.ones(2, 2)).sum()), last=True)
-    totals = reduction.agree(Verdict(2.0, window.loss, 2.0, 0.0), window, 1)
+    totals = reduction.agree(StepTotals(2.0, window.loss, 2.0, 0.0), window, 1)
     assert totals is not None and reduction.unscale(1.0, totals.weight)[0].tolist() == [[3.0, 3.0]]
 
 

@@ -29,7 +29,7 @@ from danling.runners.names import (
 NAMES = (
     "window",
     "precision",
-    "ballot",
+    "step_sync",
     "metric_set",
     "sources",
     "_session",

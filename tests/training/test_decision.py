@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.processes import run_processes
 
-from danling.distributed import Domain, LocalDomain, Verdict
+from danling.distributed import Domain, LocalDomain, StepTotals
 from danling.training.decision import UpdateDecision
 from danling.training.outcome import NonFiniteError
 
 
-def objection(decision: UpdateDecision, totals: Verdict, norm: float, **more: Any) -> str | None:
+def objection(decision: UpdateDecision, totals: StepTotals, norm: float, **more: Any) -> str | None:
     given: dict[str, Any] = {"own_nonfinite": 0.0, "scales": False, "may_skip": False, "named": lambda: ["weight"]}
     return decision.objection(totals, torch.tensor(norm), step=7, **{**given, **more})
 
@@ -33,13 +33,13 @@ def test_why_an_update_is_not_made(
     weight: float, bad: float, norm: float, settings: dict[str, Any], reason: str | None
 ) -> None:
     decision = UpdateDecision(LocalDomain(), torch.device("cpu"))
-    assert objection(decision, Verdict(weight, 1.0, 4.0, bad), norm, **settings) == reason
+    assert objection(decision, StepTotals(weight, 1.0, 4.0, bad), norm, **settings) == reason
 
 
 def test_an_update_that_must_not_be_skipped_is_an_error_that_names_its_gradients() -> None:
     decision = UpdateDecision(LocalDomain(), torch.device("cpu"))
     with pytest.raises(NonFiniteError, match=r"at step 7.*on ranks \[0\].*\['weight'\]"):
-        objection(decision, Verdict(4.0, 1.0, 4.0, 1.0), 1.0, own_nonfinite=1.0)
+        objection(decision, StepTotals(4.0, 1.0, 4.0, 1.0), 1.0, own_nonfinite=1.0)
 
 
 def test_an_accelerator_is_asked_one_update_later() -> None:

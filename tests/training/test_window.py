@@ -7,7 +7,7 @@ import torch
 from support.processes import run_processes
 from torch import Tensor, nn
 
-from danling.distributed import Ballot, Domain, LocalDomain
+from danling.distributed import Domain, LocalDomain, StepSync
 from danling.training import Window
 
 HOST = torch.device("cpu")
@@ -76,14 +76,14 @@ def test_a_loss_of_several_values_is_refused(loss: Tensor) -> None:
 def rank_of_window() -> tuple[float, float, float, frozenset[str]]:
     """Weigh a micro-batch of 1 or 3 targets, and return its gradient as the mean over both ranks."""
     domain = Domain()
-    window, sync = Window(domain, HOST), Ballot(domain, HOST, reports=(True, domain.rank == 0))
+    window, sync = Window(domain, HOST), StepSync(domain, HOST, reports=(True, domain.rank == 0))
     weight = torch.ones((), requires_grad=True)
     size = 1.0 + 2.0 * domain.rank
     window.open(size, size)
     window.scale(weight * (domain.rank + 1.0)).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     gradient = domain.all_reduce(weight.grad.clone())
-    totals = sync.cast(
+    totals = sync.reduce(
         weight=window.weight,
         loss=window.loss,
         samples=window.samples,

@@ -15,8 +15,8 @@ REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted"
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What all ranks know after the vote; the same on every one of them.
+class StepTotals:
+    """The sums of a window over all ranks; the same on every one of them.
 
     Attributes:
         weight: Global weight of the window: a float on the CPU, else a 0-dim float64 tensor on the device.
@@ -33,12 +33,12 @@ class Verdict:
     requests: frozenset[str] = field(default_factory=frozenset)
 
 
-class Ballot:
-    """Votes of one domain, one collective each.
+class StepSync:
+    """Sums what the ranks of a domain have of an update, in one collective.
 
-    On the CPU the result is known when `cast` returns. On an accelerator the sums stay on the device, and the requests are
-    copied to the host behind the work that is queued, to be read at the next vote: the host never waits for the device, and
-    every rank reads the same requests at the same vote.
+    On the CPU the result is known when `reduce` returns. On an accelerator the sums stay on the device, and the requests are
+    copied to the host behind the work that is queued, to be read with the next update: the host never waits for the device, and
+    every rank reads the same requests at the same update.
 
     Args:
         domain: The ranks that decide together.
@@ -53,7 +53,7 @@ class Ballot:
         self.reports_loss, self.reports_samples = reports
         self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def cast(
+    def reduce(
         self,
         *,
         weight: float | Tensor,
@@ -61,7 +61,7 @@ class Ballot:
         samples: float,
         nonfinite: float | Tensor,
         requests: Iterable[str] = (),
-    ) -> Verdict:
+    ) -> StepTotals:
         """Sum this rank's values with those of the others. Call on all ranks of the domain.
 
         Args:
@@ -73,23 +73,23 @@ class Ballot:
         """
         asked = frozenset(requests)
         if self.domain.size == 1:
-            return Verdict(weight, loss, samples, nonfinite, asked)
+            return StepTotals(weight, loss, samples, nonfinite, asked)
         if not self.reports_loss:
             weight, loss = 0.0, 0.0
         if not self.reports_samples:
             samples = 0.0
         flags = [float(name in asked) for name in REQUESTS]
         if self.device.type == "cpu":
-            return self._cast_on_host([float(weight), float(loss), samples, float(nonfinite), *flags])
-        return self._cast_on_device([weight, loss, samples, nonfinite], flags)
+            return self._reduce_on_host([float(weight), float(loss), samples, float(nonfinite), *flags])
+        return self._reduce_on_device([weight, loss, samples, nonfinite], flags)
 
-    def _cast_on_host(self, values: list[float]) -> Verdict:
+    def _reduce_on_host(self, values: list[float]) -> StepTotals:
         total = self.domain.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
         weight, loss, samples, nonfinite = total[:4]
-        return Verdict(weight, loss, samples, nonfinite, _names(total[4:]))
+        return StepTotals(weight, loss, samples, nonfinite, _names(total[4:]))
 
-    def _cast_on_device(self, values: list[float | Tensor], flags: list[float]) -> Verdict:
-        heard = self.settle()
+    def _reduce_on_device(self, values: list[float | Tensor], flags: list[float]) -> StepTotals:
+        heard = self.take_pending_requests()
         scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
         asked = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
         total = self.domain.all_reduce(torch.cat([torch.stack(scalars), asked]))
@@ -98,10 +98,10 @@ class Ballot:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._in_flight = (host, event)
-        return Verdict(total[0], total[1], total[2], total[3], heard)
+        return StepTotals(total[0], total[1], total[2], total[3], heard)
 
-    def settle(self) -> frozenset[str]:
-        """Return the requests of the last vote that have not been handed out yet."""
+    def take_pending_requests(self) -> frozenset[str]:
+        """Return the requests of the last update that have not been handed out yet."""
         if self._in_flight is None:
             return frozenset()
         host, event = self._in_flight
