@@ -451,7 +451,7 @@ class ParallelRunner(TorchRunner):
             return super().train_step(data)
         inputs = unpack_batch(data)[0] if self.stage_plan.has_first else None
         self.pipeline.open(inputs)
-        self.window.excuse()  # the loss comes with the last stage
+        self.window.expect_no_loss()  # the loss comes with the last stage
         shares = self._shares(data) if self.stage_plan.has_last else []
         losses: list[Tensor] = []
 

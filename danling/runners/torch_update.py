@@ -145,7 +145,7 @@ class TorchUpdate(TorchEvaluation):
             self.bind_reduction()
         if self.window.count == 0 and not self._session.running:
             self.window.check_open()
-        self.window.close_batch()
+        self.window.end_microbatch()
         if self.window.unscaled and not self._overrides("backward"):
             self.window.check_scaled()
         totals = self.step_sync.reduce(

@@ -87,7 +87,7 @@ class MicroBatches:
             hooks.begin()
         data = hooks.to_device(batch.data)
         weight, samples = self._weights.weigh(batch, data, hooks.batch_weight, training=True)
-        window.open(weight, samples)
+        window.begin_microbatch(weight, samples)
         if reporter.telemetry is not None and batch.samples != 0:
             reporter.telemetry.tokens += hooks.count_tokens(batch.data)
         step = step or hooks.train_step

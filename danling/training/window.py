@@ -45,7 +45,7 @@ class Window:
         self.unscaled = 0
         """Micro-batches of some weight whose loss never came here, the open one not counted."""
 
-    def open(self, weight: float | Tensor, samples: float) -> None:
+    def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain.
 
         Args:
@@ -79,7 +79,7 @@ class Window:
         self.current = weight
         self._scaled = isinstance(weight, float) and weight == 0.0
 
-    def excuse(self) -> None:
+    def expect_no_loss(self) -> None:
         """Expect no loss of the open micro-batch on this rank."""
         self._scaled = True
 
@@ -107,7 +107,7 @@ class Window:
                 "without. Replace `loss.backward()`: the window weighs the loss and notes whether it is finite."
             )
 
-    def close_batch(self) -> None:
+    def end_microbatch(self) -> None:
         """Note whether the loss of the open micro-batch was scaled."""
         if not self._scaled:
             self.unscaled += 1

@@ -78,7 +78,7 @@ def test_two_groups_make_the_update_of_all_their_samples() -> None:
         LocalReduction(torch.optim.SGD(net.parameters(), lr=0.1), lambda: net.named_parameters())
     )
     window = Window(LocalDomain(), torch.device("cpu"))
-    window.open(3.0, 3.0)
+    window.begin_microbatch(3.0, 3.0)
     reduction.backward(window.scale(net(mine).square().mean()), last=True)
     mine_alone = StepTotals(window.weight, window.loss, window.samples, window.nonfinite, frozenset({"save"}))
     totals = reduction.agree(mine_alone, window, 1)
@@ -100,7 +100,7 @@ def test_a_sum_is_not_divided_by_the_weight() -> None:
     )
     window = Window(LocalDomain(), torch.device("cpu"))
     window.sum_reduced = True
-    window.open(2.0, 2.0)
+    window.begin_microbatch(2.0, 2.0)
     reduction.backward(window.scale(net(torch.ones(2, 2)).sum()), last=True)
     totals = reduction.agree(StepTotals(2.0, window.loss, 2.0, 0.0), window, 1)
     assert totals is not None and reduction.unscale(1.0, totals.weight)[0].tolist() == [[3.0, 3.0]]

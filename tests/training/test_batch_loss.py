@@ -58,14 +58,14 @@ LABELS = torch.tensor([[1, 2, 3, 4], [4, 3, -100, 1]])
 
 def test_the_first_batch_is_weighed_anew_by_what_its_loss_tells() -> None:
     loss, window = batch_loss()
-    window.open(7.0, 2)  # as if each label counted
+    window.begin_microbatch(7.0, 2)  # as if each label counted
     pred = shifted(LABELS)
     assert loss.undecided and loss.of_model(pred, LABELS, training=True) is pred["loss"]
     assert not loss.undecided and loss.shift.answer == "shifted"
     assert window.current == window.weight == 5.0
     # In an evaluation the window is that of training.
     loss, window = batch_loss()
-    window.open(7.0, 2)
+    window.begin_microbatch(7.0, 2)
     loss.of_model(pred, LABELS, training=False)
     assert loss.shift.answer == "shifted" and window.current == 7.0
 
@@ -79,7 +79,7 @@ def test_a_model_that_returns_no_loss_needs_a_criterion() -> None:
 @pytest.mark.parametrize("own", ["own_loss", "own_weight"])
 def test_nothing_is_looked_for_where_the_user_says_what_counts(own: str) -> None:
     loss, window = batch_loss(**{own: True})
-    window.open(7.0, 2)
+    window.begin_microbatch(7.0, 2)
     loss.of_model(shifted(LABELS), LABELS, training=True)
     assert loss.shift.answer is None and not loss.undecided and window.current == 7.0
 

@@ -17,7 +17,7 @@ def test_unequal_micro_batches_make_the_mean_over_all_targets() -> None:
     window, net = Window(LocalDomain(), HOST), nn.Linear(3, 1)
     inputs = torch.randn(10, 3)
     for part in inputs.split([5, 1, 4]):
-        window.open(float(len(part)), len(part))
+        window.begin_microbatch(float(len(part)), len(part))
         window.scale(net(part).square().mean()).backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad * window.gradient_factor(window.weight, 1) for parameter in net.parameters()]  # type: ignore[operator]
     loss = net(inputs).square().mean()
@@ -31,26 +31,26 @@ def test_unequal_micro_batches_make_the_mean_over_all_targets() -> None:
 
 def test_one_full_micro_batch_is_a_plain_backward() -> None:
     window, loss = Window(LocalDomain(), HOST), torch.tensor(0.3, requires_grad=True)
-    window.open(8.0, 8.0)
+    window.begin_microbatch(8.0, 8.0)
     assert window.scale(loss) is loss and window.gradient_factor(8.0, 1) == 1.0
 
 
 def test_a_loss_that_never_came_is_counted_unless_none_is_expected() -> None:
     window = Window(LocalDomain(), HOST)
-    window.open(2.0, 2.0)
-    window.open(0.0, 0.0)  # padding has no loss
-    window.open(2.0, 2.0)
-    window.excuse()
-    window.close_batch()
+    window.begin_microbatch(2.0, 2.0)
+    window.begin_microbatch(0.0, 0.0)  # padding has no loss
+    window.begin_microbatch(2.0, 2.0)
+    window.expect_no_loss()
+    window.end_microbatch()
     assert window.unscaled == 1
 
 
 def test_what_is_not_finite_is_seen_where_it_weighs_something() -> None:
     window = Window(LocalDomain(), HOST)
-    window.open(0.0, 1.0)
+    window.begin_microbatch(0.0, 1.0)
     window.scale(torch.tensor(float("nan")))
     assert not window.nonfinite
-    window.open(1.0, 1.0)
+    window.begin_microbatch(1.0, 1.0)
     window.scale(torch.tensor(float("inf")))
     assert window.nonfinite == 1.0
 
@@ -58,9 +58,9 @@ def test_what_is_not_finite_is_seen_where_it_weighs_something() -> None:
 def test_sums_are_added_and_padding_adds_nothing() -> None:
     window = Window(LocalDomain(), HOST)
     window.sum_reduced = True
-    window.open(3.0, 3.0)
+    window.begin_microbatch(3.0, 3.0)
     assert window.scale(torch.tensor(6.0)) == 6.0
-    window.open(0.0, 0.0)
+    window.begin_microbatch(0.0, 0.0)
     assert window.scale(torch.tensor(9.0)) == 0.0
     assert window.loss == 6.0 and window.gradient_factor(3.0, 4) == 4.0
 
@@ -68,7 +68,7 @@ def test_sums_are_added_and_padding_adds_nothing() -> None:
 @pytest.mark.parametrize("loss", [torch.ones(2), 0.5])
 def test_a_loss_of_several_values_is_refused(loss: Tensor) -> None:
     window = Window(LocalDomain(), HOST)
-    window.open(2.0, 2.0)
+    window.begin_microbatch(2.0, 2.0)
     with pytest.raises(ValueError, match="Expected a loss of one value"):
         window.scale(loss)
 
@@ -79,7 +79,7 @@ def rank_of_window() -> tuple[float, float, float, frozenset[str]]:
     window, sync = Window(domain, HOST), StepSync(domain, HOST, reports=(True, domain.rank == 0))
     weight = torch.ones((), requires_grad=True)
     size = 1.0 + 2.0 * domain.rank
-    window.open(size, size)
+    window.begin_microbatch(size, size)
     window.scale(weight * (domain.rank + 1.0)).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     gradient = domain.all_reduce(weight.grad.clone())
@@ -107,13 +107,13 @@ def test_an_update_of_no_micro_batch_or_of_unscaled_losses_is_refused() -> None:
     with pytest.raises(ValueError, match="Received: none since the last update"):
         window.check_open()
     for _ in range(3):
-        window.open(2.0, 2.0)
+        window.begin_microbatch(2.0, 2.0)
     window.check_open()
     window.scale(torch.ones(()))
-    window.close_batch()
+    window.end_microbatch()
     with pytest.raises(ValueError, match="Received: 2 of 3 without"):
         window.check_scaled()
     window.reset()
-    window.open(0.0, 0.0)  # padding has no loss
-    window.close_batch()
+    window.begin_microbatch(0.0, 0.0)  # padding has no loss
+    window.end_microbatch()
     window.check_scaled()
