@@ -53,7 +53,7 @@ def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
         scatter(flat, locals_)
 
 
-class Replicas:
+class ParameterCopies:
     """The parameters of this rank, and the ranks that hold copies of them.
 
     Args:

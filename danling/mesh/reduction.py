@@ -14,7 +14,7 @@ from danling.training.gradients import scale_gradients
 from danling.training.reduction import LocalReduction, NamedParameters
 
 from .fsdp import set_gradient_sync
-from .parameter_copies import Replicas
+from .parameter_copies import ParameterCopies
 from .topology import Topology
 
 
@@ -46,21 +46,21 @@ class MeshReduction(LocalReduction):
         model: nn.Module,
         gradient_sync: str | None,
     ) -> None:
-        self._copies: tuple[list[nn.Parameter], int, Replicas] | None = None
+        self._copies: tuple[list[nn.Parameter], int, ParameterCopies] | None = None
         super().__init__(optimizer, named_parameters, scaler)
         self.topology = topology
         self.model = model
         self.gradient_sync = gradient_sync if topology.axes.degree("shard") > 1 else None
 
     @property
-    def copies(self) -> Replicas:
+    def copies(self) -> ParameterCopies:
         """The parameters that the optimizer updates, each once, and the ranks that hold copies of them."""
         parameters = self.parameters
         # Some may be unfrozen while training goes on.
         trained = sum(parameter.requires_grad for parameter in parameters)
         if self._copies is None or self._copies[0] is not parameters or self._copies[1] != trained:
             own = {id(parameter): parameter for parameter in parameters}
-            self._copies = parameters, trained, Replicas(self.topology, own.values())
+            self._copies = parameters, trained, ParameterCopies(self.topology, own.values())
         return self._copies[2]
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
