@@ -92,7 +92,7 @@ def window_forwards(runner: TorchRunner) -> WindowForwards:
             retry,
             window=runner.window,
             several=runner.placement.optimizer.size > 1,
-            alike=(lambda: runner.equalize_buffers()) if runner.preparation.broadcasts_buffers else None,
+            alike=(lambda: runner.broadcast_buffers()) if runner.preparation.broadcasts_buffers else None,
             remember=lambda: runner._remember_forwards(),
             zero=lambda: runner.zero_gradients(),
             hold_at_most=lambda samples: hold_at_most(runner, samples),
@@ -177,7 +177,7 @@ def training_loop(runner: TorchRunner) -> TrainingLoop:
         runner.saver,
         manager=lambda: runner.checkpoint_manager,
         state=lambda: runner.checkpoint_state(),
-        settle=lambda: runner.settle(),
+        settle=lambda: runner.raise_pending_error(),
         save=lambda: runner.save_checkpoint(save_best=False),
         may_write=lambda: not runner.config.checkpoint.load_only,
         may_save_ahead=lambda: bool(runner.config.checkpoint.before_evaluation),
@@ -221,7 +221,7 @@ def boundaries(runner: TorchRunner) -> Boundaries:
 
 def trained_metrics(runner: TorchRunner) -> dict[str, float]:
     """Return the metrics of what was trained since the last call, over all ranks."""
-    runner.settle()
+    runner.raise_pending_error()
     metrics = runner.losses.averages()
     # Always, since what this rank has seen says nothing of the others.
     metrics.update({name: total / weight for name, (total, weight) in runner.meter_totals().items() if weight})
@@ -380,7 +380,7 @@ def training_end(runner: TorchRunner) -> TrainingEnd:
 
 def pending_requests(runner: TorchRunner) -> frozenset[str]:
     """Raise what the last update left to be raised, and return what was asked for in it."""
-    runner.settle()
+    runner.raise_pending_error()
     return runner.step_sync.take_pending_requests()
 
 

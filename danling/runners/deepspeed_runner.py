@@ -216,5 +216,5 @@ class DeepSpeedRunner(TorchRunner):
             domain=self.data_domain,
             device=self.device,
             max_norm=self._max_norm,
-            broadcast_buffers=self.equalize_buffers,
+            broadcast_buffers=self.broadcast_buffers,
         )

@@ -254,7 +254,7 @@ class TorchComponents(BaseRunner):
         """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
         return self.preparation.optimized_parameters(self.optimizer)
 
-    def follow_freezing(self) -> None:
+    def rewrap_if_trainables_changed(self) -> None:
         """Wrap the model anew where other parameters are trained than when it was wrapped. Call on all ranks, between updates.
 
         DistributedDataParallel reduces what required a gradient at construction, and nothing else.
@@ -326,7 +326,7 @@ class TorchComponents(BaseRunner):
         """
         return self.preparation.whole_weights(self.unwrapped_model, modify=modify)
 
-    def equalize_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Give the ranks that share a part of the model the buffers of the first of them. Call on all ranks.
 
         DistributedDataParallel does it at the next training forward; until then those of the other ranks are their own.

@@ -197,7 +197,7 @@ class TorchEvaluation(TorchState):
             self.model,
             bare,
             seed=derive_seed(self.seed, mode, split, self.placement.stream_index),
-            equalize=self.equalize_buffers,
+            equalize=self.broadcast_buffers,
             averaged=partial(preparation.averaged, self.ema) if self.ema is not None else None,
         )
         with preparation.evaluating(self.model), self._session.collecting(), evaluating, self._in_mode(mode, bare):

@@ -103,7 +103,7 @@ class TorchState(TorchComponents):
         The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
         them.
         """
-        self.equalize_buffers()
+        self.broadcast_buffers()
         payload = super().state_dict()
         totals = self.meters.totals(self.placement.metrics)
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}

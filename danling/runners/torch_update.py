@@ -42,7 +42,7 @@ class TorchUpdate(TorchEvaluation):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         # First of all: what an update left to be checked must not be saved.
-        self.saver.before.insert(0, lambda: self.settle())
+        self.saver.before.insert(0, lambda: self.raise_pending_error())
         self._samples_on_device: Tensor | None = None
         self._log_every = 1024
         self._steps_scheduler = False
@@ -218,7 +218,7 @@ class TorchUpdate(TorchEvaluation):
         self.run_state.add_progress(member.progress_part())
         self.saver.writes = member.writes
         # As a save does, so that all groups go on alike.
-        self.saver.instead.append(lambda: self.equalize_buffers())
+        self.saver.instead.append(lambda: self.broadcast_buffers())
 
     def _join_replica_groups(self) -> ReplicaMember:
         healing = Healing(
@@ -284,7 +284,7 @@ class TorchUpdate(TorchEvaluation):
 
     def bind_reduction(self) -> None:
         """Look at model and optimizer as they are now: parameters may have been frozen, or a group added."""
-        self.follow_freezing()
+        self.rewrap_if_trainables_changed()
         self.reduction = self._chosen_reduction()
 
     def _chosen_reduction(self) -> GradientReduction:
@@ -355,7 +355,7 @@ class TorchUpdate(TorchEvaluation):
     def _decision(self) -> UpdateDecision:
         return UpdateDecision(self.placement.optimizer, self.device)
 
-    def settle(self) -> None:
+    def raise_pending_error(self) -> None:
         """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated.
 
         Called on all ranks.
