@@ -1,13 +1,19 @@
-"""Small files that are whole or not there."""
+"""Small files that are whole or not there, and what lies in their place."""
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
+import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger("danling")
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -30,6 +36,36 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. A named pipe would let its opener wait for somebody who writes.
+
+    Raises:
+        OSError: If it cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def make_way(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()) -> None:
+    """Move aside what lies where files or directories are to be put and is none, and say where it lies now.
+
+    What a link leads to counts; one that leads nowhere is moved itself.
+
+    Args:
+        files: Where regular files go.
+        directories: Where directories go.
+    """
+    for paths, is_fitting in ((files, os.path.isfile), (directories, os.path.isdir)):
+        for path in paths:
+            if os.path.lexists(path) and not is_fitting(path):
+                aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
+                os.replace(path, aside)
+                logger.warning("%s was in the way of this run and is no part of it. It lies in %s now.", path, aside)
 
 
 def json_text(value: object) -> str:

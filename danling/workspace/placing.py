@@ -14,6 +14,7 @@ from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.ownership import newest_record, stored_settings
 from danling.config import RunnerConfig, identity
 from danling.config.updates import update_sizes
+from danling.utils.files import open_regular
 from danling.utils.nesting import parse_yaml
 
 from .claim import WAIT_SECONDS, Wish, newest_first
@@ -191,8 +192,8 @@ def _ids_now(stored: Mapping[str, object]) -> set[str]:
 
 def _canonical_of(run: Path) -> dict[str, object] | None:
     try:
-        text = (run / "metadata" / "config.canonical.yaml").read_text(encoding="utf-8")
-        stored = parse_yaml(text)
+        with open_regular(run / "metadata" / "config.canonical.yaml") as file:
+            stored = parse_yaml(file.read().decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return stored if isinstance(stored, dict) else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from danling.utils.files import open_regular
 from danling.utils.locks import WRITING
 
 LOCK = ".lock"
@@ -69,7 +71,7 @@ def parts(run: Path) -> Iterator[Path]:
 
 def _has_line(file: Path) -> bool:
     try:
-        with open(file, "rb") as lines:
+        with open_regular(file) as lines:
             return b"\n" in lines.read(1 << 16)
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -82,3 +84,7 @@ def _names(directory: Path) -> set[str]:
         return set(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return set()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return set()
+        raise

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from danling.utils.files import json_text, write_atomically
+from danling.utils.files import json_text, make_way, write_atomically
 from danling.utils.plain import to_plain
 from danling.utils.secrets import redact_patch
 
@@ -17,6 +17,9 @@ from .claim import make_directory
 from .identity import CodeIdentity
 
 PathLike = str | os.PathLike[str]
+
+_CONFIGS = ("full", "canonical", "diff")
+_DESCRIPTION = (*(f"config.{name}.yaml" for name in _CONFIGS), "git.yaml", "git.diff")
 
 
 class Workspace:
@@ -94,6 +97,9 @@ class Workspace:
     def create(self) -> None:
         """Create the run directory on the main process; what lies below it is created by those who write it.
 
+        What lies there under the name of a file or directory of the run and is none, such as a named pipe, is moved aside: it would
+        block a restart.
+
         Raises:
             ValueError: If a file stands where the directory should be.
             PermissionError: If the directory cannot be created or written.
@@ -101,6 +107,9 @@ class Workspace:
         if not self.is_main:
             return
         make_directory(self.dir)
+        described = [self.metadata_dir / name for name in _DESCRIPTION]
+        make_way(directories=[self.metadata_dir, self.dir / "logs"])
+        make_way(files=[self.jsonl_file, self.results_file, self.latest_file, self.best_file, *described])
 
     def has_metadata(self) -> bool:
         """Whether an attempt has written what the run was made of."""
@@ -129,7 +138,7 @@ class Workspace:
         if not self.is_main:
             return
         self.metadata_dir.mkdir(parents=True, exist_ok=True)
-        for name, values in (("full", full), ("canonical", canonical), ("diff", diff)):
+        for name, values in zip(_CONFIGS, (full, canonical, diff)):
             write_atomically(self.metadata_dir / f"config.{name}.yaml", _to_yaml(values))
         described, patch = self.metadata_dir / "git.yaml", self.metadata_dir / "git.diff"
         if identity is None or identity.sha is None:
