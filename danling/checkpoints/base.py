@@ -235,10 +235,12 @@ class CheckpointManager(ABC):
 
         Raises:
             CheckpointDamaged: If there are such.
+            CheckpointDiskError: If the directory is a link to where nothing is mounted, so that nobody knows.
         """
         self.on_main(self._refuse_lost)
 
     def _refuse_lost(self) -> None:
+        storage.refuse_no_directory(self.directory)
         self._records()
         lost = [line for store in self.stores for line in store.lost()]
         if lost and self._find_latest() is None:

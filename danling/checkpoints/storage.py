@@ -265,13 +265,22 @@ def make_directory(directory: Path) -> None:
             try:
                 os.mkdir(directory)
             except FileExistsError:
-                if os.path.isdir(directory):
-                    return
-                found = f"what is there {absence(directory)}"
-                raise CheckpointDiskError(
-                    f"Expected a directory at {directory}. Received: {found}. Bring back what it leads to, or move it away."
-                ) from None
+                refuse_no_directory(directory)
+                return
         sync_directory(directory.parent)
+
+
+def refuse_no_directory(directory: Path) -> None:
+    """Refuse what lies in the place of a directory and is none, such as a link to where nothing is mounted.
+
+    Raises:
+        CheckpointDiskError: If there is such.
+    """
+    if os.path.lexists(directory) and not os.path.isdir(directory):
+        found = f"what is there {absence(directory)}"
+        raise CheckpointDiskError(
+            f"Expected a directory at {directory}. Received: {found}. Bring back what it leads to, or move it away."
+        )
 
 
 def names(directory: Path) -> set[str]:
