@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import pathlib
 import pickle
 import shutil
 import struct
@@ -53,6 +54,8 @@ def _getattr(of: bytes, name: str) -> bytes:
     return _call(_global("builtins", "getattr"), of, _text(name))
 
 
+# In Python 3.13 pathlib is a package whose modules have these.
+_LOCAL = "" if hasattr(pathlib, "os") else "_local."
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DOTTED = "torch._strobelight.cli_function_profiler.subprocess.Popen"
 
@@ -75,8 +78,8 @@ def _kinds(mark: str) -> dict[str, bytes]:
         "subprocess.Popen": _call(_global("subprocess", "Popen"), argv),
         "subprocess.check_call": _call(_stacked("subprocess", "check_call"), argv),
         "io.FileIO": _call(_global("io", "FileIO"), *opened),
-        "pathlib.io.FileIO": _call(_stacked("pathlib", "io.FileIO"), *opened),
-        "pathlib.os.system": _call(_stacked("pathlib", "os.system"), touch),
+        "pathlib.io.FileIO": _call(_stacked("pathlib", f"{_LOCAL}io.FileIO"), *opened),
+        "pathlib.os.system": _call(_stacked("pathlib", f"{_LOCAL}os.system"), touch),
         "pathlib.PosixPath.touch": _call(
             _stacked("pathlib", "PosixPath.touch"), _call(_stacked("pathlib", "PosixPath"), _text(mark))
         ),
