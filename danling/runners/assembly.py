@@ -27,20 +27,19 @@ from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
 from danling.training.safeguard import TrainedKeeper
 
 if TYPE_CHECKING:
-    from .torch_evaluation import TorchEvaluation
     from .torch_runner import TorchRunner
 
 
 # Batches
 
 
-def batch_weights(runner: TorchEvaluation) -> BatchWeights:
+def batch_weights(runner: TorchRunner) -> BatchWeights:
     """Return what weighs the batches of a run."""
     warns = runner.is_main_process and not runner._overrides("batch_weight")
     return BatchWeights(learns=not runner._overrides("train_step"), warns=warns, criterion=lambda: runner.criterion)
 
 
-def batch_loss(runner: TorchEvaluation) -> BatchLoss:
+def batch_loss(runner: TorchRunner) -> BatchLoss:
     """Return what knows of losses that the model computes."""
     weights = runner._batch_weights
     return BatchLoss(
@@ -118,7 +117,7 @@ def hold_at_most(runner: TorchRunner, samples: int) -> None:
 # Evaluation
 
 
-def evaluator(runner: TorchEvaluation) -> Evaluator:
+def evaluator(runner: TorchRunner) -> Evaluator:
     """Return what evaluates and predicts whole splits."""
     hooks = EvaluationHooks(
         evaluate_step=lambda data: runner.evaluate_step(data),
