@@ -1172,16 +1172,6 @@ class BaseRunner(metaclass=MetaRunner):
 
     # Sources
 
-    @contextmanager
-    def _in_mode(self, mode: Literal["evaluate", "infer"], model: Any) -> Iterator[None]:
-        """Stand in another mode than training inside, with the model that is called there."""
-        before = self.model, self.mode
-        self.model, self.mode = model, mode
-        try:
-            yield
-        finally:
-            self.model, self.mode = before
-
     @classmethod
     def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:
         """Construct a runner with the configuration of a checkpoint and restore its full state.

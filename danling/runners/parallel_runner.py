@@ -82,6 +82,9 @@ class ParallelRunner(TorchRunner):
         self.topology = self.build_topology()
         if not isinstance(self.topology, Topology):
             return  # which is refused
+        if self.topology.mesh is not None:
+            # The model goes before its groups do, and after what is closed first: saves in the background still read it.
+            self._closers.callback(self._forget)
         self.init_model_parallel_groups()
         if not hasattr(self, "parallel_context"):
             raise ValueError(
@@ -498,13 +501,6 @@ class ParallelRunner(TorchRunner):
         )
 
     # Ending
-
-    def close(self) -> None:
-        """Finish background work and release what the runner opened; the model goes too, since its groups do. Call on all ranks."""
-        topology = getattr(self, "topology", None)
-        if not self._closed and topology is not None and topology.mesh is not None:
-            self._closers.callback(self._forget)
-        super().close()
 
     def _forget(self) -> None:
         # Modules that outlive their process groups can abort the process on exit.

@@ -1256,6 +1256,16 @@ class TorchRunner(BaseRunner):
         return result | metrics
 
     @contextmanager
+    def _in_mode(self, mode: Literal["evaluate", "infer"], model: Any) -> Iterator[None]:
+        """Stand in another mode than training inside, with the model that is called there."""
+        before = self.model, self.mode
+        self.model, self.mode = model, mode
+        try:
+            yield
+        finally:
+            self.model, self.mode = before
+
+    @contextmanager
     def _evaluating(self, split: str, mode: EvaluationMode) -> Iterator[None]:
         """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
         evaluation, preparation, bare = self._evaluator.evaluation, self.preparation, self.unwrap(self.model)
