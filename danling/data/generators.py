@@ -150,9 +150,9 @@ class Generators:
 
 
 def held_objects(roots: Mapping[str, Any]) -> list[Any] | None:
-    """Return the objects that a walk from the roots meets, `None` where there are more than it looks at.
+    """Return the objects that a walk from the roots meets, and the classes and modules that these hold.
 
-    What only the methods of classes name is left out.
+    What only the methods of classes name is left out. `None` stands for more than the walk looks at.
 
     Args:
         roots: What to look through, by name.
@@ -172,6 +172,8 @@ class _Walk:
         self.uncontrollable: list[tuple[str, str]] = []
         self._asking: list[tuple[str, Any]] = []
         self.containers: list[Any] = []
+        self._named: dict[int, Any] = {}
+        """Classes and modules that something holds."""
         self._skip = skip
         # The objects too, so that none is freed and its id given to another one.
         self._seen: dict[int, Any] = {id(stream): stream for stream in _global_streams()}
@@ -208,11 +210,13 @@ class _Walk:
 
     @property
     def met(self) -> list[Any] | None:
-        """The objects that were met; `None` where some are left."""
-        return None if self._queue else list(self._seen.values())
+        """The objects that were met, and the classes and modules that they hold; `None` where some are left."""
+        return None if self._queue else [*self._seen.values(), *self._named.values()]
 
     def _visit(self, place: Place) -> None:
         value = place.current()
+        if isinstance(value, (type, types.ModuleType)):
+            self._named[id(value)] = value
         if isinstance(value, _LEAVES) or id(value) in self._seen or _is_array(value):
             return
         if not self._methods and isinstance(place.container, types.MappingProxyType) and not is_generator(value):
@@ -318,6 +322,11 @@ def _is_array(value: Any) -> bool:
     )
 
 
+def _is_object_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype == object
+
+
 def _held_by(path: str, value: Any) -> Iterator[Place]:
     """Yield the places of what an object holds directly."""
     if isinstance(value, Mapping):
@@ -329,6 +338,8 @@ def _held_by(path: str, value: Any) -> Iterator[Place]:
         yield from (Place(f"{path}{{{number}}}", members, number) for number in range(len(members)))
     elif isinstance(value, (list, tuple, deque)):
         yield from (Place(f"{path}[{number}]", value, number) for number in range(min(len(value), _WIDTH)))
+    elif _is_object_array(value):
+        yield from (Place(f"{path}[{number}]", value.flat, number) for number in range(min(value.size, _WIDTH)))
     if isinstance(value, functools.partial):
         parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
         yield from (Place(f"{path}.{name}", parts, name) for name in parts)

@@ -175,7 +175,9 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         assert self._generators is not None
         if self._holders != len(self._generators.holders):
             self._holders = len(self._generators.holders)
-            self._looks_at_streams = self._looks_at_streams or may_look_at_streams(self._roots)
+            # An iterator goes on where it is: a batch must not be read twice.
+            moves_on = bool(self._generators.uncontrollable)
+            self._looks_at_streams = self._looks_at_streams or moves_on or may_look_at_streams(self._roots)
 
 
 def reading_roots(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:

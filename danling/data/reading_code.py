@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
 import types
 from collections import deque
@@ -13,12 +15,16 @@ from .generators import held_objects
 SUSPECTS = frozenset(
     (
         # The seed or the state of a stream, from which other numbers may be made.
-        *("initial_seed", "getstate", "get_state", "get_rng_state", "get_worker_info"),
+        *("initial_seed", "getstate", "get_state", "get_rng_state", "get_worker_info", "capture_random_state"),
+        *("default_generator", "clone_state", "graphsafe_get_state", "get_bit_generator", "_inst", "_rand"),
         # A state that is put back after drawing.
-        *("setstate", "set_state", "set_rng_state", "fork_rng", "preserve_rng_state"),
+        *("setstate", "set_state", "set_rng_state", "fork_rng", "preserve_rng_state", "freeze_rng_state"),
+        *("preserved_random_state", "restore_random_state", "graphsafe_set_state"),
         # Generators that are made for a sample.
         *("Generator", "default_rng", "RandomState", "SeedSequence", "Random", "SystemRandom"),
         *("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"),
+        # Another process that begins with a copy of the streams.
+        *("fork", "Pool", "Process", "ProcessPoolExecutor"),
     )
 )
 """Names that reading code without own randomness has no use for."""
@@ -27,6 +33,7 @@ _FUNCTIONS = 4096
 """Functions that are looked at in all; where there are more, what they do is not known."""
 _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "torchdata", "numpy", "danling", "builtins"))
 """Top-level packages that are not looked into: what these draw, they draw from the streams, unless a suspect is named."""
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _MAKING = frozenset(("__init__", "__new__", "__post_init__", "__set_name__"))
 _NEVER = frozenset(
     ("__init_subclass__", "__class_getitem__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__")
@@ -58,6 +65,8 @@ class _Reached:
         self._queue: deque[types.FunctionType] = deque()
         self._seen: set[Any] = set()
         self._objects: dict[int, Any] = {}
+        self._modules: dict[str, types.ModuleType] = {}
+        """Modules that something holds; whoever holds one may call what it names of it."""
         self._unknown = False
 
     def walk(self, roots: Mapping[str, Any]) -> None:
@@ -65,7 +74,11 @@ class _Reached:
         held = held_objects(roots)
         self._unknown |= held is None
         for value in held or ():
-            if id(value) not in self._objects:
+            if isinstance(value, types.ModuleType):
+                self._hold_module(value)
+            elif isinstance(value, type):
+                self.hold(value, made=True)
+            elif id(value) not in self._objects:
                 self._objects[id(value)] = value
                 self.call(value)
                 self.hold(type(value))
@@ -73,12 +86,14 @@ class _Reached:
     def call(self, value: Any) -> None:
         """Take note of something that may be called."""
         function = _function_of(value)
+        self._unknown |= _is_suspect(value) or _is_suspect(function)
         if function is not None and function.__code__ not in self._seen and not _is_foreign(function.__module__):
             self._seen.add(function.__code__)
             self._queue.append(function)
 
     def hold(self, kind: type[Any], *, made: bool = False) -> None:
         """Take note of a class of which there is an instance, or of which one may be made while samples are read."""
+        self._unknown |= made and _is_suspect(kind)
         for base in kind.__mro__:
             if _is_foreign(base.__module__):
                 continue
@@ -94,7 +109,7 @@ class _Reached:
     def _hold_method(self, name: str, value: Any) -> None:
         function = _function_of(value)
         if function is None:
-            self._meet_object(value)
+            self._meet(value, self._names)
         elif name in _MAKING or name in _NEVER:
             return
         elif name in self._names or (name.startswith("__") and name.endswith("__")):
@@ -110,6 +125,9 @@ class _Reached:
             if names & SUSPECTS or len(self._seen) > _FUNCTIONS:
                 return True
             self._follow(function.__globals__, names)
+            self._follow_imports(function, names)
+            for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self._meet(value, names)
             for cell in function.__closure__ or ():
                 try:
                     self._meet(cell.cell_contents, names)
@@ -125,20 +143,42 @@ class _Reached:
         for name in names:
             if name in variables:
                 self._meet(variables[name], names)
+        for module in list(self._modules.values()):
+            self._meet(module, names)
+
+    def _follow_imports(self, function: types.FunctionType, names: set[str]) -> None:
+        for name in _imported_by(function.__code__):
+            if _is_foreign(name):
+                continue
+            module = _find_module(name, function.__globals__.get("__package__"))
+            # What will be imported when the function is called is not known yet.
+            self._unknown |= module is None
+            self._meet(module, names)
+
+    def _hold_module(self, module: types.ModuleType) -> None:
+        if module.__name__ not in self._modules and not _is_foreign(module.__name__):
+            self._modules[module.__name__] = module
+            self._meet(module, self._names)
+
+    def _meet_in_module(self, module: types.ModuleType, names: set[str], above: frozenset[str] = frozenset()) -> None:
+        if _is_foreign(module.__name__) or module.__name__ in above:
+            return
+        for name in names & vars(module).keys():
+            found = vars(module)[name]
+            if isinstance(found, types.ModuleType):
+                self._meet_in_module(found, names, above | {module.__name__})
+            else:
+                self._meet(found, names)
 
     def _meet(self, value: Any, names: set[str]) -> None:
         if isinstance(value, types.ModuleType):
-            if not _is_foreign(value.__name__):
-                for name in names & vars(value).keys():
-                    found = vars(value)[name]
-                    if not isinstance(found, types.ModuleType):
-                        self._meet(found, names)
+            self._meet_in_module(value, names)
         elif isinstance(value, type):
             self.hold(value, made=True)
-        elif _function_of(value) is not None:
-            self.call(value)
         else:
-            self._meet_object(value)
+            self.call(value)
+            if not isinstance(value, types.FunctionType):
+                self._meet_object(value)
 
     def _meet_object(self, value: Any) -> None:
         if id(value) not in self._objects and not isinstance(value, (type, types.ModuleType)):
@@ -148,6 +188,31 @@ class _Reached:
 
 def _is_foreign(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] in _FOREIGN and module != "__main__"
+
+
+def _is_suspect(value: Any) -> bool:
+    """Whether a value is a suspect of another package, under whatever name it was imported or is held."""
+    value = value.__func__ if isinstance(value, (staticmethod, classmethod, types.MethodType)) else value
+    if not (inspect.isroutine(value) or isinstance(value, type)):
+        return False
+    return getattr(value, "__name__", None) in SUSPECTS and _is_foreign(getattr(value, "__module__", None))
+
+
+def _find_module(name: str, package: str | None) -> types.ModuleType | None:
+    """Return a module that was imported, also one that is named relative to a package or to one of those around it."""
+    parts = (package or "").split(".")
+    around = [".".join(parts[: len(parts) - up]) for up in range(len(parts))]
+    found = (sys.modules.get(f"{outer}.{name}".strip(".")) for outer in ("", *filter(None, around)))
+    return next((module for module in found if module is not None), None)
+
+
+def _imported_by(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of modules that a piece of code imports while it runs."""
+    if _IMPORT in code.co_code[::2]:
+        yield from (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imported_by(constant)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from .dataset_state import stateful_parts
 from .host_streams import HOST_STREAMS, HostStream
 from .keyed import Key, KeyedDataset, declared_draws
 from .workers import WorkersView
+
+logger = logging.getLogger("danling")
 
 
 class SeenDraws:
@@ -77,21 +80,36 @@ class WatchedReading(WorkersView, Dataset[Any]):
         return data
 
     def _read(self, keys: Sequence[Key], single: bool) -> Any:
-        if not self._may_watch or self.keyed.has_own_randomness:
+        if not keys or not self._may_watch or self.keyed.has_own_randomness:
             return self._collated(self.keyed.read(keys, single))
         if self.seen.streams is None:
-            return self._read_observed(keys, single)
-        while True:
-            self._set_idle_apart()
-            try:
-                data = self._collated(self.keyed.read(keys, single, self.seen.streams))
-            except Exception:
-                # Numbers of a stream that was not seeded may be the reason.
-                if not self._note_idle_moves():
-                    raise
-                continue
-            if not self._note_idle_moves():
+            return self._read_observed(keys, single)[0]
+        self._set_idle_apart()
+        try:
+            data = self._collated(self.keyed.read(keys, single, self.seen.streams))
+        except Exception:
+            # Numbers of a stream that was not seeded may be the reason.
+            moved = self._note_idle_moves()
+            if not moved:
+                raise
+        else:
+            moved = self._note_idle_moves()
+            if not moved:
                 return data
+        return self._read_again(keys, single, moved)
+
+    def _read_again(self, keys: Sequence[Key], single: bool, moved: Sequence[int]) -> Any:
+        """Read a batch in which streams have moved that were not seeded, with everything seeded."""
+        data, drawn = self._read_observed(keys, single)
+        if not drawn.intersection(moved):
+            # What comes before the first draw depends on no stream, so it would have come to it again.
+            self._may_watch = False
+            logger.warning(
+                "%s keeps what it draws at random: a batch that was read again, its streams seeded, drew nothing. Samples of this batch "
+                "may differ in a run that resumes. Set draws_random = True on the dataset, and every sample is read once, seeded.",
+                type(self.dataset).__name__,
+            )
+        return data
 
     def _set_idle_apart(self) -> None:
         """Put the streams that are not seeded into their private states."""
@@ -104,16 +122,17 @@ class WatchedReading(WorkersView, Dataset[Any]):
             self.seen.add(slow)
             self._set_idle_apart()
 
-    def _note_idle_moves(self) -> bool:
-        """Take note of idle streams that have moved; return whether there are any."""
+    def _note_idle_moves(self) -> list[int]:
+        """Take note of idle streams that have moved, and return them."""
         moved = [number for number, stream in self._idle if stream.was_moved()]
         if moved:
             self.seen.add(moved)
-        return bool(moved)
+        return moved
 
-    def _read_observed(self, keys: Sequence[Key], single: bool) -> Any:
-        """Read with everything seeded, and note what moves."""
+    def _read_observed(self, keys: Sequence[Key], single: bool) -> tuple[Any, set[int]]:
+        """Read with everything seeded, and note what moves; return it too."""
         self.seen.add([])
+        drawn: set[int] = set()
         parts = self.keyed.parts(keys, single)
         items: list[Any] = []
         for number, part in enumerate(parts):
@@ -126,8 +145,9 @@ class WatchedReading(WorkersView, Dataset[Any]):
             else:
                 items.extend(read)
             streams = zip(HOST_STREAMS.all, states, strict=True)
-            self.seen.add([place for place, (stream, state) in enumerate(streams) if stream.differs(state)])
-        return items
+            drawn.update(place for place, (stream, state) in enumerate(streams) if stream.differs(state))
+        self.seen.add(sorted(drawn))
+        return items, drawn
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams are those of a process.

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
+import sys
+import types
 from collections.abc import Callable
-from typing import Any
+from random import Random as Own
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
+from numpy.random import default_rng as rng_of
 from support.datasets import host_state
 from torch import Tensor
+from torch import initial_seed as seed_of
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from danling.data import DataLoader, KeyedDataset
+from danling.data import DataLoader, KeyedDataset, preserved_random_state
 from danling.data.host_streams import HOST_STREAMS
 from danling.data.keyed import declared_draws
 from danling.data.reading_code import may_look_at_streams
@@ -334,12 +341,66 @@ class MakingOnce:
         return float(self.data[index])
 
 
+class MakingInTurn:
+    """Knows the class of what draws, and makes one for each sample."""
+
+    kinds: ClassVar = {"making": Making}
+    module: Any = None
+
+    def __init__(self, kind: type[Making] | None = None) -> None:
+        self.kind = kind
+
+    def __call__(self, index: int, epoch: int) -> float:
+        if self.module is not None:
+            return self.module.draw(index, epoch)
+        return (self.kind or self.kinds["making"])()(index, epoch)
+
+
+class OfModule(MakingInTurn):
+    """Holds a module."""
+
+    def __init__(self) -> None:
+        self.module = types.ModuleType("held_module")
+        self.module.draw = lazily
+
+
+def preserved(index: int, epoch: int) -> float:
+    with preserved_random_state():
+        return random.random()
+
+
+def imported(index: int, epoch: int) -> float:
+    from imported_late import draw  # type: ignore[import-not-found]
+
+    return draw(index, epoch)
+
+
+def held_apart(index: int, epoch: int, seed: Callable[[], int] = torch.initial_seed) -> float:
+    return float(seed() % 1000003)
+
+
+sys.modules["imported_late"] = types.ModuleType("imported_late")
+sys.modules["imported_late"].draw = lazily  # type: ignore[attr-defined]
+PART = functools.partial(torch.initial_seed)
 OWN: dict[str, Callable[[int, int], float]] = {
     "from the seed": lazily,
     "by a helper": by_helper,
     "by a closure": lambda index, epoch: [lazily][0](index, epoch),
     "put back": forked,
     "object": Making(),
+    "by other names": lambda index, epoch: rng_of(seed_of() % 2**32).random(),
+    "a class by another name": lambda index, epoch: Own(PART()).random(),
+    "a partial function": lambda index, epoch: float(PART() % 1000003),
+    "a class of a class": MakingInTurn(),
+    "a class that is held": MakingInTurn(Making),
+    "a module that is held": OfModule(),
+    "an import while reading": imported,
+    "a default": held_apart,
+    "a copy of the stream": lambda index, epoch: float(
+        torch.rand((), generator=torch.random.default_generator.clone_state())
+    ),
+    "the library's own": preserved,
+    "an array of objects": functools.partial(lambda held, index, epoch: held[0](index, epoch), numpy.array([Making()])),
 }
 
 
@@ -356,6 +417,62 @@ def test_own_generators_are_keyed_by_sample(name: str) -> None:
 def test_code_that_only_draws_is_not_suspected(draw: Any) -> None:
     for dataset in (Rows(draw), Subset(Rows(draw), range(4)), ConcatDataset([Rows(draw), Batches(draw)])):
         assert not may_look_at_streams({"dataset": dataset})
+
+
+def test_what_is_not_imported_yet_is_not_known() -> None:
+    def draw(index: int, epoch: int) -> float:
+        if epoch > 100:
+            import not_there_yet  # type: ignore[import-not-found]
+
+            return not_there_yet.draw()
+        return 0.0
+
+    assert may_look_at_streams({"dataset": Rows(draw)})
+
+
+def test_an_iterator_that_goes_on_where_it_is_is_read_once() -> None:
+    class Endless(Rows):
+        def __init__(self) -> None:
+            super().__init__(nothing)
+            self.numbers = iter(range(1000))
+
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) + next(self.numbers) + (random.random() if index > 11 else 0)
+
+    dataset = Endless()
+    assert len(list(DataLoader(dataset, batch_size=3, seed=5))) == 8
+    assert dataset.reads == next(dataset.numbers) == 24
+
+
+def test_a_dataset_that_keeps_what_it_drew_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    held: dict[int, float] = {}
+
+    def keeping(index: int, epoch: int) -> float:
+        return held.setdefault(index, random.random()) if index > 11 and index not in held else held.get(index, 0.0)
+
+    dataset = Rows(keeping)
+    with caplog.at_level(logging.WARNING, "danling"):
+        rows = torch.cat(list(DataLoader(dataset, batch_size=3, seed=5)))
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["Rows keeps what it draws at random"]
+    held.clear()
+    expected = torch.cat(keyed_passes(Rows(keeping), DataLoader(dataset, batch_size=3, seed=5), 1))
+    assert torch.equal(rows[15:], expected[15:])
+
+
+def test_no_warning_where_the_second_reading_takes_another_branch(caplog: pytest.LogCaptureFixture) -> None:
+    def branching(index: int, epoch: int) -> float:
+        if index < 6:
+            return 0.0
+        return float(numpy.random.rand()) if random.random() < 0.5 else float(torch.rand(()))
+
+    loader = DataLoader(Rows(branching), batch_size=3, seed=5)
+    assert_same(passes(loader, 2), keyed_passes(Rows(branching), loader, 2))
+    assert not caplog.records
+
+
+def test_a_batch_without_samples_is_made_by_the_collate_function() -> None:
+    reading = WatchedReading(KeyedDataset(Rows(nothing), 5, collates=True, collate_fn=len), len, SeenDraws())
+    assert reading.__getitems__([]) == 0
 
 
 class Counting(Rows):
