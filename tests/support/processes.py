@@ -170,6 +170,7 @@ class _Member:
     process: BaseProcess
     pipe: connection.Connection
     report: tuple[bool, bytes, str] | None = None
+    killed: bool = False
 
 
 @contextlib.contextmanager
@@ -263,6 +264,20 @@ def _collect(
     return outcomes
 
 
+def _kill(members: Sequence[_Member]) -> None:
+    """Kill who has not ended, all at once: who goes last would tell of the others' broken connections."""
+    for member in members:
+        _receive(member)
+    living = [member for member in members if member.process.is_alive()]
+    for member in living:
+        if member.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.process.pid, signal.SIGSTOP)
+    for member in living:
+        member.killed = True
+        _end(member)
+
+
 def _receive(member: _Member) -> None:
     with contextlib.suppress(EOFError, OSError):
         if member.report is None and member.pipe.poll():
@@ -270,7 +285,7 @@ def _receive(member: _Member) -> None:
 
 
 def _conclude(member: _Member, timeout: float) -> Outcome:
-    hung = member.process.is_alive()
+    hung = member.killed or member.process.is_alive()
     if not hung:
         # It may have ended between the last look into the pipe and the look at the process.
         _receive(member)
