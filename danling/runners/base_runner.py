@@ -184,7 +184,6 @@ class BaseRunner(metaclass=MetaRunner):
             world_size=self.world_size,
             seconds_between_lines=self.config.log_seconds,
         )
-        self._closers.callback(self._reporter.trackers.close)
         self.init_distributed()
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
@@ -194,6 +193,8 @@ class BaseRunner(metaclass=MetaRunner):
             self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
         self._printer = Printer(self.is_main_process)
         self._name_run()
+        # Those that were added and never opened; before another process may write into the run directory.
+        self._closers.callback(self._reporter.trackers.close)
         self.set_seed()
         self.set_deterministic()
         # Building a model may be what hangs.
@@ -828,6 +829,8 @@ class BaseRunner(metaclass=MetaRunner):
             # It may look into the directory of another run, but its figures must not replace those that are there.
             self.checkpoint_manager.check_directory()
             self._run_place.write_figures(resumed=self.state.train.global_step > 0)
+        # First of all at the end: what a tracker has to say then stands in the log of the run.
+        self._closers.callback(self._reporter.trackers.close)
         self._reporter.open_trackers(lambda name: getattr(self, f"init_{name}", None), self._tracker_place)
 
     def _tracker_place(self) -> TrackerPlace:
@@ -1241,14 +1244,17 @@ class BaseRunner(metaclass=MetaRunner):
         return module
 
     def close(self) -> None:
-        """Finish background work and release what the runner opened; a second call does nothing.
+        """Finish background work, release what the runner opened, and leave the user's module on `model`; a second call does nothing.
 
         Raises:
             Exception: What a background writer had to report. Everything is closed all the same.
         """
-        if not self._closed:
-            self._closed = True
-            self._closers.close()
+        if self._closed:
+            return
+        self._closed = True
+        if self.model is not None:
+            self.model = self.unwrap(self.model)
+        self._closers.close()
 
     if not TYPE_CHECKING:
 

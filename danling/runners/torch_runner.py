@@ -175,7 +175,6 @@ class TorchRunner(BaseRunner):
         """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
         super().__post_init__()
         self.preparation.note_constructed(self.model)
-        # Registered last, so that it is the first thing that `close` does.
         self._check_effects()
 
     def _build_memory_retry(self) -> MemoryRetry | None:
@@ -383,16 +382,6 @@ class TorchRunner(BaseRunner):
         """
         # The user's `__init__` may ask before anything is prepared.
         return self.preparation.unwrap(model) if "preparation" in vars(self) else model
-
-    def close(self) -> None:
-        """Finish background work, release what the runner opened, and leave the user's module on `model`; a second call does nothing.
-
-        Raises:
-            Exception: What a background writer had to report. Everything is closed all the same.
-        """
-        if not self._closed and self.model is not None:
-            self.model = self.unwrap(self.model)
-        super().close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names, free of wrapper prefixes, and parameters of the model, then those of the criterion.

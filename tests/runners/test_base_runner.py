@@ -163,3 +163,21 @@ def test_who_only_looks_may_log_before_anything_is_restored(tmp_path: Path) -> N
     with LogsEarly(settings(tmp_path / "run", checkpoint={"load_only": True})):
         pass
     assert [line["mine"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1.0]
+
+
+class Wrapping(LeastSquares):
+    """Wraps its weights, as a stack of one's own does with a model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = {"module": self.weights}
+
+    def unwrap(self, model: Any) -> Any:
+        """Return the weights."""
+        return model["module"] if isinstance(model, dict) else model
+
+
+def test_a_stack_of_ones_own_is_left_with_the_users_model(tmp_path: Path) -> None:
+    with Wrapping(settings(tmp_path / "run")) as runner:
+        assert isinstance(runner.model, dict)
+    assert runner.model is runner.weights

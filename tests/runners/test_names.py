@@ -208,6 +208,8 @@ def test_a_hook_that_is_not_called_any_more_is_named_with_what_to_override(tmp_p
     ]
     assert "override `build_placement` instead" in said[0] and "override `progress_parts` instead" in said[1]
     assert warned[0].filename == __file__
+    forgotten = {"nonfinite_gradients": lambda self: [], "evaluations_since_best": property(lambda self: 0)}
+    assert len(former_hooks(type("Forgotten", (Named,), forgotten))) == 2
     assert former_hooks(Named) == [] and former_hooks(type("Plain", (Named,), {"heal": 3})) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,6 +146,27 @@ def test_the_main_process_alone_uses_trackers_and_all_close_what_they_made(tmp_p
     (made, calls), (other_made, other_calls) = run_processes(trackers_of_ranks, settings(tmp_path), world_size=2)
     assert made == 1 and "log" in calls and calls[-1] == "close"
     assert other_made == 0 and other_calls == ["close"]
+
+
+def test_trackers_are_closed_while_the_run_has_its_log_and_its_directory(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Held(Small):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._closers.callback(order.append, "run directory")
+
+    class Sent(Notes):
+        def close(self) -> None:
+            """Say how many figures it got."""
+            logging.getLogger("danling").info("%d figures were sent.", len(self.lines))
+            order.append("tracker")
+
+    with Held(settings(tmp_path, log=True)) as runner:
+        runner.add_tracker(Sent())
+        runner.train()
+    assert order == ["tracker", "run directory"]
+    assert "figures were sent." in runner.workspace.log_file.read_text()
 
 
 # Garbage
