@@ -117,10 +117,13 @@ class Mixture(Dataset[Any]):
                 source.set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
-        """Take the orders of the sources from another seed. The library's loader calls it with its own."""
+        """Take the orders of the sources from another seed, also in mixtures among them. The library's loader calls it with its own."""
         if seed != self.seed:
             self.seed = seed
             self._orders.clear()
+        for name, source in self.sources.items():
+            if isinstance(source, Mixture):
+                source.set_seed(derive_seed(seed, "mixture", name))
 
     # Figures
 
@@ -197,10 +200,9 @@ class Mixture(Dataset[Any]):
 
     def _stage_of(self, epoch: int) -> _Stage:
         for later in self._changes(epoch):
+            last, turns = self._stages[-1], self._turns_at(later)
             self._known_until = later
-            last = self._stages[-1]
-            turns = self._turns_at(later)
-            if turns is not last.turns:
+            if turns.shares != last.turns.shares:
                 counts = last.turns.counts((later - last.first) * self._length)
                 before = tuple(begun + count for begun, count in zip(last.before, counts, strict=True))
                 self._stages.append(_Stage(later, turns, before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import subprocess
@@ -376,3 +377,29 @@ def test_an_impossible_length_and_a_loader_that_shuffles_are_named() -> None:
         source_of(make_mixture(), shuffle=True)
     with pytest.raises(IndexError, match="between 0 and 49"):
         make_mixture()[50]
+
+
+def test_a_copy_goes_on_as_the_original() -> None:
+    """Weights that stay as they are begin nothing anew, whoever compares them."""
+    original = make_mixture(lambda epoch: WEIGHTS, length=7)
+    copied = copy.deepcopy(original)
+    for mixture in (original, copied):
+        mixture.set_epoch(3)
+    assert [original.locate(position) for position in range(7)] == [copied.locate(position) for position in range(7)]
+    assert original.fingerprint(3) == copied.fingerprint(3)
+
+
+def test_weights_that_were_refused_are_refused_again() -> None:
+    mixture = make_mixture(lambda epoch: {} if epoch == 2 else WEIGHTS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="at epoch 2. Received"):
+            mixture.set_epoch(3)
+
+
+def test_a_mixture_in_a_mixture_takes_its_order_from_the_seed_too() -> None:
+    orders = set()
+    for seed in (1, 2, 1):
+        inner = make_mixture(length=20)
+        Mixture({"inner": inner}, {"inner": 1}, shuffle=False).set_seed(seed)
+        orders.add(tuple(int(inner[position][0]) for position in range(20)))
+    assert len(orders) == 2
