@@ -140,13 +140,6 @@ class BaseRunner(metaclass=MetaRunner):
     """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
 
     mode: Literal["train", "evaluate", "infer"] = "train"
-    model: Any = None
-    ema: Any = None
-    # Not `Callable | None`: a step may call it without asking a type checker.
-    criterion: Any = None
-    optimizer: Any = None
-    scheduler: Any = None
-    metrics: Any = None
     checkpoint_manager: Any = None
     # For those who override `set_seed` with a way of their own.
     seed: int = 0
@@ -157,6 +150,14 @@ class BaseRunner(metaclass=MetaRunner):
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
         self._closers = ExitStack()
         self._closed = False
+        # On the runner, not on the class: a method that happens to be called so is no component.
+        self.model: Any = None
+        self.ema: Any = None
+        # Not `Callable | None`: a step may call it without asking a type checker.
+        self.criterion: Any = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.metrics: Any = None
         self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
         self.state = RunnerState()

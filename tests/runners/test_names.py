@@ -219,6 +219,15 @@ def test_no_hook_of_today_is_among_the_former_ones(tmp_path: Path) -> None:
     assert not here & (FORMER_NAMES.keys() | _FORMER_HOOKS.keys())
 
 
+@pytest.mark.parametrize("name", ["ema", "optimizer", "scheduler", "metrics"])
+def test_a_method_that_is_called_as_a_component_is_not_taken_for_it(name: str, tmp_path: Path) -> None:
+    def helper(self: Any, *_: Any) -> float:
+        return 1.0
+
+    with Named(settings(tmp_path / "plain")) as plain, type("Own", (Named,), {name: helper})(settings(tmp_path)) as own:
+        assert type(getattr(own, name)) is type(getattr(plain, name))
+
+
 @pytest.mark.parametrize("name", sorted(FORMER_NAMES))
 def test_a_former_name_is_accepted_with_a_warning(name: str, tmp_path: Path) -> None:
     with Named(settings(tmp_path)) as runner:
