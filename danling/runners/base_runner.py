@@ -1016,7 +1016,9 @@ class BaseRunner(metaclass=MetaRunner):
             CheckpointError: If an earlier save in the background failed, or this one cannot be written.
             NonFiniteError: If the update before it was not finite, which shows on an accelerator only now.
         """
-        if not self.config.checkpoint.load_only:
+        if self.config.checkpoint.load_only:
+            self.saver.leave_out()
+        else:
             self.saver.save(history=history, best=save_best and self._is_state_of_best)
 
     @property

@@ -93,6 +93,11 @@ class RunSaver:
                     action()
             self.note_saved()
 
+    def leave_out(self) -> None:
+        """Write nothing; what goes with a save in a training, such as flushing the metrics, is done all the same. Called on all ranks."""
+        with self.around():
+            pass
+
     def export(self, weights: Callable[[], Mapping[str, Any]]) -> None:
         """Write weights only. Called on all ranks.
 

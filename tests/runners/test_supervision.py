@@ -106,6 +106,17 @@ def test_a_tracker_is_flushed_and_closed_after_a_failure(tmp_path: Path) -> None
     assert len(notes.lines) == 2 and notes.calls[-2:] == ["flush", "close"]
 
 
+def test_a_tracker_is_flushed_as_often_where_no_checkpoint_is_written(tmp_path: Path) -> None:
+    flushed = []
+    for name, more in (("writes", {}), ("reads", {"checkpoint": {"load_only": True}})):
+        notes = Notes()
+        with Small(settings(tmp_path / name, **more)) as runner:
+            runner.add_tracker(notes)
+            runner.train()
+        flushed.append(notes.calls.count("flush"))
+    assert flushed[0] == flushed[1] == 3  # after each epoch, and at the end
+
+
 class Deaf(Notes):
     """Cannot be flushed."""
 
