@@ -252,6 +252,8 @@ def _collect(
         # An event cannot be waited for together with pipes.
         connection.wait(waiting, timeout=left if stop is None else min(left, 0.02))
         late = time.monotonic() >= end or (stop is not None and stop.is_set())
+        if late:
+            _kill(open_members)
         for member in list(open_members):
             _receive(member)
             if member.process.is_alive() and not late:
