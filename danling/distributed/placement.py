@@ -10,6 +10,7 @@ from .domain import Domain
 
 
 def _default_group() -> Sequence[Any]:
+    """Return the default process group alone."""
     return (None,)
 
 
