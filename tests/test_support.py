@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.kill import kill_after, kill_when, python, run_python
+from support.patience import patience
 from support.process_tree import descendants
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
 from support.torchrun import run_torchrun, torchrun
@@ -163,9 +164,16 @@ def test_leaving_a_torchrun_block_ends_agent_and_workers(warm: bool) -> None:
     with torchrun("ranked.py", environment={"PAUSE": "60"}, warm=warm) as job:
         job.wait_for_output("rank 0")
         job.wait_for_output("rank 1")
-        # The forks of the server are no children of the job; the rule of every test sees them go.
+        # The forks of the server are no children of the job: they end by themselves when they see it gone.
         assert warm or len(descendants(job.pid)) >= 2
-    assert not [command for command in descendants(os.getpid()).values() if "ranked.py" in command]
+    end = time.monotonic() + patience(10)
+    while (left := _running("ranked.py")) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left
+
+
+def _running(script: str) -> list[str]:
+    return [command for command in descendants(os.getpid()).values() if script in command]
 
 
 _WRITER = "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(60)\n"

@@ -74,8 +74,9 @@ def leave_process_group() -> None:
     """Leave the process group, and let DeepSpeed forget what it keeps of it, so that another engine can follow."""
     gc.collect()
     comm = import_module("deepspeed.comm")
-    if dist.is_initialized() and comm.is_initialized():
-        comm.destroy_process_group()
+    if dist.is_initialized():
+        # DeepSpeed knows nothing of the group until an engine is built, which may have been refused.
+        (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
 def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, Any]) -> object:
