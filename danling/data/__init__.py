@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .batching import AUTO, divide_updates, merge_settings
-from .build import build_dataloader
+from .build import build_dataloader, order_setting
 from .cursors import Batch
 from .glance import can_glance, glanced
 from .keyed import KeyedDataset
@@ -44,6 +44,7 @@ __all__ = [
     "merge_settings",
     "move_to_device",
     "open_source",
+    "order_setting",
     "preserved_random_state",
     "restore_random_state",
     "seed_streams",

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.utils.suggest import did_you_mean
@@ -17,6 +17,7 @@ from danling.utils.suggest import did_you_mean
 from .batching import OWN, divide_updates
 from .loader import DataLoader, check_settings
 from .mixture import Mixture
+from .sampled import yields_batches
 from .sampled_loader import SampledLoader
 from .stream_loader import StreamLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
@@ -86,6 +87,18 @@ def build_dataloader(
         raise ValueError(
             f"Expected dataloader settings of split {split!r} that go together. Received: {dict(settings)}. {error}"
         ) from error
+
+
+def order_setting(sampler: Any, dataset: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting under which a sampler goes: `batch_sampler`, if it yields the batches themselves, else `sampler`.
+
+    Args:
+        sampler: A sampler or a batch sampler. A class of the user's own that yields lists is known as one where no `batch_size` is set.
+        dataset: What it draws from.
+        settings: The other settings of the split.
+    """
+    asks = "batch_size" not in settings or isinstance(sampler, BatchSampler)
+    return {"batch_sampler" if asks and yields_batches(sampler, dataset) else "sampler": sampler}
 
 
 def is_loader(dataset: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -252,10 +253,27 @@ class CountedCursor(LiveCursor):
             )
 
 
+class _Ahead(NamedTuple):
+    """A batch that was read only to learn whether there is one."""
+
+    batch: Any
+    """The batch, `_END`, or the `_Failed` reading of it."""
+    state: dict[str, Any]
+    """The position before it, or after the end."""
+
+
+class _Failed(NamedTuple):
+    error: Exception
+
+
 class StatefulCursor(LiveCursor):
     """Position in a loader with a state of its own, such as a user's `StatefulDataLoader`.
 
     It comes back as exactly as that state is: torchdata's leaves out the random streams of its workers.
+
+    A dataset that keeps its place cannot tell, from a state in which nothing is left, a pass of which only the end has not been seen
+    from one that has not begun: it would begin another one. So where the length of a pass is not known, `state_dict` reads
+    one batch ahead, which is the next one to be trained on, and says of a pass that is over that it is.
     """
 
     kind = "stateful"
@@ -264,6 +282,15 @@ class StatefulCursor(LiveCursor):
         super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._touched = False
         self._pending: Mapping[str, Any] | None = None
+        self._ahead: _Ahead | None = None
+
+    def _fetch(self, live: Iterator[Any], batch: int) -> Any:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return super()._fetch(live, batch)
+        if isinstance(ahead.batch, _Failed):
+            raise ahead.batch.error
+        return ahead.batch
 
     def _begin(self) -> Iterator[Any]:
         if self._live is not None:
@@ -305,6 +332,7 @@ class StatefulCursor(LiveCursor):
         """Go to the beginning of a pass; a state that was loaded from the middle of the very same one is given up."""
         if epoch == self.epoch and self.consumed and not isinstance(self.loader, StreamLoader):
             self._pending = None
+        self._ahead = None
         super().set_epoch(epoch)
 
     def _carried(self) -> dict[str, Any]:
@@ -324,6 +352,24 @@ class StatefulCursor(LiveCursor):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's own state; take it between updates, when nothing is fetched that is not consumed."""
+        if self._ahead is None and self._live is not None and self._may_be_over():
+            self._ahead = self._look_ahead(self._live)
+        return self._place() if self._ahead is None else self._ahead.state
+
+    def _may_be_over(self) -> bool:
+        if isinstance(self.loader, StreamLoader) and self.loader.is_read_again:
+            return False
+        return self._fetched == self.consumed > 0 and self.remaining_batches() in (None, 0)
+
+    def _look_ahead(self, live: Iterator[Any]) -> _Ahead:
+        before = copy.deepcopy(self._place())  # a dataset may go on changing what its state holds
+        try:
+            batch = super()._fetch(live, self._fetched)
+        except Exception as error:  # it concerns whoever asks for that batch, not who saves
+            batch = _Failed(error)
+        return _Ahead(batch, {**self._place(), "exhausted": True} if batch is _END else before)
+
+    def _place(self) -> dict[str, Any]:
         if self._pending is not None:
             own = self._pending["loader"]
             generators = {name: self._pending[name] for name in ("generators", "generators_found")}

@@ -248,6 +248,28 @@ class SampledBatches(Sampler[list[Key]]):
 _BATCH_SAMPLERS = (BatchSampler, torchdata_samplers.BatchSampler)
 
 
+def yields_batches(sampler: Any, dataset: object) -> bool:
+    """Return whether a sampler yields lists of indices, the batches, and not single ones.
+
+    A class of the user's own is asked for its first item inside streams of its own, and put back to how it was.
+
+    Args:
+        sampler: Anything that yields indices, or lists of them.
+        dataset: What it draws from.
+    """
+    if isinstance(sampler, _BATCH_SAMPLERS):
+        return True
+    if type(sampler) in _KNOWN or hasattr(sampler, "__next__"):
+        return False
+    state, streams = SamplerState(sampler, dataset), HOST_STREAMS.save()
+    found = state.capture()
+    try:
+        return isinstance(next(iter(sampler), None), (list, tuple))
+    finally:
+        state.restore(found)
+        HOST_STREAMS.put_back(streams)
+
+
 class _Order:
     """The items of one pass as the sampler gives them, drawn inside streams of their own."""
 

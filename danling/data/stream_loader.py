@@ -63,6 +63,11 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         if self.num_workers:
             end_with_process(self)
 
+    @property
+    def is_read_again(self) -> bool:
+        """Whether a resumed pass is read from its beginning up to the position, since the dataset keeps no place itself."""
+        return self._state is not None
+
     def set_epoch(self, epoch: int) -> None:
         """Prepare a pass: put the dataset back to how the pass found it, or note how it does."""
         self.epoch = epoch

@@ -23,7 +23,7 @@ from danling.checkpoints.reading import obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.stored import continued
-from danling.data import BatchSource, Splits, build_dataloader, derive_seed, open_source, seed_streams
+from danling.data import BatchSource, Splits, build_dataloader, derive_seed, open_source, order_setting, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.rank_streams import RankStreams, streams_by_index
 from danling.data.sources import Sources
@@ -573,7 +573,7 @@ class BaseRunner(metaclass=MetaRunner):
         settings, (rank, size) = self._splits.settings(split), self.data_place(split)
         sampler = self.build_datasampler(split, dataset)
         if sampler is not None:
-            settings["sampler"] = sampler
+            settings.update(order_setting(sampler, dataset, settings))
         return build_dataloader(
             dataset,
             settings,
@@ -587,10 +587,11 @@ class BaseRunner(metaclass=MetaRunner):
         )
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
-        """Return a sampler for one split, or `None`; override it for an order of your own.
+        """Return a sampler or a batch sampler for one split, or `None`; override it for an order of your own.
 
         By default a loader of the library brings its own, which divides the dataset over the ranks. Another sampler divides
-        itself; its order comes back exactly, on the same number of processes.
+        itself; its order comes back exactly, on the same number of processes. With a batch sampler, anything that yields lists of
+        indices, leave `dataloader.batch_size` out.
 
         Args:
             split: The split.

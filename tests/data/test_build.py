@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.datasets import Augmented, Stream, drain
-from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from danling.data import BatchSource, DataLoader, build_dataloader
+from danling.data import BatchSource, DataLoader, build_dataloader, order_setting
 from danling.data.batching import merge_settings
 from danling.data.sampled_loader import SampledLoader
 from danling.data.stream_loader import StreamLoader
@@ -113,3 +114,47 @@ def test_empty_and_small_datasets_are_refused() -> None:
         build([])
     with pytest.raises(ValueError, match=r"global batch of 8 samples.*Received: 5 samples"):
         build(range(5), {"batch_size": 4}, world_size=2)
+
+
+class Lists:
+    """A batch sampler of a user's own, without a base class, whose order is drawn and counted."""
+
+    def __init__(self) -> None:
+        self.passes, self.generator = 0, torch.Generator().manual_seed(1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        yield torch.randperm(8, generator=self.generator).tolist()
+
+
+class Singles(Lists):
+    def __iter__(self) -> Iterator[int]:
+        for batch in super().__iter__():
+            yield from batch
+
+
+@pytest.mark.parametrize(
+    ("sampler", "settings", "expected"),
+    [
+        (BatchSampler(RandomSampler(range(8)), 4, False), {}, "batch_sampler"),
+        (BatchSampler(RandomSampler(range(8)), 4, False), {"batch_size": 4}, "batch_sampler"),
+        (RandomSampler(range(8)), {}, "sampler"),
+        ([[0, 1], [2, 3]], {}, "batch_sampler"),
+        ([0, 1, 2, 3], {"batch_size": 2}, "sampler"),
+        (Lists(), {}, "batch_sampler"),
+        (Singles(), {}, "sampler"),
+        # Each item is a list of indices that the dataset itself takes.
+        (Lists(), {"batch_size": None}, "sampler"),
+        (iter([[0, 1]]), {}, "sampler"),
+    ],
+)
+def test_a_batch_sampler_is_told_from_a_sampler(sampler: Any, settings: dict[str, Any], expected: str) -> None:
+    before = torch.get_rng_state()
+    assert list(order_setting(sampler, range(8), settings)) == [expected]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sampler_that_was_asked_what_it_yields_begins_as_if_it_had_not_been() -> None:
+    asked, untouched = Lists(), Lists()
+    order_setting(asked, range(8), {})
+    assert asked.passes == 0 and list(asked) == list(untouched)

@@ -128,13 +128,18 @@ class Lists:
         return iter([order[begin : begin + BATCH] for begin in range(0, LENGTH, BATCH)])
 
 
+def share_of_worker() -> list[int]:
+    """Permute the indices, and return those of this worker."""
+    info = get_worker_info()
+    first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+    return torch.randperm(LENGTH).tolist()[first::step]
+
+
 class Stream(IterableDataset[dict[str, Any]]):
     """Permutes in `__iter__`, divides over workers, and draws for each sample."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
-        for index in torch.randperm(LENGTH).tolist()[first::step]:
+        for index in share_of_worker():
             yield a_sample(index, of_global_streams())
 
 
@@ -158,7 +163,7 @@ class Remembers(IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self.order:
-            self.order = torch.randperm(LENGTH).tolist()
+            self.order = share_of_worker()
         while self.order:
             yield a_sample(self.order.pop(), of_global_streams())
 
@@ -320,7 +325,12 @@ def matrix() -> list[Any]:
     """Every case in every way: a few of them quick, at fewer stops, the rest slow."""
     quick = {
         *(("weighted", "built", 0), ("weighted, generator", "built", 2), ("in place", "built", 0)),
-        *(("batches", "stateful", 0), ("random, generator", "torch", 0), ("lazy generator", "built", 0)),
+        *(
+            ("batches", "stateful", 0),
+            ("batches of NumPy", "built", 0),
+            ("random, generator", "torch", 0),
+            ("lazy generator", "built", 0),
+        ),
         *(
             ("stream", "built", 0),
             ("buffer", "torch", 0),
