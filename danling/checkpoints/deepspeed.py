@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from . import storage
-from .base import CheckpointManager
+from .base import CollectiveCheckpointManager
 from .deepspeed_files import (
     CLIENT_STATE,
     EngineAhead,
@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Let `files` write what the engine saves."""
 
 
-class DeepSpeedCheckpointManager(CheckpointManager):
+class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     """Tags of a DeepSpeed engine as targets that are written once, and pointer files with the names; see `TargetStore`.
 
     Beside the engine's files lies `runner.pth` with everything but model and optimizer; the same goes to the engine as its client
@@ -58,32 +58,13 @@ class DeepSpeedCheckpointManager(CheckpointManager):
 
     store_class: ClassVar[type[TargetStore]] = TargetStore
     store: TargetStore
+    _ahead: EngineAhead | None = None
 
     def __init__(self, *args: Any, engine: Engine, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._engine = engine
-        self._ahead: EngineAhead | None = None
 
     # Saving
-
-    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
-        """Save a state as `latest` before an evaluation, after which the next save of it links the files that are the same.
-
-        Call on all ranks. Until then a run that goes on finds this one.
-
-        Args:
-            payload: The state; tensors and plain values.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Raises:
-            CheckpointError: As `save_checkpoint`.
-        """
-        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
-
-    def is_saved_ahead(self) -> bool:
-        """Whether the last save was one ahead. No communication: may be called on one rank."""
-        return self._ahead is not None
 
     def _save(
         self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int, ahead: bool = False

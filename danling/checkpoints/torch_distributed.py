@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .base import CheckpointManager
+from .base import CollectiveCheckpointManager
 from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointDiskError, CheckpointError
 from .manifest import complaints, read_manifest
@@ -35,7 +35,7 @@ class _Save:
     """Whether the same state is saved once more, with the figures of an evaluation."""
 
 
-class TorchDistributedCheckpointManager(CheckpointManager):
+class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     """Targets that are written once by all ranks together, and pointer files with the names; see `TargetStore`.
 
     Every rank passes its own payload: DTensors are written by the ranks that hold them, what is equal everywhere is written once,
@@ -48,6 +48,7 @@ class TorchDistributedCheckpointManager(CheckpointManager):
 
     store_class: ClassVar[type[TargetStore]] = TargetStore
     store: TargetStore
+    _ahead: SavedAhead | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,29 +70,8 @@ class TorchDistributedCheckpointManager(CheckpointManager):
             self._process = self.on_all(WriterProcess)
             self._buffers = SnapshotBuffers(shared=True)
         self._pending: _Save | None = None
-        self._ahead: SavedAhead | None = None
 
     # Saving
-
-    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
-        """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
-
-        Call on all ranks. Until then a run that goes on finds this one.
-
-        Args:
-            payload: The state; tensors and plain values.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Raises:
-            CheckpointError: As `save_checkpoint`.
-        """
-        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
-
-    def is_saved_ahead(self) -> bool:
-        """Whether the last save was one ahead and is complete, which is waited for. No communication: may be called on one rank."""
-        self._executor.wait()
-        return self._ahead is not None
 
     def _save(
         self,
