@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from danling.distributed import Domain
+
 from .base import CollectiveCheckpointManager
 from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointDiskError, CheckpointError
@@ -155,10 +157,8 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         self._process.write(payload, writer)
 
     def _exchange(self, value: object) -> list[Any]:
-        values = [value] * self.domain.size
-        if self.domain.size > 1:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        """Gather a value of every rank on all of them, over the group that nothing but saves uses."""
+        return (self.domain if self._group is None else Domain(self._group)).gather_objects(value)
 
     # Ending
 

@@ -223,12 +223,14 @@ class _Actions:
     def join(self, address: Address, rank: int, size: int) -> None:
         from torch import distributed as dist
 
+        from danling.distributed import Domain
+
         from .plan_cache import PlanCache
 
         alone = dist.HashStore()  # type: ignore[attr-defined]
         store = alone if size == 1 else dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        self._plans = PlanCache(_exchange)
+        self._plans = PlanCache(Domain().gather_objects)
 
     def write(self, payload: dict[str, Any], writer: TargetWriter) -> None:
         from .dcp_files import save_target
@@ -243,24 +245,12 @@ class _Actions:
             own.release()
 
 
-def _exchange(value: int) -> list[int]:
-    from torch import distributed as dist
-
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-Exchange = Callable[[Any], list[Any]]
-"""Gathers a value of every rank on all of them, over a group that nothing else uses meanwhile."""
-
-
-def meet(process: WriterProcess, exchange: Exchange, *, rank: int, size: int) -> None:
+def meet(process: WriterProcess, exchange: Callable[[Any], list[Any]], *, rank: int, size: int) -> None:
     """See to it that the processes of all ranks live and form a group. Call on all ranks.
 
     Args:
         process: That of this rank.
-        exchange: See `Exchange`.
+        exchange: Gathers a value of every rank on all of them, over a group that nothing else uses meanwhile.
         rank: This rank.
         size: Number of ranks.
 
