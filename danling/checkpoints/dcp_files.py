@@ -118,7 +118,9 @@ class TargetWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`, the index and the manifest; on the coordinator, when all ranks have written."""
         path = Path(self.path)
-        kept, files = _taken_over(metadata, path, self.reuse) if self.reuse is not None else ([], {})
+        metadata, kept, files = (
+            _taken_over(metadata, path, self.reuse) if self.reuse is not None else (metadata, [], {})
+        )
         super().finish(metadata, [*results, kept])
         files[METADATA] = self._hashing.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):
@@ -137,19 +139,26 @@ class TargetWriter(FileSystemWriter):
         return self.fs
 
 
-def _taken_over(metadata: Metadata, path: Path, reuse: Reuse) -> tuple[list[WriteResult], dict[str, tuple[int, str]]]:
-    """Add tensors of another target to what is known of a new one, and link their files into it; return their places and sums."""
+def _taken_over(
+    metadata: Metadata, path: Path, reuse: Reuse
+) -> tuple[Metadata, list[WriteResult], dict[str, tuple[int, str]]]:
+    """Link the files of tensors of another target into a new one; return what is known of it with them, and their places and sums."""
     source = path.parent / reuse.target
     manifest, other = read_manifest(source / SUMS, f"{reuse.target}/{SUMS}"), _metadata(source)
     assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None
-    for name in reuse.names:
-        metadata.state_dict_metadata[name] = other.state_dict_metadata[name]
-        metadata.planner_data[name] = other.planner_data[name]
+    about = {name: other.state_dict_metadata[name] for name in reuse.names}
+    paths = {name: other.planner_data[name] for name in reuse.names}
     places = {index: place for index, place in other.storage_data.items() if index.fqn in reuse.names}
     files = {place.relative_path: manifest.files[place.relative_path] for place in places.values()}
     for name in files:
         storage.link(source / name, path / name)
-    return [WriteResult(index, place.length, place) for index, place in places.items()], files
+    # New dictionaries: those that are there may be part of a plan that a later save takes up again.
+    whole = replace(
+        metadata,
+        state_dict_metadata={**metadata.state_dict_metadata, **about},
+        planner_data={**metadata.planner_data, **paths},
+    )
+    return whole, [WriteResult(index, place.length, place) for index, place in places.items()], files
 
 
 class TargetReader(FileSystemReader):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,15 @@ import pytest
 import torch
 from support.processes import run_processes
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from danling.checkpoints import CheckpointError, CheckpointSettings, TorchDistributedCheckpointManager
+from danling.checkpoints.dcp_files import TargetWriter, save_target
 from danling.checkpoints.plan_cache import PlanCache
+from danling.checkpoints.policy import Record
+from danling.checkpoints.reuse import Reuse
 from danling.distributed import Domain, LocalDomain
 
 
@@ -122,4 +130,46 @@ def test_saves_in_the_background_hold_what_they_were_given(tmp_path: Path, mode:
         read = manager.load_checkpoint("latest")["model"]["weight"]
         assert torch.equal(read, weight)
         assert read.dtype == dtype
+    manager.close()
+
+
+def test_taking_files_over_leaves_a_plan_that_is_kept_as_it_is(tmp_path: Path) -> None:
+    finished: list[tuple[Metadata, list[list[WriteResult]]]] = []
+
+    class Writer(TargetWriter):
+        def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+            finished.append((replace(metadata), results))
+            super().finish(metadata, results)
+
+    def writer(name: str, reuse: Reuse | None = None) -> TargetWriter:
+        return Writer(tmp_path / name, Record(name, 1, 0, (), "run", 1, 0), reuse=reuse)
+
+    save_target({"format_version": 1, "model": {"other": torch.ones(5)}}, writer("another"), alone=True)
+    cache = _meeting()
+    save_target({"format_version": 1, "model": {"weight": torch.ones(3)}}, writer("planned"), alone=True, cache=cache)
+    kept = copy.deepcopy(cache.metadata)
+    assert kept is not None
+    (tmp_path / "linked").mkdir()
+    writer("linked", Reuse("another", frozenset({"model.other"}))).finish(*finished[-1])
+    assert {"model.other", "model.weight"} == json.loads((tmp_path / "linked/index.json").read_text())["tensors"].keys()
+    assert cache.metadata == kept
+
+
+def test_a_save_after_one_that_takes_files_over_is_written_as_planned_before(tmp_path: Path) -> None:
+    settings = CheckpointSettings(async_mode="disabled")
+    manager = TorchDistributedCheckpointManager(
+        tmp_path, domain=LocalDomain(), run_id="run", settings=settings, step_mode=True
+    )
+    payload = {"format_version": 1, "model": {"weight": torch.arange(4.0)}, "state": {"figures": 1}}
+
+    def index() -> str:
+        return (sorted((tmp_path / "targets").iterdir())[-1] / "index.json").read_text()
+
+    manager.save_ahead(payload, epoch=0, global_step=3)
+    first = index()
+    manager.save_checkpoint(payload, epoch=0, global_step=3)
+    assert index() != first, "the tensor lies in a file that was taken over, the rest in one beside it"
+    manager.save_checkpoint(payload, epoch=0, global_step=4)
+    assert index() == first
+    assert torch.equal(manager.load_checkpoint("latest")["model"]["weight"], payload["model"]["weight"])
     manager.close()
