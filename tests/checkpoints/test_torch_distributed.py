@@ -156,7 +156,7 @@ def test_a_save_of_another_step_takes_nothing_over(tmp_path: Path) -> None:
     manager.save_checkpoint(payload, epoch=0, global_step=4)
     assert not manager.is_saved_ahead()
     (target,) = _targets(tmp_path)
-    assert not list(target.glob("again*"))
+    assert [path.name for path in target.glob("*.distcp")] == ["__0_0.distcp"]
     assert _same(manager.load_checkpoint("latest"), payload)
 
 
