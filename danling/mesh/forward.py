@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from danling.training import peek_target, unpack_batch
-from danling.training.forward import EvaluationForward, ForwardContext
+from danling.training.forward import EvaluationForward
 from danling.utils.tensors import whole
 
 from .pipeline import Pipeline
@@ -19,36 +20,19 @@ from .stages import StagePlan
 from .topology import Topology
 
 
+@dataclass(kw_only=True, eq=False)
 class MeshForward(EvaluationForward):
     """Evaluates and predicts single batches on a model that is divided over a mesh.
 
     In a pipeline, predictions and losses are on the ranks with the last stage.
-
-    Args:
-        model: As `EvaluationForward`.
-        bare: As `EvaluationForward`.
-        context: As `EvaluationForward`.
-        loss: As `EvaluationForward`.
-        topology: The place of this rank.
-        stages: The stages of this rank.
-        pipeline: Returns what runs them, `None` without a pipeline.
     """
 
-    def __init__(
-        self,
-        *,
-        model: Callable[[], Any],
-        bare: Callable[[], Any],
-        context: ForwardContext,
-        loss: Callable[[Any, Any], Tensor | None],
-        topology: Topology,
-        stages: StagePlan,
-        pipeline: Callable[[], Pipeline | None],
-    ) -> None:
-        super().__init__(model=model, bare=bare, context=context, loss=loss)
-        self.topology = topology
-        self.stages = stages
-        self.pipeline = pipeline
+    topology: Topology
+    """The place of this rank."""
+    stages: StagePlan
+    """The stages of this rank."""
+    pipeline: Callable[[], Pipeline | None]
+    """Returns what runs them, `None` without a pipeline."""
 
     def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
         """Return the prediction of a batch, whole on every rank that has one, and its loss.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,28 +14,18 @@ from .batches import call_model, is_pair, unpack_batch
 ForwardContext = Callable[[], "AbstractContextManager[Any] | None"]
 
 
+@dataclass(kw_only=True, eq=False)
 class EvaluationForward:
-    """Evaluates and predicts single batches where this rank has the whole model; a stack that divides it hands over a subclass.
+    """Evaluates and predicts single batches where this rank has the whole model; a stack that divides it hands over a subclass."""
 
-    Args:
-        model: Returns what is called.
-        bare: Returns the model as the user made it, whose `forward` says which keywords it takes.
-        context: Returns the context of a forward, or `None`.
-        loss: `(prediction, target) -> loss`, `None` for a batch that has none.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: Callable[[], Any],
-        bare: Callable[[], Any],
-        context: ForwardContext,
-        loss: Callable[[Any, Any], Tensor | None],
-    ) -> None:
-        self.model = model
-        self.bare = bare
-        self.context = context
-        self.loss = loss
+    model: Callable[[], Any]
+    """Returns what is called."""
+    bare: Callable[[], Any]
+    """Returns the model as the user made it, whose `forward` says which keywords it takes."""
+    context: ForwardContext
+    """Returns the context of a forward, or `None`."""
+    loss: Callable[[Any, Any], Tensor | None]
+    """`(prediction, target) -> loss`, `None` for a batch that has none."""
 
     def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
         """Return the prediction of a batch, and its loss.
