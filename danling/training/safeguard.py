@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -55,64 +56,50 @@ def keeping_trained(
         raise
 
 
+@dataclass(eq=False)
 class TrainedKeeper:
-    """Makes ready, before an evaluation, for saving what was trained where the evaluation fails on any rank.
+    """Makes ready, before an evaluation, for saving what was trained where the evaluation fails on any rank."""
 
-    Args:
-        saver: Knows where the last save stands.
-        manager: Returns what writes checkpoints.
-        state: Returns the full state. Called on all ranks.
-        settle: Raises what an update left to be checked. Called on all ranks.
-        save: Saves the full state as the latest, never as the best.
-        may_write: Returns whether the run writes checkpoints.
-        may_save_ahead: Returns whether a save may be made before the evaluation.
-        several: Returns whether ranks that may fail one by one hold the state together.
-        aside: Returns the context that leaves a save out of the speed of training.
-    """
-
-    def __init__(
-        self,
-        saver: RunSaver,
-        *,
-        manager: Callable[[], Any],
-        state: Callable[[], Mapping[str, Any]],
-        settle: Callable[[], None],
-        save: Callable[[], None],
-        may_write: Callable[[], bool],
-        may_save_ahead: Callable[[], bool],
-        several: Callable[[], bool],
-        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._saver = saver
-        self._manager = manager
-        self._state = state
-        self._settle = settle
-        self._save = save
-        self._may_write = may_write
-        self._may_save_ahead = may_save_ahead
-        self._several = several
-        self._aside = aside
-        self._failures = 0
+    saver: RunSaver
+    """Knows where the last save stands."""
+    _: KW_ONLY
+    manager: Callable[[], Any]
+    """Returns what writes checkpoints."""
+    state: Callable[[], Mapping[str, Any]]
+    """Returns the full state. Called on all ranks."""
+    settle: Callable[[], None]
+    """Raises what an update left to be checked. Called on all ranks."""
+    save: Callable[[], None]
+    """Saves the full state as the latest, never as the best."""
+    may_write: Callable[[], bool]
+    """Returns whether the run writes checkpoints."""
+    may_save_ahead: Callable[[], bool]
+    """Returns whether a save may be made before the evaluation."""
+    several: Callable[[], bool]
+    """Returns whether ranks that may fail one by one hold the state together."""
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns the context that leaves a save out of the speed of training."""
+    _failures: int = field(default=0, init=False)
 
     def make_ready(self) -> Callable[[], bool]:
         """Return what saves the state as it is now after a failure of this rank, when the others may be anywhere.
 
         A save that takes all ranks begins here, since one that fails finds nobody to make it with.
         """
-        saver, manager, (step, epoch) = self._saver, self._manager(), self._saver.at
-        if saver.is_saved or not self._may_write():
+        saver, manager, (step, epoch) = self.saver, self.manager(), self.saver.at
+        if saver.is_saved or not self.may_write():
             return lambda: saver.saved_at == (step, epoch)
         alone = getattr(manager, "save_alone", None)
-        ahead = getattr(manager, "save_ahead", None) if self._may_save_ahead() else None
-        if self._several() and alone is not None:
+        ahead = getattr(manager, "save_ahead", None) if self.may_save_ahead() else None
+        if self.several() and alone is not None:
             # Gathered now, since a rank that fails finds nobody to gather it from.
-            self._settle()
-            payload = self._state()
+            self.settle()
+            payload = self.state()
             return lambda: bool(alone(payload, epoch=epoch, global_step=step))
-        if self._several() and ahead is not None:
-            with self._aside():
-                self._settle()
-                ahead(self._state(), epoch=epoch, global_step=step)
+        if self.several() and ahead is not None:
+            with self.aside():
+                self.settle()
+                ahead(self.state(), epoch=epoch, global_step=step)
             saved: Callable[[], bool] = manager.is_saved_ahead
             return saved
         return self._save_together
@@ -121,8 +108,8 @@ class TrainedKeeper:
         self._failures += 1
         if not all_arrive(f"failed/{self._failures}", seconds=_PATIENCE_SECONDS):
             return False
-        self._save()
-        self._manager().wait()
+        self.save()
+        self.manager().wait()
         return True
 
 
