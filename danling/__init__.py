@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import metrics, optim
     from .optim import OPTIMIZERS, SCHEDULERS
     from .runners import (
+        AccelerateRunner,
         BaseRunner,
         DeepSpeedRunner,
         MetaRunner,
@@ -29,6 +30,7 @@ else:
         {
             "optim": ("OPTIMIZERS", "SCHEDULERS"),
             "runners": (
+                "AccelerateRunner",
                 "BaseRunner",
                 "DeepSpeedRunner",
                 "MetaRunner",
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULERS",
+    "AccelerateRunner",
     "BaseRunner",
     "DeepSpeedRunner",
     "MetaRunner",

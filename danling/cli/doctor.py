@@ -26,7 +26,16 @@ from typing import Any
 from .environment import installed
 from .output import DAMAGED, OK, add_json, print_json
 
-EXTRAS = ("tensorboard", "wandb", "matplotlib", "safetensors", "torchmetrics", "deepspeed", "torchft-nightly")
+EXTRAS = (
+    "tensorboard",
+    "wandb",
+    "matplotlib",
+    "safetensors",
+    "torchmetrics",
+    "deepspeed",
+    "accelerate",
+    "torchft-nightly",
+)
 RANKS = 2
 
 HALT_AT = 11

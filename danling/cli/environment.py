@@ -33,10 +33,11 @@ PACKAGES = (
     "safetensors",
     "torchmetrics",
     "deepspeed",
+    "accelerate",
     "torchft-nightly",
 )
 _VARIABLES = re.compile(
-    r"(OMP|MKL)_NUM_THREADS|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHFT|PYTORCH)_[A-Z0-9_]+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|DS_ACCELERATOR"
+    r"(OMP|MKL)_NUM_THREADS|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHFT|PYTORCH)_[A-Z0-9_]+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|DS_ACCELERATOR|ACCELERATE_[A-Z0-9_]+"
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 

@@ -10,9 +10,17 @@ from .identity import flatten
 _SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")
 _GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")
 _OTHER_STACKS: dict[str, tuple[str, ...]] = {
-    "ddp": ("parallel", "fsdp", "deepspeed"),
-    "parallel": ("deepspeed", "compile.optimize_ddp"),
-    "deepspeed": ("parallel", "fsdp", "compile.optimize_ddp", "checkpoint.backend", *_SHARDED_CHECKPOINTS),
+    "ddp": ("parallel", "fsdp", "deepspeed", "accelerate"),
+    "parallel": ("deepspeed", "accelerate", "compile.optimize_ddp"),
+    "deepspeed": (
+        "parallel",
+        "fsdp",
+        "accelerate",
+        "compile.optimize_ddp",
+        "checkpoint.backend",
+        *_SHARDED_CHECKPOINTS,
+    ),
+    "accelerate": ("parallel", "fsdp", "deepspeed"),
 }
 
 _SWITCHES = {
@@ -31,12 +39,12 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
     Args:
         settings: A whole configuration as plain values.
         defaults: The same with defaults only.
-        stack: `ddp`, `parallel` or `deepspeed`; another name gives none.
+        stack: Its name without aliases; one that is not known here gives none.
     """
     if stack not in _OTHER_STACKS:
         return []
     ignored = [*_OTHER_STACKS[stack], *_GRAPH_PATHS]
-    if stack == "ddp" and settings["checkpoint"]["backend"] != "dcp":
+    if stack in ("ddp", "accelerate") and settings["checkpoint"]["backend"] != "dcp":
         ignored += _SHARDED_CHECKPOINTS
     usual = flatten(defaults)
     changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]

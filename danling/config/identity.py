@@ -107,6 +107,9 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
     kept = {name: value for name, value in sized.items() if name not in NOT_SEMANTIC}
     if isinstance(kept.get("fsdp"), Mapping):
         kept["fsdp"] = {name: value for name, value in kept["fsdp"].items() if f"fsdp.{name}" not in NOT_SEMANTIC}
+    if isinstance(kept.get("accelerate"), Mapping):
+        # What else it says of numbers is `precision`; the rest is where it runs.
+        kept["accelerate"] = {"mixed_precision": "fp8"} if kept["accelerate"].get("mixed_precision") == "fp8" else {}
     if isinstance(kept.get("dataloader"), Mapping):
         kept["dataloader"] = _without_loading(kept["dataloader"])
     result = _without_empty(kept)

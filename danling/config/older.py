@@ -12,6 +12,7 @@ STACKS = {
     "parallel": "parallel",
     "deepspeed": "deepspeed",
     "ds": "deepspeed",
+    "accelerate": "accelerate",
 }
 OLDER_KEYS = {
     "platform": "stack",
@@ -64,8 +65,7 @@ def read_older(name: str, value: object) -> object:
             f"Expected platform to be one of {', '.join(map(repr, _PLATFORMS))}. Received: platform={value!r}."
             f"{did_you_mean(platform, _PLATFORMS)}"
         )
-    # The accelerate platform ran data parallel, which is what `ddp` is.
-    return "ddp" if platform == "accelerate" else value
+    return value
 
 
 def warn_older(name: str) -> None:

@@ -156,8 +156,8 @@ def _declared(config: Section, key: str) -> object:
 
 
 def _section_value(key: str, words: list[str], section: Config) -> object:
-    if key == "deepspeed" and len(words) == 1 and not words[0].startswith("{"):
-        return words[0]  # a file of DeepSpeed's
+    if key in ("deepspeed", "accelerate") and len(words) == 1 and not words[0].startswith("{"):
+        return words[0]  # a file of that library's
     value = _yaml(" ".join(words)) if words and words[0].startswith("{") else None
     if not isinstance(value, Mapping):
         keys = [*fields_of(type(section)), *section]

@@ -28,6 +28,7 @@ from .older import OLDER_KEYS, read_older, read_precision, stack_named, warn_old
 from .own import OwnKeys
 from .parse import parse_into
 from .schema import (
+    AccelerateConfig,
     CheckpointConfig,
     CommConfig,
     CompileConfig,
@@ -72,7 +73,7 @@ class RunnerConfig(ClosedSection):
     """
 
     stack: str = "auto"
-    """What trains: auto (ddp), ddp or torch, parallel, deepspeed or ds."""
+    """What trains: auto (ddp), ddp or torch, parallel, deepspeed or ds, accelerate."""
     seed: NonNegativeInt | None = None
     """Base seed, agreed over ranks; none: one is drawn and stored."""
     deterministic: bool = False
@@ -165,6 +166,7 @@ class RunnerConfig(ClosedSection):
     heartbeat: Nested[HeartbeatConfig]
     ft: Nested[FtConfig]
     deepspeed: Nested[DeepSpeedConfig]
+    accelerate: Nested[AccelerateConfig]
 
     _given: ClassVar[Any] = None
 
@@ -202,8 +204,8 @@ class RunnerConfig(ClosedSection):
     # Keys: the library's are declared, the user's are any other
 
     def _assign(self, name: Any, value: Any) -> None:
-        if name == "deepspeed" and isinstance(value, (str, os.PathLike)):
-            # How users of DeepSpeed keep its configuration.
+        if name in ("deepspeed", "accelerate") and isinstance(value, (str, os.PathLike)):
+            # How users of these libraries keep their configuration.
             value = read_settings(value)
         if name in fields_of(RunnerConfig):
             return super()._assign(name, read_precision(value) if name == "precision" else value)
@@ -392,7 +394,7 @@ class RunnerConfig(ClosedSection):
         check_sections(self)
 
     def stack_name(self) -> str:
-        """Return the stack without aliases: `ddp`, `parallel` or `deepspeed`; case, `-` and `_` do not matter.
+        """Return the stack without aliases, such as `ddp` or `parallel`; case, `-` and `_` do not matter.
 
         Raises:
             ValueError: If the stack is unknown.
@@ -411,7 +413,7 @@ class RunnerConfig(ClosedSection):
         """Warn about settings that were changed but do nothing on a stack.
 
         Args:
-            stack: `ddp`, `parallel` or `deepspeed`.
+            stack: Its name without aliases.
 
         Returns:
             Their keys.

@@ -335,3 +335,9 @@ class DeepSpeedConfig(Section):
     """Merged over what the DeepSpeed runner derives from its own keys. Open; a contradiction is an error."""
 
     _path: ClassVar[str] = "deepspeed"
+
+
+class AccelerateConfig(Section):
+    """Arguments of `Accelerator`, or a file of `accelerate config`. Open; what the library decides itself is an error."""
+
+    _path: ClassVar[str] = "accelerate"

@@ -9,6 +9,7 @@ from danling.utils.lazy import lazily
 if TYPE_CHECKING:
     from danling.config import RunnerConfig
 
+    from .accelerate_runner import AccelerateRunner
     from .base_runner import BaseRunner
     from .deepspeed_runner import DeepSpeedRunner
     from .meta import MetaRunner
@@ -20,6 +21,7 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "accelerate_runner": ("AccelerateRunner",),
             "base_runner": ("BaseRunner",),
             "danling.config": ("RunnerConfig",),
             "deepspeed_runner": ("DeepSpeedRunner",),
@@ -32,6 +34,7 @@ else:
     )
 
 __all__ = [
+    "AccelerateRunner",
     "BaseRunner",
     "DeepSpeedRunner",
     "MetaRunner",

@@ -23,6 +23,7 @@ _STACKS = {
     "ddp": ("torch_runner", "TorchRunner"),
     "parallel": ("parallel_runner", "ParallelRunner"),
     "deepspeed": ("deepspeed_runner", "DeepSpeedRunner"),
+    "accelerate": ("accelerate_runner", "AccelerateRunner"),
 }
 
 

@@ -298,11 +298,6 @@ class TorchRunner(BaseRunner):
         self._build_ema()
         self.compile_modules([self.model])
         self._wrap()
-        self.preparation.note_wrapped(self.unwrapped_model)
-        if isinstance(self.model, DistributedDataParallel):
-            # As the wrapper does with the model's.
-            for parameter in self._criterion_tensors("parameters"):
-                self.world.broadcast(parameter.data)
 
     def _build_ema(self) -> None:
         settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
@@ -353,12 +348,16 @@ class TorchRunner(BaseRunner):
             self.model = self.unwrap(self.model)
             self._wrap()
             self.preparation.note_constructed(self.model)
-            self.preparation.note_wrapped(self.unwrapped_model)
 
     def _wrap(self) -> None:
         # DistributedDataParallel reads the compiler's setting as well.
         with self.compilation.settings() if self.compilation is not None else nullcontext():
             self.model = self.wrap_model(self.model)
+        self.preparation.note_wrapped(self.unwrapped_model)
+        if isinstance(self.model, DistributedDataParallel):
+            # As the wrapper does with the model's.
+            for parameter in self._criterion_tensors("parameters"):
+                self.world.broadcast(parameter.data)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model that training calls: DistributedDataParallel when there are several ranks. Call on all ranks.
@@ -983,13 +982,14 @@ class TorchRunner(BaseRunner):
             self.precision.scaler,
             model=self.model,
             domain=self.data_domain,
-            # DistributedDataParallel has reduced nothing where memory may run out in the backward, and never the criterion's.
-            unreduced=lambda: (
-                self._criterion_tensors("parameters")
-                if self.memory_retry is None
-                else [parameter for _, parameter in self.named_parameters()]
-            ),
+            unreduced=self._unreduced,
         )
+
+    def _unreduced(self) -> list[Tensor]:
+        # DistributedDataParallel has reduced nothing where memory may run out in the backward, and never the criterion's.
+        if self.memory_retry is None:
+            return self._criterion_tensors("parameters")
+        return [parameter for _, parameter in self.named_parameters()]
 
     def train_context(self) -> Any:
         """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""

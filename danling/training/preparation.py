@@ -51,15 +51,23 @@ class ModelPreparation:
         """
         if self.world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        return DistributedDataParallel(model, **self.wrapper_options(options, reduces_later=reduces_later))
+
+    def wrapper_options(self, options: Mapping[str, Any], *, reduces_later: bool) -> dict[str, Any]:
+        """Return the arguments of DistributedDataParallel, as `wrap` is to use them.
+
+        Raises:
+            ValueError: If a static graph is asked for, which cannot be reduced later.
+        """
         if not reduces_later:
-            return DistributedDataParallel(model, **options)
+            return dict(options)
         if options.get("static_graph"):
             raise ValueError(
                 "Expected DistributedDataParallel without a static graph: with dataloader.micro_batch_size='auto' gradients are "
                 "reduced after the backward. Received: static_graph=True from ddp_kwargs. Set a number, or leave static_graph out."
             )
         self.broadcasts_buffers = options.get("broadcast_buffers", True)
-        return DistributedDataParallel(model, **{**options, "broadcast_buffers": False})
+        return {**options, "broadcast_buffers": False}
 
     def unwrap(self, model: Any) -> Any:
         """Return the user's module out of the model that training calls. May be called on one rank."""

@@ -114,6 +114,8 @@ class LocalReduction:
         self.optimizer = optimizer
         self.named_parameters = named_parameters
         self.scaler = scaler
+        self.stepped: Any = optimizer
+        """What is stepped: the optimizer, or what a stack has made of it."""
         self.mean_over = 1
         self._list_parameters()
         own = getattr(getattr(optimizer, "zero_grad", None), "__func__", None)
@@ -169,7 +171,7 @@ class LocalReduction:
         """Multiply the gradient by a factor and take the scale of float16 out of it; see `GradientReduction.unscale`."""
         # A window of padding or ignored targets has no gradient, and is not made: it must not count as unscaled.
         if self.scaler is not None and weight:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.stepped)
         gradients = self.held()
         scale_gradients(gradients, factor)
         return gradients
@@ -188,9 +190,9 @@ class LocalReduction:
     def apply(self, step: int) -> None:
         """Step the optimizer; in float16 through the scaler, which leaves out a step that is not finite."""
         if self.scaler is not None:
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self.stepped)
         else:
-            self.optimizer.step()
+            self.stepped.step()
 
     def zero(self) -> None:
         """Drop the gradients, also those of parameters that the optimizer does not have."""

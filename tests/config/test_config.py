@@ -265,6 +265,23 @@ class TestSetting:
         assert config.deepspeed.plain() == {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
         assert RunnerConfig().parse(["--deepspeed", str(file)]).deepspeed.zero_optimization.stage == 2
 
+    def test_accelerate_from_a_file_that_its_command_writes(self, tmp_path: Path) -> None:
+        file = tmp_path / "accelerate.yaml"
+        file.write_text("mixed_precision: bf16\nnum_processes: 2\n")
+        assert RunnerConfig({"accelerate": str(file)}).accelerate.plain() == {
+            "mixed_precision": "bf16",
+            "num_processes": 2,
+        }
+        assert RunnerConfig().parse(["--accelerate", str(file)]).accelerate.num_processes == 2
+
+    def test_of_accelerate_only_fp8_makes_another_run(self) -> None:
+        plain = RunnerConfig(seed=1)
+        for section, same in (
+            ({"use_cpu": True, "mixed_precision": "bf16"}, True),
+            ({"mixed_precision": "fp8"}, False),
+        ):
+            assert (RunnerConfig(seed=1, accelerate=section).canonical() == plain.canonical()) is same
+
     @pytest.mark.parametrize(
         ("key", "meant"),
         [
@@ -502,6 +519,7 @@ class TestTypes:
             ("Deep-Speed", "deepspeed"),
             ("ds", "deepspeed"),
             ("_Parallel", "parallel"),
+            ("Accelerate", "accelerate"),
         ],
     )
     def test_stacks(self, stack: str, name: str) -> None:
@@ -509,7 +527,8 @@ class TestTypes:
 
     def test_unknown_stack_lists_the_valid_ones(self) -> None:
         with pytest.raises(
-            ValueError, match="'auto', 'ddp', 'torch', 'parallel', 'deepspeed', 'ds'.*stack='ddpp'.*Did you mean 'ddp'"
+            ValueError,
+            match="'auto', 'ddp', 'torch', 'parallel', 'deepspeed', 'ds', 'accelerate'.*stack='ddpp'.*Did you mean 'ddp'",
         ):
             RunnerConfig(stack="ddpp")
 
@@ -527,7 +546,7 @@ class TestOlderKeys:
         [
             ("platform", "deepspeed", "stack", "deepspeed"),
             ("platform", "torch", "stack", "torch"),
-            ("platform", "accelerate", "stack", "ddp"),
+            ("platform", "accelerate", "stack", "accelerate"),
             ("checkpoint_async", False, "checkpoint.async_enabled", False),
             ("checkpoint_interval", 7, "checkpoint.interval", 7),
         ],
@@ -1161,6 +1180,8 @@ class TestWithoutEffect:
             ("deepspeed.zero_optimization.stage", 2, "parallel"),
             ("checkpoint.dedicated_async_process_group", False, "ddp"),
             ("checkpoint.backend", "dcp", "deepspeed"),
+            ("accelerate.use_cpu", True, "ddp"),
+            ("fsdp.enabled", True, "accelerate"),
             ("compile.memory_policy", "full", "parallel"),
             ("compile.precompile_artifact_dir", "graphs", "deepspeed"),
         ],
@@ -1172,7 +1193,7 @@ class TestWithoutEffect:
     def test_silent(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for stack in ("ddp", "parallel", "deepspeed", "base"):
+            for stack in ("ddp", "parallel", "deepspeed", "accelerate", "base"):
                 assert RunnerConfig({"optim.lr": 1}).warn_without_effect(stack) == []
             RunnerConfig({"parallel.axes.shard": 2}).warn_without_effect("parallel")
 
