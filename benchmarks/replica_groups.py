@@ -1,6 +1,6 @@
 """What TorchFT costs an update: a small model without it, in one replica group, and in two on this machine.
 
-python benchmarks/replica_groups.py                       # milliseconds an update; needs `pip install 'danling[torchft]'`
+python benchmarks/replica_groups.py                       # milliseconds an update; needs `pip install torchft-nightly`
 """
 
 from __future__ import annotations

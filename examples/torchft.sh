@@ -2,7 +2,7 @@
 # Fault tolerance with TorchFT on this machine: a lighthouse and two replica groups train the digits; one of them is killed, the other
 # trains on, the killed one is started again and heals. One to two minutes; the last lines are two equal test accuracies.
 #
-#   pip install 'danling[torchft,examples]'
+#   pip install -e '.[torchft,examples]'
 #   examples/torchft.sh            # RANKS=2 examples/torchft.sh for two processes a group
 set -euo pipefail
 

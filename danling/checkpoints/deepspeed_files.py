@@ -232,7 +232,7 @@ def _require_deepspeed(path: Path) -> None:
     if find_spec("deepspeed") is None:
         raise CheckpointError(
             f"Expected deepspeed, which puts the shares of {path} together. Received: it is not installed. Install it: "
-            "pip install 'danling[deepspeed]'; or export the checkpoint where it is."
+            "pip install deepspeed; or export the checkpoint where it is."
         )
 
 

@@ -37,7 +37,7 @@ def import_deepspeed(device: torch.device) -> object:
     if find_spec("deepspeed") is None:
         raise ImportError(
             "Expected the package deepspeed for stack='deepspeed'. Received: it is not installed. Install it: "
-            "pip install 'danling[deepspeed]'."
+            "pip install deepspeed."
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type != "cpu":

@@ -348,6 +348,5 @@ def _resume_policy(mode: str | None) -> Literal["allow"] | None:
 def _require(package: str) -> None:
     if find_spec(package) is None:
         raise ImportError(
-            f"Expected the package {package!r} to be installed. Received: no such package. "
-            f"Run `pip install 'danling[{package}]'`."
+            f"Expected the package {package!r} to be installed. Received: no such package. Run `pip install {package}`."
         )

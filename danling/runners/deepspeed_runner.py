@@ -43,7 +43,7 @@ class DeepSpeedRunner(TorchRunner):
     batches takes part with a batch that does not count. Outside, `with runner.whole_weights():` makes them whole; enter it on all ranks.
 
     Raises:
-        ImportError: If DeepSpeed is not installed: `pip install 'danling[deepspeed]'`.
+        ImportError: If DeepSpeed is not installed: `pip install deepspeed`.
     """
 
     stack = "deepspeed"

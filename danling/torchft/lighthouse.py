@@ -255,7 +255,7 @@ def require_torchft() -> None:
         import torchft  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install 'danling[torchft]'`."
+            f"Expected torchft to be installed for ft.enabled. Received: {error}. Install it with `pip install torchft-nightly`."
         ) from error
 
 

@@ -130,7 +130,7 @@ def _new_figure(panels: int, columns: int) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "Expected matplotlib to be installed. Received: no such package. Run `pip install 'danling[plots]'`."
+            "Expected matplotlib to be installed. Received: no such package. Run `pip install matplotlib`."
         ) from error
     width = min(columns, panels)
     height = math.ceil(panels / width)

@@ -56,3 +56,15 @@ def test_every_example_is_on_the_front_page() -> None:
     front = (ROOT / "docs" / "index.md").read_text()
     programs = [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("**/*.s[hb]*")]
     assert [program.name for program in programs if program.name not in front] == []
+
+
+def test_nothing_installs_what_another_project_has_published_under_this_name() -> None:
+    """The public package index knows `danling` as another project's."""
+    folders = ("benchmarks", "danling", "docs", "examples", "scripts")
+    kinds = (".md", ".py", ".sh", ".sbatch")
+    files = [ROOT / "README.md", *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
+    texts = {file: file.read_text() for file in files if file.suffix in kinds}
+    installs = re.compile(r"pip3? install[^\n`]*[\s'\"]danling\b")
+    assert installs.search("pip install -U 'danling[wandb]'")
+    assert len(texts) > 200
+    assert [str(file.relative_to(ROOT)) for file, text in texts.items() if installs.search(text)] == []

@@ -26,9 +26,9 @@ from danling.cli.main import main
 from danling.training import NonFiniteError
 
 
-def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danling.deepspeed.engine.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'danling\[deepspeed\]'"):
+    with pytest.raises(ImportError, match="pip install deepspeed"):
         AnyStackRunner(settings(tmp_path))
 
 

@@ -20,7 +20,7 @@ import danling as dl
 from .toys import whole_state
 
 needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'danling[deepspeed]'"
+    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
 )
 
 
