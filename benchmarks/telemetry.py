@@ -81,14 +81,14 @@ class Bare(Benchmarked):
 
 def silence(runner: Benchmarked) -> None:
     """Take telemetry and bar out of a runner, which offers no setting for it: every run is timed."""
-    begin = runner._report.begin
+    begin = runner._parts.report.begin
 
     def begin_without(**options: Any) -> None:
         begin(**options)
         runner._reporter.end()
         runner._reporter.telemetry = NoTelemetry()  # type: ignore[assignment]
 
-    runner._report.begin = begin_without  # type: ignore[method-assign]
+    runner._parts.report.begin = begin_without  # type: ignore[method-assign]
 
 
 def make_runner(

@@ -28,6 +28,9 @@ class RankStreams:
         layout: Returns what has streams of its own, and how many of it; runs in which it is the same draw the same numbers.
         seed: Returns the base seed of the run.
         device: Returns the device, whose stream is kept too.
+
+    Attributes:
+        seed_is_drawn: Whether the seed was left open, and is that of the checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RankStreams:
         seed: Callable[[], int],
         device: Callable[[], torch.device],
     ) -> None:
+        self.seed_is_drawn = False
         self._place, self._number, self._layout = place, number, layout
         self._seed, self._device = seed, device
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from danling.utils.numbers import Paced, format_count
@@ -12,6 +13,8 @@ from danling.utils.protocols import ReductionDomain
 
 from .builtin import BUILT_IN_TRACKERS, TrackerPlace
 from .flops import ModelFlops
+from .logging import RunLog, close_run_log, open_run_log, speaking_for
+from .printing import Printer
 from .progress import Progress, format_scores
 from .telemetry import Telemetry
 from .trackers import TrackerSet
@@ -56,6 +59,7 @@ class Reporter:
         flops: What the model computes for a sample.
         telemetry: Speed of the training that runs, or ran last; `None` before the first one.
         bar: The progress bar of the training that runs; `None` on other processes than the main one.
+        print: Prints on the main process, beside the bar.
     """
 
     def __init__(self, *, is_main: bool, world_size: int, seconds_between_lines: float) -> None:
@@ -66,9 +70,31 @@ class Reporter:
         self.flops = ModelFlops()
         self.telemetry: Telemetry | None = None
         self.bar: Progress | None = None
+        self.print = Printer(is_main)
+        self._log: RunLog | None = None
         self._profiler: StepProfiler | None = None
         self._result_lines = Paced(seconds_between_lines, burst=_RESULT_LINES)
         self._samples_at_begin = self._samples_at_log = 0
+
+    # The log
+
+    def open_log(self, file: Path | None, *, rank: int) -> None:
+        """Open the log of the run.
+
+        Args:
+            file: Where it is kept, `None` for nowhere.
+            rank: What other processes than the main one are called in it.
+        """
+        self._log = open_run_log(file, is_main=self.is_main, rank=rank)
+
+    def close_log(self) -> None:
+        """Close the log of the run."""
+        if self._log is not None:
+            close_run_log(self._log)
+
+    def speaking(self) -> AbstractContextManager[None]:
+        """Return the context in which what is logged belongs to this run alone."""
+        return speaking_for(self._log) if self._log is not None else nullcontext()
 
     # Trackers
 

@@ -86,7 +86,7 @@ class AccelerateRunner(TorchRunner):
     def bind_optimizer(self) -> None:
         """Let Accelerate prepare model and optimizer together."""
         self.preparation.bind(self.optimizer)
-        self._wrap()
+        self._parts.wrap_model()
 
     def build_reduction(self) -> GradientReduction:
         """Return what runs the backward and the step through the accelerator."""
@@ -99,5 +99,5 @@ class AccelerateRunner(TorchRunner):
             stepped=self.preparation.stepped(self.optimizer),
             model=self.model,
             domain=self.data_domain if wrapped else LocalDomain(),
-            unreduced=self._unreduced,
+            unreduced=self._parts.unreduced,
         )

@@ -14,8 +14,7 @@ VERBS = ("train_epoch", "train_step", "evaluate_step", "infer_step")
 def make_standalone(namespace: dict[str, Any]) -> None:
     """Replace the verbs among the methods of a class by ones that prepare themselves when no loop has called them.
 
-    A runner that has a method `_alone_<verb>(call, *args, **kwargs)` is asked by it to run `call` prepared, and says by
-    `_called_alone(verb)` whether that is due; without one nothing is prepared.
+    The parts of a runner say whether that is due and run the verb prepared; a runner without parts prepares nothing.
 
     Args:
         namespace: The attributes of the class that is being made.
@@ -26,12 +25,12 @@ def make_standalone(namespace: dict[str, Any]) -> None:
 
 
 def _standalone(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
-    prepared = f"_alone_{verb}"
-
     @wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
-        if not hasattr(self, prepared) or not self._called_alone(verb):
+        parts = self._parts
+        # Within a step, which is where it costs, no call tells it.
+        if parts is None or self._session.in_step or not parts.is_alone(verb):
             return function(self, *args, **kwargs)
-        return getattr(self, prepared)(partial(function, self), *args, **kwargs)
+        return parts.run_alone(verb, partial(function, self), *args, **kwargs)
 
     return method

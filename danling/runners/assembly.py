@@ -1,417 +1,741 @@
-"""What the components of a torch runner are constructed of: values, and hooks that are looked up on the runner each time.
+"""What stands behind the short methods of a torch runner: its parts, and what each of them is constructed of.
 
-A user may override a hook, or change a setting while a run trains, so nothing of these is bound here.
+A part is handed values, callables, or the runner itself as the small protocol that the part asks for. A hook is looked up on the runner at
+every call, since a user may override it, and a setting may change while a run trains: nothing of these is bound here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from danling.data import Batch
-from danling.distributed import set_collective_timeout
+from danling.checkpoints import FileCheckpointManager
+from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.config.effects import endless_streams, idle_settings
+from danling.data import Batch, derive_seed
+from danling.distributed import StepSync, set_collective_timeout
+from danling.metrics import MetricSet
+from danling.optim.building import scheduler_interval
 from danling.reporting import describe_batches, describe_parameters, describe_training
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
-from danling.torchft import QuorumError, WaitAbandonedError
-from danling.training import BatchWeights, Boundaries, Evaluation, written_by_forward
+from danling.torchft import (
+    Healing,
+    QuorumError,
+    ReplicaGroups,
+    ReplicaMember,
+    ReplicaSettings,
+    WaitAbandonedError,
+    position_owner,
+)
+from danling.training import BatchWeights, Boundaries, Evaluation, MemoryRetry, criterion_setting, written_by_forward
 from danling.training.batch_loss import BatchLoss
+from danling.training.component_checks import misnamed_overrides
+from danling.training.coverage import ungraded, ungraded_names
 from danling.training.ending import TrainingEnd
-from danling.training.evaluator import EvaluatedRun, EvaluationHooks, EvaluationSources, Evaluator
-from danling.training.loop import Budget, LoopHooks, TrainingLoop
-from danling.training.micro_batches import MicroBatches, MicroBatchHooks, RetriedForwards, WindowForwards
+from danling.training.evaluator import EvaluatedRun, EvaluationMode, EvaluationSources, Evaluator
+from danling.training.gradients import normalization_statistics
+from danling.training.loop import TrainingLoop
+from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
+from danling.training.model_states import weights_to_export
+from danling.training.readiness import Readiness
 from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
+from danling.training.rollback import buffers_of, remember_forwards
 from danling.training.safeguard import TrainedKeeper
+from danling.training.update import UpdateStep
 
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
 
-
-# Batches
-
-
-def batch_weights(runner: TorchRunner) -> BatchWeights:
-    """Return what weighs the batches of a run."""
-    warns = runner.is_main_process and not runner._overrides("batch_weight")
-    return BatchWeights(learns=not runner._overrides("train_step"), warns=warns, criterion=lambda: runner.criterion)
+logger = logging.getLogger("danling")
 
 
-def batch_loss(runner: TorchRunner) -> BatchLoss:
-    """Return what knows of losses that the model computes."""
-    weights = runner._batch_weights
-    return BatchLoss(
-        criterion=lambda: runner.criterion,
-        model=lambda: runner.unwrapped_model,
-        compute_loss=lambda pred, target: runner.compute_loss(pred, target),
-        batch_weight=lambda data, target: runner.batch_weight(data, target),
-        weights=weights,
-        window=lambda: runner.window,
-        glance=lambda: weights.look_at_first(
-            runner.train_splits,
-            sources=runner.sources,
-            datasets=runner.datasets,
-            settings=runner._splits.settings,
-            device=runner.device,
-        ),
-        own_loss=runner._overrides("compute_loss"),
-        own_weight=runner._overrides("batch_weight"),
-        speaks=runner.is_main_process,
-    )
+class TorchParts:
+    """The parts of a torch runner, each made when it is first asked for, after the user's `__init__`.
 
+    Args:
+        runner: The runner.
 
-def micro_batches(runner: TorchRunner) -> MicroBatches:
-    """Return what runs single micro-batches."""
-    hooks = MicroBatchHooks(
-        train_step=lambda data: runner.train_step(data),
-        to_device=lambda data: runner.to_device(data),
-        batch_weight=lambda data, target: runner.batch_weight(data, target),
-        count_tokens=lambda data: runner.count_tokens(data),
-        counter=lambda: runner.state.train,
-        begin=lambda: runner.reduction.begin(first=not runner._looked),
-    )
-    return MicroBatches(
-        hooks,
-        window=runner.window,
-        weights=runner._batch_weights,
-        loss=runner._batch_loss if runner._overrides("train_step") else None,
-        reporter=runner._reporter,
-        session=runner._session,
-    )
+    Attributes:
+        memory_retry: Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`.
+        metrics: What evaluation computes beside the loss.
+    """
 
+    metrics: MetricSet
 
-def window_forwards(runner: TorchRunner) -> WindowForwards:
-    """Return what runs the micro-batches of an update."""
-    retry = runner.memory_retry
-    retried = None
-    if retry is not None:
-        retried = RetriedForwards(
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner = runner
+        self.memory_retry: MemoryRetry | None = None
+
+    # Construction
+
+    def choose_memory_retry(self) -> None:
+        """Make what is needed to find the size of micro-batches, before the model is wrapped for it.
+
+        Raises:
+            ValueError: If a forward communicates, so that a rank that is out of memory would leave the others waiting.
+        """
+        runner = self.runner
+        if not runner._data.plan.finds_micro_batch_size:
+            return
+        reason = runner.preparation.forward_communicates(runner.unwrapped_model)
+        if reason is not None:
+            raise ValueError(
+                "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "
+                f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
+                "fit a rank."
+            )
+        self.memory_retry = MemoryRetry(runner.placement.optimizer, runner.device, is_out_of_memory)
+
+    def wrap_model(self) -> None:
+        """Put the model into the wrapper of the stack. Called on all ranks."""
+        runner = self.runner
+        # DistributedDataParallel reads the compiler's setting as well.
+        with runner.compilation.settings() if runner.compilation is not None else nullcontext():
+            runner.model = runner.wrap_model(runner.model)
+        runner.preparation.note_wrapped(runner.unwrapped_model)
+        if isinstance(runner.model, DistributedDataParallel):
+            # As the wrapper does with the model's.
+            for parameter in self.criterion_tensors("parameters"):
+                runner.world.broadcast(parameter.data)
+
+    def rewrap_if_trainables_changed(self) -> None:
+        """Wrap the model anew where other parameters are trained than when it was wrapped. Called on all ranks, between updates.
+
+        DistributedDataParallel reduces what required a gradient when it was made, and nothing else.
+        """
+        runner = self.runner
+        if runner.preparation.trainables_changed(runner.unwrapped_model):
+            runner.model = runner.unwrap(runner.model)
+            self.wrap_model()
+            runner.preparation.note_constructed(runner.model)
+
+    @cached_property
+    def readiness(self) -> Readiness:
+        """What looks at the run before it trains."""
+        runner = self.runner
+        return Readiness(
+            runner,
+            world=runner.world,
+            preparation=runner.preparation,
+            overrides=runner._overrides,
+            interval=self.scheduler_interval,
+            monitors=lambda: "monitor" in runner.config.get("scheduler", {}),
+            bound=runner.distributed or runner.stack != "ddp",
+            speaks=runner.is_main_process,
+        )
+
+    def refuse_early_steps(self, optimizer: object) -> None:
+        """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet.
+
+        Args:
+            optimizer: One optimizer, or several in one.
+        """
+        session = self.runner._session
+
+        def refuse(stepped: torch.optim.Optimizer, *_: object) -> None:
+            if session.in_step:
+                raise RuntimeError(
+                    "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
+                    f"step of {type(stepped).__name__} inside of it. Remove optimizer.step(); an update of your own goes into "
+                    "`optimizer_step`."
+                )
+
+        for each in (optimizer, *getattr(optimizer, "optimizers", ())):
+            if isinstance(each, torch.optim.Optimizer):
+                each.register_step_pre_hook(refuse)
+
+    def idle_settings(self) -> list[str]:
+        """Return a sentence for every setting, and every override, that has no effect in this run. May be called on one rank."""
+        runner = self.runner
+        plan, trained = runner._data.plan, runner.train_splits
+        built = [runner.sources[split] for split in runner.datasets if split in runner.sources]
+        return [
+            *idle_settings(
+                runner.config,
+                evaluates=bool(runner.evaluate_splits),
+                step_mode=runner.is_step_mode,
+                positioned=all(source.kind in ("position", "sampled") for source in built),
+                writes_files=isinstance(runner.checkpoint_manager, FileCheckpointManager),
+                divides_updates=not trained or any(plan.division(split) for split in trained),
+            ),
+            *runner.preparation.unused_settings(),
+            *([] if runner.is_step_mode else endless_streams(trained, runner._data.splits.lengths or {})),
+            *misnamed_overrides(type(runner), vars(runner), self.readiness.unset()),
+        ]
+
+    def criterion_tensors(self, kind: str) -> list[Tensor]:
+        """Return the `parameters` or the `buffers` of the criterion, if it is a module."""
+        criterion = self.runner.criterion
+        return list(getattr(criterion, kind)()) if isinstance(criterion, nn.Module) else []
+
+    def unreduced(self) -> Sequence[Tensor]:
+        """Return what DistributedDataParallel does not reduce: the criterion's, and everything where memory may run out in the backward."""
+        if self.memory_retry is None:
+            return self.criterion_tensors("parameters")
+        return [parameter for _, parameter in self.runner.named_parameters()]
+
+    def scheduler_interval(self) -> str:
+        """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
+        config = self.runner.config
+        return scheduler_interval(config.scheduler if "scheduler" in config else {}, self.runner.scheduler)
+
+    def sums_loss(self) -> bool:
+        """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
+        return criterion_setting(self.runner.criterion, "reduction") == "sum"
+
+    # Batches
+
+    @cached_property
+    def weights(self) -> BatchWeights:
+        """What weighs the batches."""
+        runner = self.runner
+        warns = runner.is_main_process and not runner._overrides("batch_weight")
+        return BatchWeights(learns=not runner._overrides("train_step"), warns=warns, criterion=lambda: runner.criterion)
+
+    @cached_property
+    def loss(self) -> BatchLoss:
+        """What knows of losses that the model computes."""
+        runner = self.runner
+        return BatchLoss(
+            runner,
+            weights=self.weights,
+            glance=lambda: self.weights.look_at_first(
+                runner.train_splits,
+                sources=runner.sources,
+                datasets=runner.datasets,
+                settings=runner._data.splits.settings,
+                device=runner.device,
+            ),
+            own_loss=runner._overrides("compute_loss"),
+            own_weight=runner._overrides("batch_weight"),
+            speaks=runner.is_main_process,
+        )
+
+    @cached_property
+    def micro_batches(self) -> MicroBatches:
+        """What runs single micro-batches."""
+        runner = self.runner
+        return MicroBatches(
+            runner,
+            window=runner.window,
+            weights=self.weights,
+            loss=self.loss if runner._overrides("train_step") else None,
+            reporter=runner._reporter,
+            session=runner._session,
+        )
+
+    @cached_property
+    def forwards(self) -> Forwards:
+        """What runs the micro-batches of an update."""
+        runner, retry = self.runner, self.memory_retry
+        forwards = WindowForwards(
+            agreement=runner.build_agreement(),
+            window=runner.window,
+            size=runner._data.plan.undivided,
+            run=self.micro_batches.run,
+            reduces_later=retry is not None,
+        )
+        if retry is None:
+            return forwards
+        return RetriedForwards(
+            forwards,
             retry,
             window=runner.window,
             several=runner.placement.optimizer.size > 1,
             alike=(lambda: runner.broadcast_buffers()) if runner.preparation.broadcasts_buffers else None,
-            remember=lambda: runner._remember_forwards(),
+            remember=self.remember_forwards,
             zero=lambda: runner.zero_gradients(),
-            hold_at_most=lambda samples: hold_at_most(runner, samples),
+            hold_at_most=self.hold_at_most,
             reporter=runner._reporter,
             step=lambda: runner.state.train.global_step,
             speaks=runner.is_main_process,
         )
-    return WindowForwards(
-        agreement=runner.build_agreement(),
-        window=runner.window,
-        size=lambda: runner.update_plan.undivided(),
-        run=runner._micro_batches.run,
-        retried=retried,
-    )
 
+    def hold_at_most(self, samples: int) -> None:
+        """Cut updates so that a rank holds at most so many samples at once, and remember it."""
+        self.runner.state.elastic.micro_batch_size = samples
+        self.runner._data.plan.hold_at_most(samples)
 
-def hold_at_most(runner: TorchRunner, samples: int) -> None:
-    """Cut updates so that a rank holds at most so many samples at once, and remember it."""
-    runner.state.elastic.micro_batch_size = samples
-    runner.update_plan.hold_at_most(samples)
+    def remember_forwards(self) -> Callable[[], None]:
+        """Return what takes the forwards of the next update back."""
+        runner = self.runner
+        return remember_forwards(
+            runner.device,
+            counter=runner.state.train,
+            meters=runner.meters,
+            buffers=lambda: buffers_of(runner.unwrapped_model, self.criterion_tensors("buffers")),
+        )
 
+    # One update
 
-# Evaluation
+    @cached_property
+    def update(self) -> UpdateStep:
+        """What closes windows and decides their updates."""
+        runner = self.runner
+        placement = runner.placement
+        counts = (placement.counts_loss, placement.counts_samples)
+        return UpdateStep(
+            runner,
+            window=runner.window,
+            sync=StepSync(placement.optimizer, runner.device, reports=counts),
+            session=runner._session,
+            preparation=runner.preparation,
+            look=self.look_at_gradients,
+            own_backward=runner._overrides("backward"),
+        )
 
+    def look_at_gradients(self) -> None:
+        """Name what is trained and got no gradient, and let all ranks weigh alike where a model returns its loss."""
+        runner = self.runner
+        optimized = runner.preparation.optimized_parameters(runner.optimizer)
+        mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
+        trained = (name for name, parameter in runner.named_parameters() if parameter.requires_grad)
+        names = ungraded_names(mine, trained, runner.world)
+        if names and runner.is_main_process:
+            logger.warning("%s", ungraded(names))
+        self.loss.agree(runner.world.gather_objects)
 
-def evaluator(runner: TorchRunner) -> Evaluator:
-    """Return what evaluates and predicts whole splits."""
-    hooks = EvaluationHooks(
-        evaluate_step=lambda data: runner.evaluate_step(data),
-        infer_step=lambda data: runner.infer_step(data),
-        summarize=lambda split, totals: runner.summarize(split, totals),
-        to_device=lambda data: runner.to_device(data),
-        batch_weight=lambda data, target: runner.batch_weight(data, target),
-    )
-    run = EvaluatedRun(
-        placement=runner.placement,
-        weights=runner._batch_weights,
-        meters=lambda: runner.meters,
-        metrics=lambda: runner.metric_set,
-        sums_loss=lambda: runner.sums_loss,
-        undecided=lambda: runner._batch_loss.undecided,
-        together=lambda: runner.preparation.evaluates_together,
-        written=lambda: written_by_forward(
-            runner.unwrapped_model, runner._criterion_tensors("buffers"), getattr(runner.ema, "weights", None)
-        ),
-    )
-    sources = EvaluationSources(
-        check=lambda split: runner._splits.check(split),
-        trained=lambda: runner.train_splits,
-        datasets=lambda: runner.datasets,
-        loaders=lambda: runner.dataloaders,
-        source=lambda split: runner.source(split),
-        open=lambda split, loader: runner.sources.open(split, loader),
-        build=lambda split, dataset: runner.build_dataloader(split, dataset),
-    )
-    return Evaluator(
-        hooks,
-        run=run,
-        sources=sources,
-        evaluation=Evaluation(runner.device, is_main=runner.is_main_process),
-        forward=runner.build_forward(),
-        entered=lambda split, mode: runner._evaluating(split, mode),
-        paced=lambda batches: runner._session.paced(batches),
-    )
+    def begin_updates(self) -> None:
+        """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
+        runner, update = self.runner, self.update
+        runner._bind_reduction()
+        if runner.fault_tolerance is not None:
+            runner.fault_tolerance.begin_training()
+        runner.window.reduces = True
+        runner.window.sum_reduced = self.sums_loss()
+        update.log_every = runner.log_interval
+        update.steps_scheduler = runner.scheduler is not None and self.scheduler_interval() == "step"
+        if not runner.model.training:
+            runner.model.train()
 
+    # Evaluation
 
-# Loops
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """What evaluates and predicts whole splits."""
+        runner = self.runner
+        run = EvaluatedRun(
+            placement=runner.placement,
+            weights=self.weights,
+            meters=lambda: runner.meters,
+            metrics=lambda: self.metrics,
+            sums_loss=self.sums_loss,
+            undecided=lambda: self.loss.undecided,
+            together=lambda: runner.preparation.evaluates_together,
+            written=lambda: written_by_forward(
+                runner.unwrapped_model, self.criterion_tensors("buffers"), getattr(runner.ema, "weights", None)
+            ),
+        )
+        sources = EvaluationSources(
+            check=runner._data.splits.check,
+            trained=lambda: runner.train_splits,
+            datasets=lambda: runner.datasets,
+            loaders=lambda: runner.dataloaders,
+            source=lambda split: runner.source(split),
+            open=lambda split, loader: runner.sources.open(split, loader),
+            build=lambda split, dataset: runner.build_dataloader(split, dataset),
+        )
+        return Evaluator(
+            runner,
+            run=run,
+            sources=sources,
+            evaluation=Evaluation(runner.device, is_main=runner.is_main_process),
+            forward=runner.build_forward(),
+            entered=self.evaluating,
+            paced=runner._session.paced,
+        )
 
+    @contextmanager
+    def evaluating(self, split: str, mode: EvaluationMode) -> Iterator[None]:
+        """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
+        runner, evaluation = self.runner, self.evaluator.evaluation
+        preparation, bare, averages = runner.preparation, runner.unwrap(runner.model), runner.ema
+        if averages is not None:
+            evaluation.announce_averaged(getattr(averages, "decay", None))
+        evaluating = evaluation.mode(
+            runner.model,
+            bare,
+            seed=derive_seed(runner.seed, mode, split, runner.placement.stream_index),
+            equalize=runner.broadcast_buffers,
+            averaged=partial(preparation.averaged, averages) if averages is not None else None,
+        )
+        with preparation.evaluating(runner.model), runner._session.collecting(), evaluating:
+            before = runner.model, runner.mode
+            runner.model, runner.mode = bare, mode
+            try:
+                yield
+            finally:
+                runner.model, runner.mode = before
 
-def budget(runner: TorchRunner) -> Budget:
-    """Return how long a run is."""
-    return Budget(
-        epochs=lambda: runner.epochs,
-        steps=lambda: runner.steps,
-        by_steps=lambda: runner.is_step_mode,
-    )
+    def between_batches(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to go on."""
+        session, reporter, train = self.runner._session, self.runner._reporter, self.runner.state.train
+        if not session.running:
+            yield from batches
+            return
 
+        def seen(number: int) -> None:
+            reporter.doing(f"{split} {number}")
+            session.beat(train.global_step, train.epoch)
 
-def training_loop(runner: TorchRunner) -> TrainingLoop:
-    """Return the loops of a run."""
-    keeper = TrainedKeeper(
-        runner.saver,
-        manager=lambda: runner.checkpoint_manager,
-        state=lambda: runner.checkpoint_state(),
-        settle=lambda: runner.raise_pending_error(),
-        save=lambda: runner.save_checkpoint(save_best=False),
-        may_write=lambda: not runner.config.checkpoint.load_only,
-        may_save_ahead=lambda: bool(runner.config.checkpoint.before_evaluation),
-        several=lambda: runner.world_size > 1 and runner.fault_tolerance is None,
-        aside=lambda: runner._reporter.aside("checkpoint"),
-    )
-    hooks = LoopHooks(
-        train_epoch=lambda split: runner.train_epoch(split),
-        evaluate_epoch=lambda split: runner.evaluate_epoch(split),
-        evaluate_steps=lambda split: runner.evaluate_steps(split),
-        updates=lambda split: runner._updates(split),
-        source=lambda split: runner.source(split),
-        counters=lambda: runner.state.train,
-        save=lambda: runner.save_checkpoint(),
-        save_if_failing=keeper.make_ready,
-        trained_metrics=lambda: trained_metrics(runner),
-        first_update=lambda: first_update(runner),
-        log_update=lambda outcome: runner._report.log_update(outcome),
-    )
-    return TrainingLoop(
-        hooks,
-        budget=budget(runner),
-        session=runner._session,
-        results=runner._results,
-        reporter=runner._reporter,
-        passing=(WaitAbandonedError,),
-    )
+        with reporter.aside():
+            pending = self.update.sync.take_pending_requests()
+            domain = self.runner.placement.optimizer
+            yield from session.between_batches(batches, domain=domain, pending=pending, seen=seen)
 
+    # Loops
 
-def boundaries(runner: TorchRunner) -> Boundaries:
-    """Return what is due between the updates of one training."""
-    every = runner.checkpoint_interval
-    return Boundaries(
-        log_every=runner.log_interval,
-        evaluate_every=runner.config.evaluate_interval or every,
-        checkpoint_every=every,
-        save=lambda **options: runner.save_checkpoint(**options),
-        is_best=runner._results.has_best_at,
-    )
+    @cached_property
+    def loop(self) -> TrainingLoop:
+        """The loops of the run."""
+        runner = self.runner
+        keeper = TrainedKeeper(
+            runner.saver,
+            manager=lambda: runner.checkpoint_manager,
+            state=lambda: runner.checkpoint_state(),
+            settle=self.update.raise_pending_error,
+            save=lambda: runner.save_checkpoint(save_best=False),
+            may_write=lambda: not runner.config.checkpoint.load_only,
+            may_save_ahead=lambda: bool(runner.config.checkpoint.before_evaluation),
+            several=lambda: runner.world_size > 1 and runner.fault_tolerance is None,
+            aside=lambda: runner._reporter.aside("checkpoint"),
+        )
+        return TrainingLoop(
+            runner,
+            updates=runner._updates,
+            session=runner._session,
+            results=self.results,
+            reporter=runner._reporter,
+            save_if_failing=keeper.make_ready,
+            trained_metrics=self.trained_metrics,
+            first_update=self.first_update,
+            log_update=self.report.log_update,
+            passing=(WaitAbandonedError,),
+        )
 
+    def boundaries(self) -> Boundaries:
+        """Return what is due between the updates of one training."""
+        runner = self.runner
+        every = runner.checkpoint_interval
+        return Boundaries(
+            log_every=runner.log_interval,
+            evaluate_every=runner.config.evaluate_interval or every,
+            checkpoint_every=every,
+            save=lambda **options: runner.save_checkpoint(**options),
+            is_best=self.results.has_best_at,
+        )
 
-def trained_metrics(runner: TorchRunner) -> dict[str, float]:
-    """Return the metrics of what was trained since the last call, over all ranks."""
-    runner.raise_pending_error()
-    metrics = runner.losses.averages()
-    # Always, since what this rank has seen says nothing of the others.
-    metrics.update({name: total / weight for name, (total, weight) in runner.meter_totals().items() if weight})
-    runner.losses.reset()
-    runner.meters.reset()
-    return metrics
+    def trained_metrics(self) -> dict[str, float]:
+        """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
+        runner, losses = self.runner, self.update.losses
+        self.update.raise_pending_error()
+        metrics = losses.averages()
+        # Always, since what this rank has seen says nothing of the others.
+        totals = runner.meters.totals(runner.placement.metrics)
+        if runner.fault_tolerance is not None:
+            totals = runner.fault_tolerance.sum_totals(totals)
+        metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
+        losses.reset()
+        runner.meters.reset()
+        return metrics
 
+    def first_update(self) -> None:
+        """Do after the first update of a process what it has shown to be due, everywhere."""
+        runner = self.runner
+        if runner.compilation is not None and runner.is_main_process:
+            runner.compilation.warn_without_graph()
+        limit = runner.config.comm.train_timeout_seconds
+        if limit is not None and runner.distributed:
+            runner.world.barrier()
+            set_collective_timeout(limit, runner.placement.groups())
 
-def first_update(runner: TorchRunner) -> None:
-    """Do after the first update of a process what it has shown to be due, everywhere."""
-    if runner.compilation is not None and runner.is_main_process:
-        runner.compilation.warn_without_graph()
-    limit = runner.config.comm.train_timeout_seconds
-    if limit is not None and runner.distributed:
-        runner.world.barrier()
-        set_collective_timeout(limit, runner.placement.groups())
+    @cached_property
+    def results(self) -> RunResults:
+        """What collects and records metrics."""
+        runner = self.runner
+        facts = ScoreFacts(
+            board=lambda: runner.standing.board,
+            scores=lambda: runner.standing.scores,
+            best_score=lambda: runner.best_score,
+            best_index=lambda: runner.best_index,
+            is_best=lambda: runner.is_best,
+            since_best=lambda: runner.standing.evaluations_since_best,
+            patience=lambda: runner.config.patience,
+            own=runner.standing.own,
+        )
+        schedule = BoundarySchedule(
+            lambda: runner.scheduler,
+            by_updates=lambda: self.update.steps_scheduler,
+            interval=self.scheduler_interval,
+            monitor=lambda: (runner.config.get("scheduler", None) or {}).get("monitor", None),
+            scored=lambda: f"{runner.score_split}.{runner.config.score_name}",
+            facts=facts,
+            index=lambda: runner.index,
+        )
+        return RunResults(
+            runner,
+            facts=facts,
+            schedule=schedule,
+            session=runner._session,
+            write=self.write_results,
+            report=lambda result: self.report.log_result(result),
+            speaks=runner.is_main_process,
+        )
 
+    def write_results(self) -> None:
+        """Write the metrics of the run, its last ones and its best ones, on the main process."""
+        runner = self.runner
+        if runner.is_main_process:
+            weights = "trained" if runner.ema is None else "averaged"
+            latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
+            best = {
+                "index": runner.best_index,
+                "weights": weights,
+                "score": runner.best_score,
+                "result": runner.best_result,
+            }
+            is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
+            runner.workspace.write_results(runner.results, latest, best if is_here else None)
 
-def run_results(runner: TorchRunner) -> RunResults:
-    """Return what collects and records metrics."""
-    facts = ScoreFacts(
-        board=lambda: runner.standing.board,
-        scores=lambda: runner.standing.scores,
-        best_score=lambda: runner.best_score,
-        best_index=lambda: runner.best_index,
-        is_best=lambda: runner.is_best,
-        since_best=lambda: runner.standing.evaluations_since_best,
-        patience=lambda: runner.config.patience,
-        own=runner.standing.own,
-    )
-    schedule = BoundarySchedule(
-        lambda: runner.scheduler,
-        by_updates=lambda: runner._steps_scheduler,
-        interval=lambda: runner.scheduler_interval(),
-        monitor=lambda: (runner.config.get("scheduler", None) or {}).get("monitor", None),
-        scored=lambda: f"{runner.score_split}.{runner.config.score_name}",
-        facts=facts,
-        index=lambda: runner.index,
-    )
-    return RunResults(
-        recorded=lambda: runner.results,
-        index=lambda: runner.index,
-        facts=facts,
-        schedule=schedule,
-        session=runner._session,
-        write=lambda: runner.write_results(),
-        report=lambda result: runner._report.log_result(result),
-        speaks=runner.is_main_process,
-    )
+    # Report
 
+    @cached_property
+    def report(self) -> RunReport:
+        """What tells the reporter of the trainings of the run."""
+        runner = self.runner
+        facts = ReportFacts(
+            counters=lambda: runner.state.train,
+            count_samples=self.update.read_samples,
+            epochs=lambda: runner.epochs,
+            steps=lambda: runner.steps,
+            by_steps=lambda: runner.is_step_mode,
+            index=lambda: runner.index,
+            trained=lambda: runner.train_splits,
+            learning_rates=lambda: self.update.rates,
+            sums_loss=self.sums_loss,
+            flops_per_token=lambda: runner.flops_per_token(),
+            flops_per_sample=lambda: runner.flops_per_sample(),
+            ended=lambda: runner.progress >= 1 or runner._session.stop_reason is not None,
+        )
+        return RunReport(
+            runner._reporter,
+            facts,
+            domain=runner.placement.optimizer,
+            counts_samples=runner.placement.counts_samples,
+            device=runner.device,
+        )
 
-# Report
+    def begin_report(self) -> None:
+        """Begin to report a training."""
+        runner = self.runner
+        self.report.begin(
+            name=runner.config.experiment,
+            peak_flops=runner.peak_flops(),
+            countable=runner.stack == "ddp" and not runner.config.compile.enable,
+            seconds_between_lines=runner.config.log_seconds,
+            profiler=runner.build_profiler(),
+            description=self.description,
+        )
 
+    def description(self) -> str:
+        """Return what is going to be trained, in one line."""
+        runner = self.runner
+        train, size = runner.state.train, runner.world_size
+        return describe_training(
+            step=train.global_step,
+            epoch=train.epoch,
+            budget=f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}",
+            processes=f"{size} {runner.device.type} process{'es' if size > 1 else ''}",
+            stack=f"{runner.stack}, {runner.config.precision or 'fp32'}",
+            parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in runner.named_parameters()),
+            batches=describe_batches(
+                runner.batch_size, runner.accum_steps, runner._data.plan.division(), distributed=runner.distributed
+            ),
+            directory=runner.workspace.dir,
+        )
 
-def run_report(runner: TorchRunner) -> RunReport:
-    """Return what tells the reporter of the trainings of a run."""
-    facts = ReportFacts(
-        counters=lambda: runner.state.train,
-        count_samples=lambda: runner.read_samples(),
-        epochs=lambda: runner.epochs,
-        steps=lambda: runner.steps,
-        by_steps=lambda: runner.is_step_mode,
-        index=lambda: runner.index,
-        trained=lambda: runner.train_splits,
-        learning_rates=lambda: runner._rates,
-        sums_loss=lambda: runner.sums_loss,
-        flops_per_token=lambda: runner.flops_per_token(),
-        flops_per_sample=lambda: runner.flops_per_sample(),
-        ended=lambda: runner.progress >= 1 or runner._session.stop_reason is not None,
-    )
-    return RunReport(
-        runner._reporter,
-        facts,
-        domain=runner.placement.optimizer,
-        counts_samples=runner.placement.counts_samples,
-        device=runner.device,
-    )
+    def profiler(self) -> Profiler | None:
+        """Return the profiler of the configuration, `None` when it is off."""
+        runner = self.runner
+        settings = dict(runner.config.profiling.items())
+        if not settings.pop("enabled"):
+            return None
+        directory = runner.workspace.dir / settings.pop("trace_dir")
+        if settings["profile_memory"] and runner.device.type == "cuda":
+            # Where blocks were allocated, for the snapshot of a run that is out of memory.
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return Profiler(directory, rank=runner.rank, **settings)
 
+    # Saving and ending
 
-def begin_report(runner: TorchRunner) -> None:
-    """Begin to report a training."""
-    runner._report.begin(
-        name=runner.config.experiment,
-        peak_flops=runner.peak_flops(),
-        countable=runner.stack == "ddp" and not runner.config.compile.enable,
-        seconds_between_lines=runner.config.log_seconds,
-        profiler=runner.build_profiler(),
-        description=lambda: description(runner),
-    )
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Leave a save in a training out of its speed, and flush the trackers with it."""
+        reporter = self.runner._reporter
+        if not self.runner._session.running:
+            yield
+            return
+        with reporter.aside("checkpoint"):
+            yield
+        reporter.trackers.flush()
 
+    @cached_property
+    def end(self) -> TrainingEnd:
+        """What ends the trainings of the run."""
+        runner = self.runner
+        return TrainingEnd(
+            session=runner._session,
+            saver=runner.saver,
+            domain=runner.placement.optimizer,
+            counters=lambda: runner.state.train,
+            manager=lambda: runner.checkpoint_manager,
+            pending=self.pending_requests,
+            save=lambda: runner.save_checkpoint(),
+            export=self.export_at_end,
+            write_results=self.write_results,
+            say=lambda ending: self.report.say_ending(ending),
+            note=self.note_failure,
+            close=self.close_training,
+            abandons=(WaitAbandonedError,),
+            lost=(QuorumError,),
+        )
 
-def description(runner: TorchRunner) -> str:
-    """Return what is going to be trained, in one line."""
-    train, size = runner.state.train, runner.world_size
-    return describe_training(
-        step=train.global_step,
-        epoch=train.epoch,
-        budget=f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}",
-        processes=f"{size} {runner.device.type} process{'es' if size > 1 else ''}",
-        stack=f"{runner.stack}, {runner.config.precision or 'fp32'}",
-        parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in runner.named_parameters()),
-        batches=describe_batches(
-            runner.batch_size, runner.accum_steps, runner.update_plan.division(), distributed=runner.distributed
-        ),
-        directory=runner.workspace.dir,
-    )
+    def pending_requests(self) -> frozenset[str]:
+        """Raise what the last update left to be raised, and return what was asked for in it."""
+        self.update.raise_pending_error()
+        return self.update.sync.take_pending_requests()
 
+    def export_at_end(self) -> None:
+        """Write the weights, and the averaged ones, cast to `checkpoint.export_dtype`, where that is asked for. Called on all ranks."""
+        runner, settings = self.runner, self.runner.config.checkpoint
+        if settings.last_save_model_only:
+            config = runner.config.public()
+            runner.saver.export(
+                lambda: weights_to_export(
+                    config, runner.model_state_dict(), runner.ema, dtype=settings.export_dtype, version=FORMAT_VERSION
+                )
+            )
 
-def profiler(runner: TorchRunner) -> Profiler | None:
-    """Return the profiler of the configuration, `None` when it is off."""
-    settings = dict(runner.config.profiling.items())
-    if not settings.pop("enabled"):
-        return None
-    directory = runner.workspace.dir / settings.pop("trace_dir")
-    if settings["profile_memory"] and runner.device.type == "cuda":
-        # Where blocks were allocated, for the snapshot of a run that is out of memory.
-        torch.cuda.memory._record_memory_history(max_entries=100_000)
-    return Profiler(directory, rank=runner.rank, **settings)
+    def note_failure(self, error: Exception) -> None:
+        """Write down where the memory of a device went that ran out."""
+        runner = self.runner
+        if is_out_of_memory(error):
+            directory = runner.workspace.dir / runner.config.profiling.trace_dir
+            step = runner.state.train.global_step
+            write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
 
+    def close_training(self) -> None:
+        """Close what was opened for a training."""
+        runner = self.runner
+        runner._reporter.end()
+        runner._reporter.flush()
+        if runner.fault_tolerance is not None:
+            # A group that stays and does not train would hold the others up.
+            runner.fault_tolerance.leave()
 
-def between_batches(runner: TorchRunner, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the batches of an evaluation in training, before each of which all ranks agree whether to go on."""
-    session, reporter, train = runner._session, runner._reporter, runner.state.train
+    # Replica groups
 
-    def seen(number: int) -> None:
-        reporter.doing(f"{split} {number}")
-        session.beat(train.global_step, train.epoch)
+    def join_replica_groups(self) -> ReplicaMember:
+        """Return this process's replica group as a member of those that train the run together."""
+        runner = self.runner
+        healing = Healing(
+            run_state=runner.run_state,
+            counters=lambda: runner.state,
+            sources=lambda: runner.sources.among(runner.train_splits),
+            keeps_positions=lambda: position_owner(runner.config) is not None,
+            model=lambda: runner.unwrapped_model,
+            named_parameters=lambda: runner.named_parameters(),
+            window=lambda: runner.window,
+            meters=lambda: runner.meters,
+            stream=lambda: (runner.seed, runner.placement.stream_index),
+            is_main=runner.is_main_process,
+        )
+        groups = ReplicaGroups(
+            ReplicaSettings.from_config(runner.config),
+            group=runner.world,
+            state_dict=lambda: healing.state(),
+            load_state_dict=lambda state: healing.take(state),
+            asked_to_stop=runner._session.asked_to_stop,
+        )
+        train = runner.state.train
+        return ReplicaMember(
+            groups,
+            healing,
+            world=runner.world,
+            copies=lambda: runner.preparation.copies(
+                runner.model, runner.ema.weights.values() if runner.ema is not None else ()
+            ),
+            remember=self._remember_update,
+            statistics=lambda: normalization_statistics(runner.unwrapped_model),
+            resumes=lambda: bool(runner.config.auto_resume),
+            checkpoints=lambda: runner.checkpoint_manager,
+            directory=lambda: runner.workspace.checkpoints,
+            step=lambda: train.global_step,
+            tried=lambda: train.global_step + train.skipped_updates,
+            load=lambda source: runner.load_checkpoint(source),
+        )
 
-    with reporter.aside():
-        pending = runner.step_sync.take_pending_requests()
-        yield from session.between_batches(batches, domain=runner.placement.optimizer, pending=pending, seen=seen)
+    def _remember_update(self) -> Callable[[], None]:
+        runner, put_back = self.runner, self.remember_forwards()
 
+        def take_back() -> None:
+            runner.optimizer.zero_grad()
+            runner.window.reset()
+            put_back()
 
-# Ending
+        return take_back
 
+    # Verbs that no loop has called
 
-def training_end(runner: TorchRunner) -> TrainingEnd:
-    """Return what ends the trainings of a run."""
-    return TrainingEnd(
-        session=runner._session,
-        saver=runner.saver,
-        domain=runner.placement.optimizer,
-        counters=lambda: runner.state.train,
-        manager=lambda: runner.checkpoint_manager,
-        pending=lambda: pending_requests(runner),
-        save=lambda: runner.save_checkpoint(),
-        export=lambda: export_at_end(runner),
-        write_results=lambda: runner.write_results(),
-        say=lambda ending: runner._report.say_ending(ending),
-        note=lambda error: note_failure(runner, error),
-        close=lambda: close_training(runner),
-        abandons=(WaitAbandonedError,),
-        lost=(QuorumError,),
-    )
+    def is_alone(self, verb: str) -> bool:
+        """Whether no loop has called one of the verbs of `danling.runners.alone`."""
+        session = self.runner._session
+        if verb == "train_epoch":
+            return not session.running
+        return not session.in_step and (verb == "train_step" or self.runner.mode == "train")
 
+    def run_alone(self, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a verb that no loop has called as the loops do.
 
-def pending_requests(runner: TorchRunner) -> frozenset[str]:
-    """Raise what the last update left to be raised, and return what was asked for in it."""
-    runner.raise_pending_error()
-    return runner.step_sync.take_pending_requests()
+        Args:
+            verb: Its name.
+            call: The verb, as the user may have overridden it.
+            *args: What it was called with.
+            **kwargs: The same by name.
+        """
+        runs: dict[str, Callable[..., Any]] = {
+            "train_epoch": self._train_epoch_alone,
+            "train_step": self._train_step_alone,
+            "evaluate_step": partial(self.evaluator.alone, "evaluate"),
+            "infer_step": partial(self.evaluator.alone, "infer"),
+        }
+        return runs[verb](call, *args, **kwargs)
 
+    def _train_step_alone(self, call: Callable[[Any], Any], data: Any) -> Any:
+        runner = self.runner
+        self.readiness.check_optimizer_given()
+        if not runner._session.running:
+            if runner.fault_tolerance is not None:
+                raise ValueError(
+                    "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. "
+                    "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
+                )
+            if runner.window.count == 0:
+                self.begin_updates()
+        return self.micro_batches.run_alone(call, data)
 
-def export_at_end(runner: TorchRunner) -> None:
-    """Write the weights alone, where that is asked for."""
-    if runner.config.checkpoint.last_save_model_only:
-        runner.export_model()
-
-
-def note_failure(runner: TorchRunner, error: Exception) -> None:
-    """Write down where the memory of a device went that ran out."""
-    if is_out_of_memory(error):
-        directory = runner.workspace.dir / runner.config.profiling.trace_dir
-        step = runner.state.train.global_step
-        write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
-
-
-def close_training(runner: TorchRunner) -> None:
-    """Close what was opened for a training."""
-    runner._reporter.end()
-    runner._reporter.flush()
-    if runner.fault_tolerance is not None:
-        # A group that stays and does not train would hold the others up.
-        runner.fault_tolerance.leave()
-
-
-@contextmanager
-def save_aside(runner: TorchRunner) -> Iterator[None]:
-    """Leave a save in a training out of its speed, and flush the trackers with it."""
-    if not runner._session.running:
-        yield
-        return
-    with runner._reporter.aside("checkpoint"):
-        yield
-    runner._reporter.trackers.flush()
+    def _train_epoch_alone(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
+        runner = self.runner
+        runner._check_trainable()
+        runner._data.splits.check(split)
+        runner._data.agree_lengths(runner.placement.optimizer)
+        with runner._training(whole=False):
+            return self.loop.train_epoch_alone(split, partial(call, split, *args, **kwargs), runner.train_splits)

@@ -6,28 +6,29 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
+import torch
 from torch import nn
 from typing_extensions import Self
 
-from danling.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointSettings, read_config
+from danling.checkpoints import CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
 from danling.checkpoints.reading import obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.stored import continued
-from danling.data import BatchSource, Splits, build_dataloader, derive_seed, open_source, order_setting, seed_streams
+from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.rank_streams import RankStreams, streams_by_index
+from danling.data.run_data import RunData
 from danling.data.sources import Sources
-from danling.data.update_plan import UpdatePlan
 from danling.distributed import (
     Domain,
     LaunchEnvironment,
@@ -41,16 +42,12 @@ from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
 from danling.reporting import (
-    Printer,
     Reporter,
-    RunLog,
     Tracker,
     TrackerPlace,
-    close_run_log,
-    open_run_log,
-    speaking_for,
 )
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
+from danling.supervision.closing import Closers
 from danling.torchft import (
     OwnPositions,
     ReplicaLoaderCheckpoints,
@@ -60,18 +57,17 @@ from danling.torchft import (
 )
 from danling.training import TrainingSession, loader_states
 from danling.training.loader_states import LoaderPositions
+from danling.training.restoring import RunRestorer, best_left_behind
 from danling.training.run_state import (
     RunState,
     StatePart,
     check_complete,
     check_given,
     check_payload,
-    check_same_run,
-    check_streams,
     in_order,
 )
 from danling.training.saving import RunSaver
-from danling.workspace import Workspace, format_number
+from danling.workspace import Workspace
 from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
 
@@ -84,6 +80,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from danling.training import UpdateOutcome
+
+    from .assembly import TorchParts
 
 logger = logging.getLogger("danling")
 
@@ -123,7 +121,6 @@ class BaseRunner(metaclass=MetaRunner):
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
         results: Figures by completed epoch or global step, then by split.
-        sources: Batches of each loader, with the position in them.
         standing: Which score is the best, and how long it is since.
         run_state: The parts of a checkpoint, in the order in which they are restored.
         saver: What saves them, and where the last save stands.
@@ -144,20 +141,22 @@ class BaseRunner(metaclass=MetaRunner):
     # For those who override `set_seed` with a way of their own.
     seed: int = 0
 
+    # None of them is there before the user sets it; see `danling.runners.names`.
+    model: Any
+    ema: Any
+    # Not `Callable | None`: a step may call it without asking a type checker.
+    criterion: Any
+    optimizer: Any
+    scheduler: Any
+    metrics: Any
+
     world: Domain
-    _run_log: RunLog
+    placement: Placement
+    device: torch.device
+    _parts: TorchParts | None = None
 
     def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
-        self._closers = ExitStack()
-        self._closed = False
-        # On the runner, not on the class: a method that happens to be called so is no component.
-        self.model: Any = None
-        self.ema: Any = None
-        # Not `Callable | None`: a step may call it without asking a type checker.
-        self.criterion: Any = None
-        self.optimizer: Any = None
-        self.scheduler: Any = None
-        self.metrics: Any = None
+        self._closers = Closers()
         self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
         self.state = RunnerState()
@@ -169,7 +168,14 @@ class BaseRunner(metaclass=MetaRunner):
         self.standing = Standing(
             lambda: self.scores, lambda: self.best_index, own=type(self).scores is not BaseRunner.scores
         )
-        self._hold_data()
+        self._data = RunData(self, own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps)
+        self._streams = RankStreams(
+            place=lambda: self.placement.stream_index,
+            number=lambda: self.placement.rng_stream[1],
+            layout=lambda: {"data": self.placement.data_replicas, **self.placement.rng_layout},
+            seed=lambda: self.seed,
+            device=lambda: self.device,
+        )
         self.run_state = RunState(
             self.component_parts(),
             self.progress_parts(),
@@ -192,57 +198,6 @@ class BaseRunner(metaclass=MetaRunner):
         self.placement = self.build_placement()
         if self.config.ft.enabled:
             self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
-        self._printer = Printer(self.is_main_process)
-        self._name_run()
-        # Those that were added and never opened; before another process may write into the run directory.
-        self._closers.callback(self._reporter.trackers.close)
-        self.set_seed()
-        self.set_deterministic()
-        # Building a model may be what hangs.
-        self._begin_heartbeat()
-
-    def _hold_data(self) -> None:
-        own_accum_steps = type(self).accum_steps is not BaseRunner.accum_steps
-
-        def undivided() -> int:
-            return self.accum_steps if own_accum_steps else int(self.config.accum_steps)
-
-        self._splits = Splits(
-            lambda: self.datasets,
-            lambda: self.dataloaders,
-            lambda key: self.config.get(key, None),
-            accum_steps=undivided,
-        )
-        self.update_plan = UpdatePlan(
-            self._splits,
-            trained=lambda: self.train_splits,
-            shares=lambda split: self.data_place(split)[1],
-            accum_steps=undivided,
-        )
-        self.sources = Sources(
-            lambda: self.dataloaders,
-            build=lambda: self.build_dataloaders(),
-            open=self._open_source,
-            epoch=lambda: self.state.train.epoch,
-        )
-        self._positions = LoaderPositions(
-            lambda split: self.source(split),
-            lambda: self.train_splits,
-            domain=lambda: self.placement.data,
-            inexact=self._goes_on_inexactly,
-        )
-        self._streams = RankStreams(
-            place=lambda: self.placement.stream_index,
-            number=lambda: self.placement.rng_stream[1],
-            layout=lambda: {"data": self.placement.data_replicas, **self.placement.rng_layout},
-            seed=lambda: self.seed,
-            device=lambda: self.device,
-        )
-
-    def _goes_on_inexactly(self) -> bool:
-        return self.placement.keeps_streams and bool(self.config.parallel.allow_degree_change)
-
-    def _name_run(self) -> None:
         # Before a seed is drawn, which is no part of the run's identity.
         place = self._run_place = RunPlace(
             lambda: self.config,
@@ -251,13 +206,15 @@ class BaseRunner(metaclass=MetaRunner):
             part=lambda: workspace_part(self.config),
         )
         self._closers.callback(place.release)
-        self.id, self.code_id, self.config_id, self.timestamp = (
-            place.id,
-            place.code_id,
-            place.config_id,
-            place.timestamp,
-        )
+        self.id, self.timestamp = place.id, place.timestamp
+        self.code_id, self.config_id = place.code_id, place.config_id
         self.workspace: Workspace = place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
+        # Those that were added and never opened; before another process may write into the run directory.
+        self._closers.callback(self._reporter.trackers.close)
+        self.set_seed()
+        self.set_deterministic()
+        # Building a model may be what hangs.
+        self._begin_heartbeat()
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner.
@@ -311,24 +268,19 @@ class BaseRunner(metaclass=MetaRunner):
     def prepare_components(self) -> None:
         """Make ready what `__init__` has set up: here the loaders. Called before the first file is written."""
         self.build_dataloaders()
-        self._splits.agree_lengths(self.train_splits, self.placement.optimizer)
+        self._data.agree_lengths(self.placement.optimizer)
         self._open_sources()
 
     def _open_sources(self) -> None:
-        self.sources.open_all()
-        split = self.score_split
-        if split is not None:
-            self._splits.check_scored(split, trained=self.train_splits, evaluated=self.evaluate_splits)
-        elif not self.standing.own:
-            return  # nothing is evaluated, of which a score could be made
-        config = self.config
-        self.standing.board = ScoreBoard(
-            config.score_name,
-            mode=config.score_mode,
-            split=split or "",
-            patience=config.patience,
-            min_delta=config.min_delta,
-        )
+        split, config = self._data.open_all(), self.config
+        if split is not None or self.standing.own:  # else nothing is evaluated, of which a score could be made
+            self.standing.board = ScoreBoard(
+                config.score_name,
+                mode=config.score_mode,
+                split=split or "",
+                patience=config.patience,
+                min_delta=config.min_delta,
+            )
 
     # Construction hooks
 
@@ -364,16 +316,13 @@ class BaseRunner(metaclass=MetaRunner):
         if config.ft.enabled and config.seed is None:
             # Replica groups must read one order of samples, and cannot speak to each other yet.
             config.seed = derive_seed("replica groups", self.config_id) % 2**31
-        self._draws_seed = config.seed is None
+        self._streams.seed_is_drawn = config.seed is None
         if config.seed is None:
             goes_on = self.is_main_process and (config.resume or config.auto_resume)
             stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
             config.seed = self.world.broadcast_object(stored or secrets.randbits(31))
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
-
-    _draws_seed = False
-    """Whether the seed was left open, and is that of the checkpoint that the run goes on from."""
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close."""
@@ -414,8 +363,8 @@ class BaseRunner(metaclass=MetaRunner):
         self.workspace = place.open(code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp)
         self.id = place.id
         log_file = self.workspace.log_file if self.config.log else None
-        self._run_log = open_run_log(log_file, is_main=self.is_main_process, rank=self.rank)
-        self._closers.callback(close_run_log, self._run_log)
+        self._reporter.open_log(log_file, rank=self.rank)
+        self._closers.callback(self._reporter.close_log)
         if place.notice is not None:
             logger.info("%s", place.notice)
 
@@ -542,17 +491,17 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def train_splits(self) -> list[str]:
         """Splits to train on: `config.train_splits`, else those whose name starts with `train`."""
-        return self._splits.to_train()
+        return self._data.splits.to_train()
 
     @property
     def evaluate_splits(self) -> list[str]:
         """Splits to evaluate: `config.evaluate_splits`, else all but those to train on and those named for inference."""
-        return self._splits.to_evaluate()
+        return self._data.splits.to_evaluate()
 
     @property
     def score_split(self) -> str | None:
         """The split whose figures select the best checkpoint."""
-        return self._splits.to_score(self.evaluate_splits)
+        return self._data.splits.to_score(self.evaluate_splits)
 
     def build_dataloaders(self) -> None:
         """Build a loader for every dataset that has none; loaders that the user made are left alone."""
@@ -570,21 +519,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             ValueError: If an option of `config.dataloader` is unknown.
         """
-        settings, (rank, size) = self._splits.settings(split), self.data_place(split)
-        sampler = self.build_datasampler(split, dataset)
-        if sampler is not None:
-            settings.update(order_setting(sampler, dataset, settings))
-        return build_dataloader(
-            dataset,
-            settings,
-            split=split,
-            train=split in self.train_splits,
-            seed=self.seed,
-            rank=rank,
-            world_size=size,
-            device=self.device,
-            accum_steps=self.config.accum_steps,
-        )
+        return self._data.build_loader(split, dataset)
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         """Return a sampler or a batch sampler for one split, or `None`; override it for an order of your own.
@@ -599,14 +534,6 @@ class BaseRunner(metaclass=MetaRunner):
         """
         return None
 
-    def data_place(self, split: str) -> tuple[int, int]:
-        """Return which share of a split this rank reads, and how many shares there are. No communication: may be called on one rank.
-
-        Args:
-            split: The split.
-        """
-        return self.placement.share(trained=self.mode == "train" and split in self.train_splits)
-
     def source(self, split: str) -> BatchSource:
         """Return the batches of a split and the position in them; a loader that was put into `dataloaders`, or a dataset that was put into
         `datasets`, since construction is taken in.
@@ -617,14 +544,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             ValueError: If there is no such split, or no loader for it.
         """
-        self._splits.check(split)
-        return self.sources.of(split)
-
-    def _open_source(self, split: str, loader: Any) -> BatchSource:
-        share, shared = self.data_place(split), self.data_domain.size < self.world_size
-        return open_source(
-            loader, split=split, share=share, seed=self.seed, reads=self.placement.reads_data, shared=shared
-        )
+        return self._data.of(split)
 
     # Where the run stands. None of it communicates
 
@@ -657,6 +577,11 @@ class BaseRunner(metaclass=MetaRunner):
     def is_local_main_process(self) -> bool:
         """Whether this is rank 0 of its machine."""
         return self.launch.local_rank == 0
+
+    @property
+    def sources(self) -> Sources:
+        """Batches of each loader, with the position in them."""
+        return self._data.sources
 
     @property
     def data_domain(self) -> Domain:
@@ -702,7 +627,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         if self.config.epochs is None:
             return self.config.steps
-        return (self.update_plan.updates_of_epoch or 0) * (self.epochs or 0) or None
+        return (self._data.plan.updates_of_epoch or 0) * (self.epochs or 0) or None
 
     @property
     def is_step_mode(self) -> bool:
@@ -712,7 +637,7 @@ class BaseRunner(metaclass=MetaRunner):
     @property
     def accum_steps(self) -> int:
         """Micro-batches of an update on each rank; with `dataloader.global_batch_size` of a full one on the first split."""
-        return self.update_plan.micro_batches or int(self.config.accum_steps)
+        return self._data.plan.micro_batches or int(self.config.accum_steps)
 
     @property
     def batch_size(self) -> int | None:
@@ -720,7 +645,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         With `dataloader.global_batch_size` the most samples that a rank holds at once.
         """
-        return self.update_plan.batch_size
+        return self._data.plan.batch_size
 
     @property
     def progress(self) -> float:
@@ -853,7 +778,7 @@ class BaseRunner(metaclass=MetaRunner):
             *values: What to print.
             **kwargs: As of the builtin: `sep`, `end`, `file`, `flush`.
         """
-        self._printer(*values, **kwargs)
+        self._reporter.print(*values, **kwargs)
 
     # A loop by hand
 
@@ -868,7 +793,7 @@ class BaseRunner(metaclass=MetaRunner):
             SystemExit: On exit, where a signal asked for a stop: 143, or 130 after SIGINT.
         """
         session = self._session
-        with speaking_for(self._run_log), session.collecting():
+        with self._reporter.speaking(), session.collecting():
             self.open_trackers()
             self.init_signal_handlers()
             session.begin()
@@ -929,7 +854,7 @@ class BaseRunner(metaclass=MetaRunner):
             sources=lambda: self.sources,
             trained=lambda: self.sources.among(self.train_splits),
             position=lambda: self.state.train,
-            share=self._positions.share,
+            share=self._positions().share,
             leaves_out=lambda split: self.run_state.excluded.leaves_out(f"dataloaders.{split}"),
             world=self.world,
             data_rank=lambda: self.data_domain.rank,
@@ -972,7 +897,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _load_attempts(self, stored: Mapping[str, Any]) -> None:
         self.state.load_elastic(stored)
-        self.update_plan.hold_at_most(self.state.elastic.micro_batch_size)
+        self._data.plan.hold_at_most(self.state.elastic.micro_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.
@@ -1020,11 +945,8 @@ class BaseRunner(metaclass=MetaRunner):
         if self.config.checkpoint.load_only:
             self.saver.leave_out()
         else:
-            self.saver.save(history=history, best=save_best and self._is_state_of_best)
-
-    @property
-    def _is_state_of_best(self) -> bool:
-        return self.is_best and self.standing.latest_index == self.index
+            is_best = save_best and self.saver.is_scored() and self.is_best and self.standing.latest_index == self.index
+            self.saver.save(history=history, best=is_best)
 
     # Loading
 
@@ -1035,31 +957,10 @@ class BaseRunner(metaclass=MetaRunner):
             CheckpointNotFound: If `resume` or `pretrained` names none.
             CheckpointMismatch: If it is of another run, or another model.
         """
-        config, manager = self.config, self.checkpoint_manager
-        if not config.checkpoint.load_only:
-            # Now, and not at the first save. Replica groups share the directory, and another one may be writing.
-            if not config.ft.enabled:
-                manager.tidy()
-            manager.check_directory()
-        for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
-            with suppress(CheckpointDamaged, CheckpointNotFound):
-                # Another replica group may have replaced what was found before it was read; then there is something newer.
-                return self._load_configured()
-        self._load_configured()
+        self._restorer().restore(self.workspace.checkpoints)
 
-    def _load_configured(self) -> None:
-        config, manager = self.config, self.checkpoint_manager
-        source = config.resume or (manager.find_latest() if config.auto_resume else None)
-        if source:
-            self.load_checkpoint(source)
-            return
-        if config.auto_resume:
-            manager.refuse_lost()
-            logger.info(
-                "auto_resume: no checkpoint of this run in %s yet; starting from scratch.", self.workspace.checkpoints
-            )
-        if config.pretrained:
-            self.load_pretrained(config.pretrained)
+    def _restorer(self) -> RunRestorer:
+        return RunRestorer(self, self._streams)
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
         """Return the verified payload of a checkpoint.
@@ -1095,7 +996,10 @@ class BaseRunner(metaclass=MetaRunner):
         else:
             payload, source = self.read_checkpoint(checkpoint), checkpoint
         check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
-        self._check_resumable(payload)
+        stored = payload.get("runner", {})
+        if self._streams.seed_is_drawn and stored.get("seed") is not None:
+            self.config.seed = self.seed = int(stored["seed"])
+        self._restorer().check(payload)
         self.load_state_dict(payload)
         if source is not None:
             # A payload lies nowhere, so it is not saved either.
@@ -1103,37 +1007,10 @@ class BaseRunner(metaclass=MetaRunner):
         where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
         logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
         if source is not None:
-            self._note_best(source)
-            self.saver.note_loaded()
-
-    def _check_resumable(self, payload: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint from which this run could not go on as the one that was stored."""
-        stored, excluded = payload.get("runner", {}), self.run_state.excluded
-        if self._draws_seed and stored.get("seed") is not None:
-            self.config.seed = self.seed = int(stored["seed"])
-        differences = self.config_differences(payload)
-        if not differences and not excluded.allows_setting("dataloader.drop_last"):
-            loaders = {split: self.dataloaders[split] for split in self.train_splits if split in self.dataloaders}
-            differences = loader_states.differences_of_passes(payload.get("dataloaders", {}), loaders)
-        check_same_run(differences, excluded)
-        if self.placement.keeps_streams:
-            kept, _ = excluded.apply({"state": payload.get("state", {})}, section="state")
-            state = kept.get("state", {})
-            layout = state.get("elastic", {}).get("streams")
-            if self._streams.would_differ(layout, state.get("rng", {})):
-                check_streams(layout, self._streams.layout, inexact=self._goes_on_inexactly())
-
-    def _note_best(self, checkpoint: str | Path) -> None:
-        own = self.workspace.checkpoints
-        is_here = any((own / name).exists() for name in ("best", "best.pth"))
-        self.saver.best_elsewhere = None if is_here else self.best_index
-        if self.saver.best_elsewhere is not None and self.is_main_process:
-            logger.info(
-                "The best score so far, %s at %d, was kept beside %s; here a best is kept from the next better one on.",
-                format_number(self.best_score or 0.0),
-                self.saver.best_elsewhere,
-                checkpoint,
+            self.saver.best_elsewhere = best_left_behind(
+                self.workspace.checkpoints, self.best_index, self.best_score, source, speaks=self.is_main_process
             )
+            self.saver.note_loaded()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a payload: components, loaders, counters, and the random streams last.
@@ -1175,7 +1052,15 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
         """
-        self._positions.restore(states)
+        self._positions().restore(states)
+
+    def _positions(self) -> LoaderPositions:
+        return LoaderPositions(
+            lambda split: self.source(split),
+            lambda: self.train_splits,
+            domain=lambda: self.placement.data,
+            inexact=self._restorer().goes_on_inexactly,
+        )
 
     # Sources
 
@@ -1253,10 +1138,7 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             Exception: What a background writer had to report. Everything is closed all the same.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if self.model is not None:
+        if not self._closers.closed and self.model is not None:
             self.model = self.unwrap(self.model)
         self._closers.close()
 

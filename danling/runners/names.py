@@ -16,6 +16,9 @@ SETTABLE = frozenset(
 )
 """Components, which the library takes over as they were set."""
 
+COMPONENTS = ("model", "ema", "criterion", "optimizer", "scheduler", "metrics")
+"""Components of which a run has none until somebody sets one."""
+
 _REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"})
 """What a user may replace by another value of the same type."""
 
@@ -23,15 +26,21 @@ _CLASS_DATA = frozenset({"mode"})
 """What the library changes while it runs: it begins as an attribute of the class, and is no setting."""
 
 FORMER_NAMES = {
-    "ballot": "step_sync",
+    "ballot": "_parts.update.sync",
+    "data_place": "_data.place",
     "data_replicas": "placement.data_replicas",
     "excluded_from_loading": "run_state.excluded",
     "evaluations_since_best": "standing.evaluations_since_best",
     "figures_domain": "placement.metrics",
+    "losses": "_parts.update.losses",
+    "memory_retry": "_parts.memory_retry",
+    "metric_set": "_parts.metrics",
     "optimizer_domain": "placement.optimizer",
     "own_scores": "standing.scores",
     "reduces_gradients": "window.reduces",
     "scoreboard": "standing.board",
+    "step_sync": "_parts.update.sync",
+    "update_plan": "_data.plan",
 }
 """Attributes that were a runner's own, and where they are now; the former name is accepted for one version."""
 
@@ -40,16 +49,24 @@ _FORMER_HOOKS = {
     "allows_inexact_resume": "`build_placement`",
     "asked_to_stop": "`stop`, which asks for it",
     "averaged_weights": "`build_preparation`",
+    "begin_updates": "`build_reduction`",
+    "bind_reduction": "`build_reduction`",
     "boundaries": "`evaluate_step`, which is called between them",
+    "check_coverage": "`train`",
     "check_micro_batch_open": "`backward` or `step`",
-    "check_settings_are_read": "`check_trainable`",
+    "check_optimizer_given": "`build_optimizer`",
+    "check_scheduler": "`build_scheduler`",
+    "check_settings_are_read": "`train`",
+    "check_trainable": "`train`",
     "commit_over_replicas": "`build_reduction`",
     "communication_of_groups": "`build_preparation`",
     "criterion_state_dict": "`component_parts`, with a part called 'criterion'",
+    "data_place": "`build_placement`",
     "data_replicas": "`build_placement`",
     "equalize_buffers": "`build_preparation`",
     "evaluated_weights": "`build_preparation`",
     "evaluations_since_best": "`scores` or `best_index`",
+    "export_model": "`model_state_dict`",
     "excluded_from_loading": "`config.checkpoint.exclude_from_loading`",
     "figures_domain": "`build_placement`",
     "follow_freezing": "`wrap_model`",
@@ -64,22 +81,31 @@ _FORMER_HOOKS = {
     "load_run_state": "`progress_parts`",
     "loader_settings": "`build_dataloader`",
     "locate_workspace": "`config.dir` or `config.workspace_root`",
+    "meter_totals": "`train_epoch`",
     "needed_components": "`component_parts`",
     "nonfinite_gradients": "`build_reduction`",
     "open_update": "`step`",
+    "optimized_parameters": "`build_preparation`",
     "optimizer_domain": "`build_placement`",
     "own_loader_state": "`load_dataloaders`",
     "own_scores": "`scores`",
     "own_stream_place": "`build_placement`",
+    "prepare_updates": "`train_step`",
+    "raise_pending_error": "`step`",
+    "read_samples": "`step`",
     "replica_settings": "`adopt_config`",
+    "rewrap_if_trainables_changed": "`wrap_model`",
+    "scheduler_interval": "`config.scheduler.interval`",
     "settle": "`step`",
     "stream_layout": "`build_placement`",
     "stream_place": "`build_placement`",
     "sum_over_replicas": "`build_reduction`",
+    "sums_loss": "`batch_weight`",
     "training_groups": "`build_placement`",
     "update_averages": "`build_preparation`",
     "update_division": "`build_dataloader`",
     "whole_parameters": "`build_preparation`",
+    "write_results": "`add_tracker`",
     "workspace_part": "`config.dir` or `config.workspace_root`",
     "writes_checkpoints": "`save_checkpoint`",
 }
@@ -110,7 +136,7 @@ class LibraryNames:
 
 
 def noting(init: Callable[..., None], owner: str) -> Callable[..., None]:
-    """Return the `__init__` of one of the library's classes that also notes which attributes it has set.
+    """Return the `__init__` of one of the library's classes that also notes which attributes it has set; before, there is no component.
 
     Args:
         init: The function.
@@ -122,6 +148,8 @@ def noting(init: Callable[..., None], owner: str) -> Callable[..., None]:
         record = vars(self).get(_RECORD)
         if record is None:
             record = vars(self)[_RECORD] = LibraryNames(dict(vars(self)))
+            # On the runner, not on the class: a method that happens to be called so is no component.
+            vars(self).update(dict.fromkeys(COMPONENTS))
         init(self, *args, **kwargs)
         record.note(vars(self), owner)
 
@@ -196,10 +224,9 @@ def by_former_name(runner: object, name: str) -> object:
     if name not in FORMER_NAMES:
         # Once more in the ordinary way, whose error names what is missing.
         return object.__getattribute__(runner, name)
-    warn_user(
-        f"runner.{name} is runner.{FORMER_NAMES[name]} now; the former name goes with the next version.",
-        DeprecationWarning,
-    )
+    now = FORMER_NAMES[name]
+    place = "the library's own" if now.startswith("_") else f"runner.{now}"
+    warn_user(f"runner.{name} is {place} now; the former name goes with the next version.", DeprecationWarning)
     return attrgetter(FORMER_NAMES[name])(runner)
 
 

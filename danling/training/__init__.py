@@ -38,7 +38,7 @@ from .gradients import (
 from .label_shift import LabelShift
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .outputs import model_loss, prediction_of
-from .passes import PassAgreement, run_window, updates_of_pass
+from .passes import PassAgreement, updates_of_pass
 from .precision import Precision
 from .predictions import gather_predictions, split_by_sample
 from .reduction import DDPReduction, GradientReduction, LocalReduction
@@ -97,7 +97,6 @@ __all__ = [
     "peek_target",
     "prediction_of",
     "preserved_tensors",
-    "run_window",
     "scale_gradients",
     "schedule_advances",
     "shifts_labels",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,16 +17,34 @@ from .window import Window
 logger = logging.getLogger("danling")
 
 
+class LossHooks(Protocol):
+    """What is asked of a run for the loss of a batch. It is looked up anew each time, since a user may override or replace it."""
+
+    @property
+    def criterion(self) -> Any:
+        """The criterion, or `None`."""
+
+    @property
+    def unwrapped_model(self) -> object:
+        """The model out of the wrapper of its stack."""
+
+    @property
+    def window(self) -> Window:
+        """The window of micro-batches."""
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        """Return the loss of a prediction."""
+
+    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+        """Return what the loss of a batch is averaged over."""
+
+
 class BatchLoss:
     """The loss that a model returns by itself, and which batches have a loss at all.
 
     Args:
-        criterion: Returns the criterion, or `None`.
-        model: Returns the model out of the wrapper of its stack.
-        compute_loss: `(prediction, target) -> loss`, which a user may override.
-        batch_weight: `(data, target) -> weight`, which a user may override.
+        run: What is asked.
         weights: Remembers whether the batches to train on come with a target.
-        window: Returns the window of micro-batches.
         glance: Looks for a target in the data to train on, where nobody has seen a batch of it.
         own_loss: Whether `compute_loss` is the user's own.
         own_weight: Whether `batch_weight` is the user's own.
@@ -38,13 +56,9 @@ class BatchLoss:
 
     def __init__(
         self,
+        run: LossHooks,
         *,
-        criterion: Callable[[], Any],
-        model: Callable[[], Any],
-        compute_loss: Callable[[Any, Any], Tensor],
-        batch_weight: Callable[[Any, Any], float | Tensor],
         weights: BatchWeights,
-        window: Callable[[], Window],
         glance: Callable[[], None],
         own_loss: bool = False,
         own_weight: bool = False,
@@ -52,12 +66,8 @@ class BatchLoss:
     ) -> None:
         self.shift = LabelShift()
         self.own_loss = own_loss
-        self._criterion = criterion
-        self._model = model
-        self._compute_loss = compute_loss
-        self._batch_weight = batch_weight
+        self._run = run
         self._weights = weights
-        self._window = window
         self._glance = glance
         self._is_looked_at = not (own_loss or own_weight)
         self._speaks = speaks
@@ -65,7 +75,7 @@ class BatchLoss:
     @property
     def undecided(self) -> bool:
         """Whether it is still to be found out which labels the loss of the model counts."""
-        return self.shift.is_open and self._criterion() is None
+        return self.shift.is_open and self._run.criterion is None
 
     def weight(self, data: Any, target: Any) -> float | Tensor:
         """Return what the loss that the model computes is averaged over.
@@ -74,7 +84,7 @@ class BatchLoss:
             data: The batch.
             target: Its target, or `None`.
         """
-        model = self._model()
+        model = self._run.unwrapped_model
         return model_weight(model, target, data, shifts=self.shift.shifts(model))
 
     def of_model(self, pred: Any, target: Any, *, training: bool) -> Tensor:
@@ -95,10 +105,10 @@ class BatchLoss:
                 f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
             )
         if self.undecided and self._observe(pred, found, target) and training:
-            window = self._window()
+            window = self._run.window
             # Padding stays without weight.
             if window.count and window.current:
-                window.reweigh(self._batch_weight(None, target))
+                window.reweigh(self._run.batch_weight(None, target))
         return found
 
     def of_evaluated(self, pred: Any, target: Any) -> Tensor | None:
@@ -111,13 +121,13 @@ class BatchLoss:
             pred: What the model returned.
             target: The target of the batch, or `None`.
         """
-        criterion = self._criterion()
+        criterion = self._run.criterion
         has_loss = self.own_loss or criterion is not None
         if target is None:
             targetless = self._trains_targetless()
             has_loss = self.own_loss if targetless is None else targetless and has_loss
         if has_loss:
-            return self._compute_loss(pred, target)
+            return self._run.compute_loss(pred, target)
         found = model_loss(pred) if criterion is None else None
         if found is not None and self.undecided:
             self._observe(pred, found, target)
@@ -147,7 +157,7 @@ class BatchLoss:
         Args:
             gather: Returns the value of every rank.
         """
-        if self._criterion() is None and self.shift.agree(gather(self.shift.answer)):
+        if self._run.criterion is None and self.shift.agree(gather(self.shift.answer)):
             self._complain()
 
     def _observe(self, pred: Any, loss: Tensor, target: Any) -> bool:

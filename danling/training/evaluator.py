@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,23 +25,23 @@ from .weighing import BatchWeights
 EvaluationMode = Literal["evaluate", "infer"]
 
 
-@dataclass(frozen=True)
-class EvaluationHooks:
-    """What an evaluation calls, looked up anew each time, since a user may override it.
+class EvaluationHooks(Protocol):
+    """What an evaluation asks of a run. It is looked up anew each time, since a user may override it."""
 
-    Attributes:
-        evaluate_step: `(data) -> (prediction, loss)`.
-        infer_step: `(data) -> prediction`.
-        summarize: `(split, totals) -> figures`.
-        to_device: Returns the data of a batch on the device.
-        batch_weight: `(data, target) -> weight` of the mean-reduced loss.
-    """
+    def evaluate_step(self, data: Any) -> Any:
+        """Return the prediction of a batch and its loss."""
 
-    evaluate_step: Callable[[Any], Any]
-    infer_step: Callable[[Any], Any]
-    summarize: Callable[[str, Meters], Mapping[str, float]]
-    to_device: Callable[[Any], Any]
-    batch_weight: Callable[[Any, Any], float | Tensor]
+    def infer_step(self, data: Any) -> Any:
+        """Return the prediction of a batch."""
+
+    def summarize(self, split: str, totals: Meters) -> Mapping[str, float]:
+        """Return the figures of an evaluation."""
+
+    def to_device(self, data: Any) -> Any:
+        """Return the data of a batch on the device."""
+
+    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+        """Return what the mean-reduced loss of a batch is averaged over."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class Evaluator:
         """
         run, hooks = self._run, self._hooks
         sums = EvaluationSums(
-            hooks.evaluate_step,
+            lambda data: hooks.evaluate_step(data),
             weigh=lambda batch, data: run.weights.weigh(batch, data, hooks.batch_weight),
-            to_device=hooks.to_device,
+            to_device=lambda data: hooks.to_device(data),
             metrics=run.metrics(),
             sums_loss=run.sums_loss(),
             undecided=run.undecided,

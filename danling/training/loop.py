@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from danling.data import BatchSource
@@ -26,67 +25,70 @@ class Counters(Protocol):
     epoch: int
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How long a run is, asked anew each time, since it may be changed while it trains.
+class Progress(Protocol):
+    """Where a run stands."""
+
+    @property
+    def train(self) -> Counters:
+        """The progress."""
+
+
+class LoopHooks(Protocol):
+    """What the loops ask of a run. It is looked up anew each time, since a user may override it, and change the budget while it trains.
 
     Attributes:
-        epochs: Returns the number of epochs after which training ends, `None` in step mode.
-        steps: Returns the number of updates after which training ends, `None` when it is not known.
-        by_steps: Returns whether the budget counts updates instead of epochs.
+        is_step_mode: Whether the budget counts updates instead of epochs.
+        epochs: Number of epochs after which training ends, `None` in step mode.
+        steps: Number of updates after which training ends, `None` when it is not known.
+        state: Where the run stands.
     """
 
-    epochs: Callable[[], int | None]
-    steps: Callable[[], int | None]
-    by_steps: Callable[[], bool]
+    @property
+    def is_step_mode(self) -> bool: ...
+    @property
+    def epochs(self) -> int | None: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def state(self) -> Progress: ...
 
-    def is_used_up(self, counters: Counters) -> bool:
-        """Whether a run is at its end."""
-        if self.by_steps():
-            return counters.global_step >= (self.steps() or 0)
-        return counters.epoch >= (self.epochs() or 0)
+    def train_epoch(self, split: str) -> Any:
+        """Train a pass over a split and return its metrics."""
+
+    def evaluate_epoch(self, split: str) -> Any:
+        """Evaluate a split."""
+
+    def evaluate_steps(self, split: str) -> Any:
+        """Evaluate the first batches of a split."""
+
+    def source(self, split: str) -> BatchSource:
+        """Return the batches of a split and the position in them."""
+
+    def save_checkpoint(self) -> None:
+        """Save the full state."""
 
 
-@dataclass(frozen=True)
-class LoopHooks:
-    """What the loops call, looked up anew each time, since a user may override it.
-
-    Attributes:
-        train_epoch: Trains a pass over a split and returns its metrics.
-        evaluate_epoch: Evaluates a split.
-        evaluate_steps: Evaluates the first batches of a split.
-        updates: Returns the outcomes of the updates of what is left of a pass, made as they are asked for.
-        source: Returns the batches of a split and the position in them.
-        counters: Returns the progress.
-        save: Saves the full state.
-        save_if_failing: Makes ready for an evaluation that fails; returns what saves then.
-        trained_metrics: Returns the metrics of what was trained since it was called last.
-        first_update: Is called after the first update of this process.
-        log_update: Logs the metrics of an update.
-    """
-
-    train_epoch: Callable[[str], Any]
-    evaluate_epoch: Callable[[str], Any]
-    evaluate_steps: Callable[[str], Any]
-    updates: Callable[[str], Iterator[UpdateOutcome]]
-    source: Callable[[str], BatchSource]
-    counters: Callable[[], Counters]
-    save: Callable[[], None]
-    save_if_failing: Callable[[], Callable[[], bool]]
-    trained_metrics: Callable[[], dict[str, float]]
-    first_update: Callable[[], None]
-    log_update: Callable[[UpdateOutcome], None]
+def is_used_up(run: LoopHooks) -> bool:
+    """Whether a run is at the end of its budget."""
+    counters = run.state.train
+    if run.is_step_mode:
+        return counters.global_step >= (run.steps or 0)
+    return counters.epoch >= (run.epochs or 0)
 
 
 class TrainingLoop:
     """Trains epoch by epoch or update by update, from where the run stands to the end of its budget.
 
     Args:
-        hooks: What is called.
-        budget: How long the run is.
+        run: What is trained, evaluated and saved, and how long.
+        updates: Returns the outcomes of the updates of what is left of a pass, made as they are asked for.
         session: Knows whether the training is to stop.
         results: Collects the metrics.
         reporter: Shows the updates.
+        save_if_failing: Makes ready for an evaluation that fails; returns what saves then.
+        trained_metrics: Returns the metrics of what was trained since it was called last.
+        first_update: Is called after the first update of this process.
+        log_update: Logs the metrics of an update.
         passing: Exceptions that leave an evaluation and are no failures.
 
     Attributes:
@@ -98,17 +100,25 @@ class TrainingLoop:
 
     def __init__(
         self,
-        hooks: LoopHooks,
+        run: LoopHooks,
         *,
-        budget: Budget,
+        updates: Callable[[str], Iterator[UpdateOutcome]],
         session: TrainingSession,
         results: RunResults,
         reporter: Reporter,
+        save_if_failing: Callable[[], Callable[[], bool]],
+        trained_metrics: Callable[[], dict[str, float]],
+        first_update: Callable[[], None],
+        log_update: Callable[[UpdateOutcome], None],
         passing: tuple[type[BaseException], ...] = (),
     ) -> None:
         self.has_jumped = False
-        self._hooks = hooks
-        self._budget = budget
+        self._run = run
+        self._updates = updates
+        self._save_if_failing = save_if_failing
+        self._trained_metrics = trained_metrics
+        self._first_update = first_update
+        self._log_update = log_update
         self._session = session
         self._results = results
         self._reporter = reporter
@@ -116,9 +126,8 @@ class TrainingLoop:
 
     def is_done(self) -> bool:
         """Whether there is nothing left to train or to evaluate."""
-        is_open = self._budget.by_steps() and self._results.open
-        used_up = self._budget.is_used_up(self._hooks.counters())
-        return (used_up and not is_open) or self._results.facts.patience_exhausted()
+        is_open = self._run.is_step_mode and self._results.open
+        return (is_used_up(self._run) and not is_open) or self._results.facts.patience_exhausted()
 
     # By epochs
 
@@ -129,27 +138,27 @@ class TrainingLoop:
             splits: Splits to train on.
             evaluated: Splits to evaluate after each epoch.
         """
-        counters, budget = self._hooks.counters(), self._budget
-        while counters.epoch < (budget.epochs() or 0) and not self._session.stop_reason:
+        run, counters = self._run, self._run.state.train
+        while counters.epoch < (run.epochs or 0) and not self._session.stop_reason:
             if self._train_splits(splits):
                 self._evaluate(evaluated, "evaluate_epoch")
                 self._finish_epoch(splits, "epoch")
-                self._save_if_due(counters.epoch, final=counters.epoch == budget.epochs())
+                self._save_if_due(counters.epoch, final=counters.epoch == run.epochs)
 
     def _train_splits(self, splits: Sequence[str]) -> bool:
         """Train what is left of the pass over each split; `False` where it was left half-way."""
         self.has_jumped = False
         for split in splits:
             if not self._is_trained(split):
-                self._keep(split, self._hooks.train_epoch(split))
+                self._keep(split, self._run.train_epoch(split))
             if self._is_interrupted():
                 return False
         return True
 
     def _finish_epoch(self, splits: Sequence[str], boundary: Boundary) -> None:
         for split in splits:
-            self._hooks.source(split).finish_pass()
-        counters = self._hooks.counters()
+            self._run.source(split).finish_pass()
+        counters = self._run.state.train
         counters.epoch += 1
         self._results.close(boundary, step=counters.global_step)
 
@@ -159,13 +168,13 @@ class TrainingLoop:
         Args:
             split: The split.
         """
-        for outcome in self._hooks.updates(split):
+        for outcome in self._updates(split):
             self._after_update(outcome)
             if self._session.stop_reason:
                 return {}
         if self.has_jumped:
             return {}
-        metrics = self._results.open[split] = self._hooks.trained_metrics()
+        metrics = self._results.open[split] = self._trained_metrics()
         return metrics
 
     def train_epoch_alone(self, split: str, train_epoch: Callable[[], Any], splits: Sequence[str]) -> Any:
@@ -181,7 +190,7 @@ class TrainingLoop:
         self._keep(split, metrics)
         if not self._is_interrupted():
             if split not in splits:
-                self._hooks.source(split).finish_pass()
+                self._run.source(split).finish_pass()
                 del self._results.open[split]
             elif all(other in self._results.open for other in splits):
                 self._finish_epoch(splits, "alone")
@@ -210,8 +219,8 @@ class TrainingLoop:
         """
         if self._results.open:
             self._validate(evaluated)
-        counters, budget = self._hooks.counters(), self._budget
-        while counters.global_step < (budget.steps() or 0) and not self._session.stop_reason:
+        run, counters = self._run, self._run.state.train
+        while counters.global_step < (run.steps or 0) and not self._session.stop_reason:
             if self._train_pass(splits, evaluated):
                 counters.epoch += 1
                 self._results.schedule.end_pass()
@@ -222,23 +231,23 @@ class TrainingLoop:
         for split in splits:
             if self._is_trained(split):
                 continue
-            for outcome in self._hooks.updates(split):
+            for outcome in self._updates(split):
                 is_over = self._after_step(split, outcome, evaluated)
                 if is_over or self._session.stop_reason:
                     return False
             if self.has_jumped:
                 return False
-            self._hooks.source(split).finish_pass()
+            self._run.source(split).finish_pass()
         return True
 
     def _after_step(self, split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
         """Do what is due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
         self._after_update(outcome)
-        step = self._hooks.counters().global_step
-        final = step == self._budget.steps()
+        step = self._run.state.train.global_step
+        final = step == self._run.steps
         if outcome.committed:
             if self.boundaries.evaluation_due(step, final=final):
-                self._results.open[split] = self._hooks.trained_metrics()
+                self._results.open[split] = self._trained_metrics()
                 self._validate(evaluated)
             elif self.boundaries.checkpoint_due(step) or self._results.is_recorded(step):
                 self._save_if_due(step, final=False)
@@ -246,10 +255,10 @@ class TrainingLoop:
 
     def _validate(self, evaluated: Sequence[str]) -> None:
         """Evaluate in step mode, and save what follows from it."""
-        step = self._hooks.counters().global_step
+        step = self._run.state.train.global_step
         self._evaluate(evaluated, "evaluate_steps")
         self._results.close("validation", step=step)
-        self._save_if_due(step, final=step == self._budget.steps())
+        self._save_if_due(step, final=step == self._run.steps)
 
     # Both
 
@@ -260,27 +269,27 @@ class TrainingLoop:
 
     def _is_trained(self, split: str) -> bool:
         """Whether the pass that the state stands in is over for one of the splits."""
-        counters = self._hooks.counters()
-        if self._budget.is_used_up(counters):
+        run = self._run
+        if is_used_up(run):
             return True
-        if self._budget.by_steps():
-            return self._hooks.source(split).epoch > counters.epoch
+        if run.is_step_mode:
+            return run.source(split).epoch > run.state.train.epoch
         return split in self._results.open
 
     def _evaluate(self, splits: Sequence[str], verb: EvaluationVerb) -> None:
         """Evaluate what was trained up to here; whatever goes wrong, it is saved, and a run that goes on begins with this evaluation."""
         if not splits:
             return
-        step = self._hooks.counters().global_step
-        with keeping_trained(self._hooks.save_if_failing(), step=step, passing=self._passing):
+        step = self._run.state.train.global_step
+        with keeping_trained(self._save_if_failing(), step=step, passing=self._passing):
             for split in splits:
-                metrics = getattr(self._hooks, verb)(split)
+                metrics = getattr(self._run, verb)(split)
                 self._results.open[split] = checked_figures(verb, split, metrics)
             self._results.check()
 
     def _after_update(self, outcome: UpdateOutcome) -> None:
         """What happens at every update boundary, besides evaluation and periodic checkpoints."""
-        hooks, session, counters = self._hooks, self._session, self._hooks.counters()
+        session, counters = self._session, self._run.state.train
         step = counters.global_step
         if self._reporter.telemetry is not None:
             self._reporter.telemetry.stepped(committed=outcome.committed)
@@ -288,19 +297,19 @@ class TrainingLoop:
             if not session.updated_once:
                 # Compilation and the first data make the first update slow; the limit that catches a hang begins after it.
                 session.updated_once = True
-                hooks.first_update()
+                self._first_update()
             if self.boundaries.log_due(step):
-                hooks.log_update(outcome)
+                self._log_update(outcome)
         # A skipped update is work that was done as well, on all ranks.
         session.updated(step, counters.epoch)
         self._reporter.stepped(step)
         if session.save_requested and not (outcome.committed and self._evaluates_at(step)):
-            hooks.save()
+            self._run.save_checkpoint()
             session.save_requested = False
 
     def _evaluates_at(self, step: int) -> bool:
         """Whether an evaluation is due first, which a checkpoint follows, so that a resumed run does not leave it out."""
-        return self._budget.by_steps() and self.boundaries.evaluation_due(step, final=step == self._budget.steps())
+        return self._run.is_step_mode and self.boundaries.evaluation_due(step, final=step == self._run.steps)
 
     def _save_if_due(self, index: int, *, final: bool) -> None:
         self.boundaries.save_if_due(index, final=final, requested=self._session.save_requested)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,7 +14,8 @@ from danling.reporting import Reporter
 
 from .batch_loss import BatchLoss
 from .batches import peek_target
-from .passes import PassAgreement, run_window
+from .passes import PassAgreement
+from .reduction import GradientReduction
 from .retry import MemoryRetry
 from .rollback import CountsMicroSteps
 from .session import TrainingSession
@@ -25,25 +25,36 @@ from .window import Window
 logger = logging.getLogger("danling")
 
 
-@dataclass(frozen=True)
-class MicroBatchHooks:
-    """What is called for every micro-batch, looked up anew each time, since a user may override it.
+class Progress(Protocol):
+    """Where a run stands."""
 
-    Attributes:
-        train_step: Runs forward and backward of a batch on the device.
-        to_device: Returns the data of a batch on the device.
-        batch_weight: `(data, target) -> weight` of the mean-reduced loss.
-        count_tokens: Returns the tokens of a batch that was not moved yet.
-        counter: Returns what counts the micro-batches.
-        begin: Is called before the first micro-batch of an update.
-    """
+    @property
+    def train(self) -> CountsMicroSteps:
+        """What counts the micro-batches."""
 
-    train_step: Callable[[Any], Any]
-    to_device: Callable[[Any], Any]
-    batch_weight: Callable[[Any, Any], float | Tensor]
-    count_tokens: Callable[[Any], float]
-    counter: Callable[[], CountsMicroSteps]
-    begin: Callable[[], None]
+
+class MicroBatchHooks(Protocol):
+    """What is asked of a run for every micro-batch. It is looked up anew each time, since a user may override or replace it."""
+
+    @property
+    def state(self) -> Progress:
+        """Where the run stands."""
+
+    @property
+    def reduction(self) -> GradientReduction:
+        """Is told where an update begins."""
+
+    def train_step(self, data: Any) -> object:
+        """Run forward and backward of a batch on the device."""
+
+    def to_device(self, data: Any) -> Any:
+        """Return the data of a batch on the device."""
+
+    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+        """Return what the mean-reduced loss of a batch is averaged over."""
+
+    def count_tokens(self, data: Any) -> float:
+        """Return the tokens of a batch that was not moved yet."""
 
 
 class MicroBatches:
@@ -84,7 +95,7 @@ class MicroBatches:
         """
         hooks, window, reporter = self._hooks, self._window, self._reporter
         if window.count == 0:
-            hooks.begin()
+            hooks.reduction.begin(first=window.is_first)
         data = hooks.to_device(batch.data)
         weight, samples = self._weights.weigh(batch, data, hooks.batch_weight, training=True)
         window.begin_microbatch(weight, samples)
@@ -101,7 +112,7 @@ class MicroBatches:
                     self._loss.observe_returned(returned, peek_target(data))
         finally:
             self._session.in_step = False
-        hooks.counter().micro_step += 1
+        hooks.state.train.micro_step += 1
 
     def run_alone(self, step: Callable[[Any], Any], data: Any) -> Any:
         """Run a batch that no loop has read, and return what its step returned.
@@ -115,15 +126,28 @@ class MicroBatches:
         return returned[0]
 
 
+class Forwards(Protocol):
+    """What runs the micro-batches of an update.
+
+    Attributes:
+        agreement: Keeps the ranks together.
+    """
+
+    agreement: PassAgreement
+
+    def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
+
+
 class WindowForwards:
     """Runs the micro-batches of one update after the other.
 
     Args:
         agreement: Keeps the ranks together.
         window: The window that they are counted in.
-        size: Returns the micro-batches of an update that is not divided.
+        size: Returns the micro-batches of an update, for a loader that does not say itself where one closes.
         run: Runs one of them.
-        retried: Makes an update again where memory ran out; `None` where that is an error.
+        reduces_later: Whether the gradient is reduced once all have come through, as where memory may run out in one.
     """
 
     def __init__(
@@ -133,47 +157,39 @@ class WindowForwards:
         window: Window,
         size: Callable[[], int],
         run: Callable[[Batch], None],
-        retried: RetriedForwards | None = None,
+        reduces_later: bool = False,
     ) -> None:
         self.agreement = agreement
         self._window = window
         self._size = size
         self._run = run
-        self._retried = retried
+        self._reduces_later = reduces_later
 
     def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
+        """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run.
 
         Args:
             source: The batches of the split.
             batches: What is left of the pass on this rank.
-            consumed: Is filled with the micro-batches.
+            consumed: Is filled with the micro-batches, also where one of them fails.
         """
-        retried, loader = self._retried, source.loader
-        make = partial(
-            run_window,
-            batches,
-            consumed,
-            size=self._size(),
-            following=partial(self.agreement.next_of_window, source, batches),
-            run=self._run_one,
-        )
-        held = loader.held_at_once if retried is not None and isinstance(loader, DataLoader) else 0
-        if retried is None or held == 0:
-            make()
-            return True
-        return retried.run(make, held)
-
-    def _run_one(self, batch: Batch, closes: bool) -> None:
-        # A rank that may run out of memory reduces once all have come through.
-        self._window.reduces = closes and self._retried is None
-        self._run(batch)
+        size, window = self._size(), self._window
+        batch = next(batches, None)
+        while batch is not None:
+            consumed.append(batch)
+            closes = len(consumed) == size if batch.closes is None else batch.closes
+            upcoming = None if closes else self.agreement.next_of_window(source, batches)
+            window.reduces = upcoming is None and not self._reduces_later
+            self._run(batch)
+            batch = upcoming
+        return True
 
 
 class RetriedForwards:
-    """Makes the forwards of an update again in smaller micro-batches where memory ran out.
+    """Runs the micro-batches of an update again in smaller ones where memory ran out.
 
     Args:
+        forwards: Runs them.
         retry: Takes them back on all ranks.
         window: The window that they are counted in.
         several: Whether several ranks make updates together.
@@ -188,6 +204,7 @@ class RetriedForwards:
 
     def __init__(
         self,
+        forwards: WindowForwards,
         retry: MemoryRetry,
         *,
         window: Window,
@@ -200,6 +217,8 @@ class RetriedForwards:
         step: Callable[[], int],
         speaks: bool,
     ) -> None:
+        self.agreement = forwards.agreement
+        self._forwards = forwards
         self._retry = retry
         self._window = window
         self._several = several
@@ -211,13 +230,19 @@ class RetriedForwards:
         self._step = step
         self._speaks = speaks
 
-    def run(self, make: Callable[[], None], held: int) -> bool:
-        """Make the forwards of an update; `False` where memory ran out, and smaller micro-batches are to come.
+    def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
 
         Args:
-            make: Makes them, without communication.
-            held: Samples that a rank holds at once.
+            source: The batches of the split.
+            batches: What is left of the pass on this rank.
+            consumed: Is filled with the micro-batches.
         """
+        loader = source.loader
+        held = loader.held_at_once if isinstance(loader, DataLoader) else 0
+        make = partial(self._forwards.run, source, batches, consumed)
+        if held == 0:
+            return make()
         return self._retry.run(make, held=held, prepare=self._prepare, remember=self._remembered, shrink=self._shrink)
 
     def _prepare(self, held: int) -> None:

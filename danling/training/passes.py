@@ -94,32 +94,6 @@ class PassAgreement:
             )
 
 
-def run_window(
-    batches: Iterator[Batch],
-    consumed: list[Batch],
-    *,
-    size: int,
-    following: Callable[[], Batch | None],
-    run: Callable[[Batch, bool], None],
-) -> None:
-    """Run the micro-batches of one update; the last one is known when it is run.
-
-    Args:
-        batches: What is left of the pass on this rank.
-        consumed: Is filled with the micro-batches, also where one of them fails.
-        size: Number of micro-batches of an update, for a loader that does not say itself where one closes.
-        following: Gives the next micro-batch of the open window, `None` where the pass ends.
-        run: Runs forward and backward of a micro-batch, and is told whether it is the last one.
-    """
-    batch = next(batches, None)
-    while batch is not None:
-        consumed.append(batch)
-        closes = len(consumed) == size if batch.closes is None else batch.closes
-        upcoming = None if closes else following()
-        run(batch, upcoming is None)
-        batch = upcoming
-
-
 def updates_of_pass(
     source: BatchSource,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from danling.metrics import ScoreBoard
 from danling.optim import needs_metric
@@ -126,12 +126,23 @@ class BoundarySchedule:
         return monitored_metric(metrics, str(asked or self._scored()))
 
 
+class RecordedRun(Protocol):
+    """What was recorded of a run, and where it stands now."""
+
+    @property
+    def results(self) -> MutableMapping[int, SplitMetrics]:
+        """The results by epoch or update."""
+
+    @property
+    def index(self) -> int:
+        """The epoch or update that results go under."""
+
+
 class RunResults:
     """Metrics of the epoch or the evaluation that is under way, and their record.
 
     Args:
-        recorded: Returns the results of the run by epoch or update.
-        index: Returns the epoch or update that results go under.
+        run: Where they are recorded.
         facts: The scores.
         schedule: Advances the schedule of learning rates.
         session: Is told when patience is exhausted.
@@ -148,9 +159,8 @@ class RunResults:
 
     def __init__(
         self,
+        run: RecordedRun,
         *,
-        recorded: Callable[[], MutableMapping[int, SplitMetrics]],
-        index: Callable[[], int],
         facts: ScoreFacts,
         schedule: BoundarySchedule,
         session: TrainingSession,
@@ -162,8 +172,7 @@ class RunResults:
         self.scored_at: int | None = None
         self.facts = facts
         self.schedule = schedule
-        self._recorded = recorded
-        self._index = index
+        self._run = run
         self._session = session
         self._write = write
         self._report = report
@@ -213,8 +222,8 @@ class RunResults:
             step: Updates committed.
         """
         result, self.open = self.open, {}
-        index = self._index()
-        self._recorded()[index] = result
+        index = self._run.index
+        self._run.results[index] = result
         self.scored_at = step
         board = self.facts.board() if self._is_scored(index, result) else None
         if board is not None and board.split and (board.finds(result) or not self.facts.own):
@@ -228,11 +237,11 @@ class RunResults:
 
     def is_recorded(self, index: int) -> bool:
         """Whether an epoch or update was recorded."""
-        return index in self._recorded()
+        return index in self._run.results
 
     def has_best_at(self, index: int) -> bool:
         """Whether an epoch or update was recorded and has the best score so far."""
-        return index in self._recorded() and self.facts.is_best_at(index)
+        return index in self._run.results and self.facts.is_best_at(index)
 
     def _is_scored(self, index: int, result: SplitMetrics) -> bool:
         board = self.facts.board()

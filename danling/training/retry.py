@@ -29,7 +29,7 @@ class MemoryRetry:
 
     def run(
         self,
-        make: Callable[[], None],
+        make: Callable[[], object],
         *,
         held: int,
         prepare: Callable[[int], None],
@@ -61,7 +61,7 @@ class MemoryRetry:
         shrink(held, held // 2)
         return False
 
-    def attempt(self, make: Callable[[], None], take_back: Callable[[], None]) -> bool:
+    def attempt(self, make: Callable[[], object], take_back: Callable[[], None]) -> bool:
         """Return whether all ranks have made it; where one has not, it is taken back on all. Call on all ranks.
 
         Args:
@@ -82,7 +82,7 @@ class MemoryRetry:
                 torch.cuda.empty_cache()
         return not failed
 
-    def _fails(self, make: Callable[[], None]) -> bool:
+    def _fails(self, make: Callable[[], object]) -> bool:
         try:
             make()
         except Exception as error:

@@ -40,6 +40,7 @@ class RunSaver:
         writes: Whether full checkpoints are for these ranks to write; agreed among them. Another replica group may do it.
         instead: Called where they are not, so that all replica groups go on alike.
         loaded: Called in this order after the run was restored from a checkpoint.
+        is_scored: Tells whether the state is that of the last score, of which a best checkpoint is made.
         saved_at: Updates and epochs that the last save, or the checkpoint resumed from, stands at.
         best_elsewhere: Index of a best score whose checkpoint lies in the directory that the run came from; `None` where there is none.
     """
@@ -57,6 +58,7 @@ class RunSaver:
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before: list[Callable[[], None]] = []
         self.writes: Callable[[], bool] = _yes
+        self.is_scored: Callable[[], bool] = _yes
         self.instead: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
         self.saved_at: tuple[int, int] | None = None

@@ -28,6 +28,8 @@ class Window:
         self.on_host = device.type == "cpu"
         self.agreed_reference: float | None = None
         self.sum_reduced = False
+        self.is_first = True
+        """Whether this process has not looked at the gradients of an update yet."""
         self.reduces = True
         """Whether the open micro-batch is the last one, whose backward reduces the gradient over the ranks."""
         self.reset()

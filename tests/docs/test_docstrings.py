@@ -69,7 +69,6 @@ def test_which_ranks_call_a_method_is_said_once_and_the_exceptions_by_each() -> 
     assert {name for name, text in spoken.items() if ALONE.search(text)} >= {
         "read_config",
         "unwrap",
-        "data_place",
         "print",
     }
 

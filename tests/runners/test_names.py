@@ -29,16 +29,14 @@ from danling.runners.names import (
 NAMES = (
     "window",
     "precision",
-    "step_sync",
-    "metric_set",
+    "placement",
     "sources",
     "_session",
     "trackers",
-    "_loop",
+    "_parts",
     "_reporter",
     "standing",
-    "_results",
-    "losses",
+    "run_state",
     "index",
     "world",
     "launch",
@@ -50,9 +48,8 @@ NAMES = (
     "add_tracker",
     "device",
     "mode",
-    "_rates",
     "_training",
-    "_run_log",
+    "_data",
 )
 
 
@@ -231,7 +228,7 @@ def test_a_method_that_is_called_as_a_component_is_not_taken_for_it(name: str, t
 @pytest.mark.parametrize("name", sorted(FORMER_NAMES))
 def test_a_former_name_is_accepted_with_a_warning(name: str, tmp_path: Path) -> None:
     with Named(settings(tmp_path)) as runner:
-        with pytest.warns(DeprecationWarning, match=f"runner.{name} is runner.{FORMER_NAMES[name]} now") as warned:
+        with pytest.warns(DeprecationWarning, match=f"runner.{name} is .* now; the former name goes") as warned:
             found = getattr(runner, name)
         assert warned[0].filename == __file__
         now = attrgetter(FORMER_NAMES[name])(runner)

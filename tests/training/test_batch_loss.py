@@ -33,13 +33,16 @@ class Alone:
 def batch_loss(criterion: Any = None, targetless: bool | None = False, **options: Any) -> tuple[BatchLoss, Window]:
     window, weights = Window(Alone(), CPU), BatchWeights()
     weights.targetless = targetless
-    loss = BatchLoss(
-        criterion=lambda: criterion,
-        model=lambda: None,
+    run = SimpleNamespace(
+        criterion=criterion,
+        unwrapped_model=None,
+        window=window,
         compute_loss=lambda pred, target: torch.tensor(7.0),
         batch_weight=lambda data, target: float((target[:, 1:] != -100).sum()),
+    )
+    loss = BatchLoss(
+        run,
         weights=weights,
-        window=lambda: window,
         glance=options.pop("glance", lambda: None),
         **options,
     )

@@ -16,7 +16,7 @@ from danling.distributed import LocalDomain, Placement
 from danling.metrics import Meters, MetricSet
 from danling.training import BatchWeights, Evaluation
 from danling.training.evaluation import Trial
-from danling.training.evaluator import EvaluatedRun, EvaluationHooks, EvaluationSources, Evaluator
+from danling.training.evaluator import EvaluatedRun, EvaluationSources, Evaluator
 from danling.training.forward import EvaluationForward
 
 CPU = torch.device("cpu")
@@ -50,13 +50,7 @@ class Run:
             context=lambda: None,
             loss=lambda pred, target: (pred - target).abs().mean() if target is not None else None,
         )
-        hooks = EvaluationHooks(
-            evaluate_step=self.evaluate_step,
-            infer_step=forward.infer,
-            summarize=lambda split, totals: self.summarized(split, totals),
-            to_device=lambda data: data,
-            batch_weight=lambda data, target: float(len(target)),
-        )
+        self.infer_step = forward.infer
         run = EvaluatedRun(
             placement=Placement(data=domain, optimizer=domain, metrics=domain),
             weights=BatchWeights(),
@@ -77,7 +71,7 @@ class Run:
             build=self.build,
         )
         self.evaluator = Evaluator(
-            hooks,
+            self,
             run=run,
             sources=places,
             evaluation=Evaluation(CPU),
@@ -100,6 +94,15 @@ class Run:
         with nullcontext():
             yield
         self.entered.append((split, "left"))
+
+    def summarize(self, split: str, totals: Meters) -> dict[str, float]:
+        return self.summarized(split, totals)
+
+    def to_device(self, data: Any) -> Any:
+        return data
+
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return float(len(target))
 
     def evaluate_step(self, data: Any) -> Any:
         assert not torch.is_grad_enabled()

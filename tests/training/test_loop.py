@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from danling.metrics import ScoreBoard
 from danling.reporting import Reporter
 from danling.training import Boundaries, EvaluationStopped, TrainingSession, UpdateOutcome
-from danling.training.loop import Budget, LoopHooks, TrainingLoop
+from danling.training.loop import TrainingLoop
 from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
 
 
@@ -34,7 +35,7 @@ class Passes:
 
 
 class Told:
-    """A loop whose hooks write down what is asked of them; `at` maps an event to what happens then."""
+    """A run that writes down what its loop asks of it; `at` maps an event to what happens then."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Told:
         self.counters, self.session = Counted(), TrainingSession()
         self.passes = {split: Passes(updates) for split, updates in (splits or {"train": 3}).items()}
         self.recorded: dict[int, dict[str, dict[str, float]]] = {}
+        self.state = SimpleNamespace(train=self.counters)
         self.steps, self.epochs, self.at, self.skipped, self.made = steps, epochs, at or {}, skipped, 0
         facts = ScoreFacts(
             board=lambda: board,
@@ -68,38 +70,56 @@ class Told:
             monitor=lambda: None,
             scored=lambda: "val.loss",
             facts=facts,
-            index=self.index,
+            index=lambda: self.index,
         )
-        self.results = RunResults(
-            recorded=lambda: self.recorded,
-            index=self.index,
+        self.open_results = RunResults(
+            self,
             facts=facts,
             schedule=schedule,
             session=self.session,
             write=lambda: self.note("write"),
             report=lambda metrics: self.note(f"report {'+'.join(metrics)}"),
         )
-        hooks = LoopHooks(
-            train_epoch=lambda split: self.loop.train_epoch(split),
-            evaluate_epoch=lambda split: self.evaluate(f"evaluate {split}"),
-            evaluate_steps=lambda split: self.evaluate(f"evaluate steps {split}"),
+        self.loop = TrainingLoop(
+            self,  # type: ignore[arg-type]
             updates=self.updates,
-            source=lambda split: self.passes[split],  # type: ignore[arg-type, return-value]
-            counters=lambda: self.counters,
-            save=lambda: self.note("save"),
+            session=self.session,
+            results=self.open_results,
+            reporter=Reporter(is_main=False, world_size=1, seconds_between_lines=0),
             save_if_failing=lambda: lambda: self.note("kept") is None,
             trained_metrics=lambda: {"loss": float(self.counters.global_step)},
             first_update=lambda: self.note("first"),
             log_update=lambda outcome: self.note("log"),
         )
-        reporter = Reporter(is_main=False, world_size=1, seconds_between_lines=0)
-        budget = Budget(lambda: self.epochs, lambda: self.steps, lambda: self.epochs is None)
-        self.loop = TrainingLoop(hooks, budget=budget, session=self.session, results=self.results, reporter=reporter)
         options = {"log_every": 100, "evaluate_every": 4, "checkpoint_every": 1, **(every or {})}
         self.loop.boundaries = Boundaries(
-            **options, save=lambda **given: self.note(f"due {self.index()}"), is_best=lambda index: False
+            **options, save=lambda **given: self.note(f"due {self.index}"), is_best=lambda index: False
         )
 
+    @property
+    def results(self) -> dict[int, dict[str, dict[str, float]]]:
+        return self.recorded
+
+    @property
+    def is_step_mode(self) -> bool:
+        return self.epochs is None
+
+    def train_epoch(self, split: str) -> dict[str, float]:
+        return self.loop.train_epoch(split)
+
+    def evaluate_epoch(self, split: str) -> dict[str, float]:
+        return self.evaluate(f"evaluate {split}")
+
+    def evaluate_steps(self, split: str) -> dict[str, float]:
+        return self.evaluate(f"evaluate steps {split}")
+
+    def source(self, split: str) -> Passes:
+        return self.passes[split]
+
+    def save_checkpoint(self) -> None:
+        self.note("save")
+
+    @property
     def index(self) -> int:
         return self.counters.global_step if self.epochs is None else self.counters.epoch
 
@@ -161,7 +181,7 @@ def test_a_skipped_update_is_no_boundary() -> None:
 def test_a_stop_leaves_the_pass_and_records_nothing() -> None:
     told = Told(epochs=2, at={"train 2": lambda: setattr(told.session, "stop_reason", "stop")})
     told.loop.train_epochs(["train"], ["val"])
-    assert told.events == ["train 1", "first", "train 2"] and not told.recorded and not told.results.open
+    assert told.events == ["train 1", "first", "train 2"] and not told.recorded and not told.open_results.open
     assert told.counters == Counted(2, 0) and told.passes["train"].done == 2
 
 
@@ -219,7 +239,7 @@ def test_a_state_of_another_pass_sends_the_loops_back_to_it() -> None:
     def jump() -> None:
         told.counters.epoch = 1
         assert told.loop.jumps_out_of("train") is False  # not trained yet in that epoch
-        told.results.open["train"] = {"loss": 9.0}
+        told.open_results.open["train"] = {"loss": 9.0}
         assert told.loop.jumps_out_of("train")
 
     told = Told(epochs=2, at={"train 2": jump})

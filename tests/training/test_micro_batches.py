@@ -15,7 +15,7 @@ from danling.data import Batch, BatchSource, DataLoader
 from danling.distributed import LocalDomain
 from danling.reporting import Reporter
 from danling.training import BatchWeights, MemoryRetry, PassAgreement, TrainingSession, Window
-from danling.training.micro_batches import MicroBatches, MicroBatchHooks, RetriedForwards, WindowForwards
+from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
 
 CPU = torch.device("cpu")
 
@@ -24,28 +24,30 @@ class OutOfMemory(RuntimeError):
     """Memory ran out."""
 
 
+class Begins:
+    """A reduction that is told where an update begins."""
+
+    def __init__(self) -> None:
+        self.begun: list[bool] = []
+
+    def begin(self, *, first: bool) -> None:
+        self.begun.append(first)
+
+
 class Made:
-    """Micro-batches whose hooks write down what they are given."""
+    """Micro-batches of a run that writes down what it is asked."""
 
     def __init__(self, *, holds: int = 1000, observed: Any = None) -> None:
         self.domain = LocalDomain()
         self.window = Window(self.domain, CPU)
         self.session, self.counter = TrainingSession(), SimpleNamespace(micro_step=0)
+        self.state, self.reduction = SimpleNamespace(train=self.counter), Begins()
         self.reporter = Reporter(is_main=False, world_size=1, seconds_between_lines=0)
         self.reporter.begin(step=0, samples=0, total_steps=None, device=CPU, name="", epoch="", profiler=None)
         self.seen: list[tuple[list[float], bool, bool]] = []
-        self.begun = 0
         self.holds = holds
-        hooks = MicroBatchHooks(
-            train_step=self.train_step,
-            to_device=lambda data: data[0],
-            batch_weight=lambda data, target: 2.0,
-            count_tokens=lambda data: 5.0,
-            counter=lambda: self.counter,
-            begin=self.begin,
-        )
         self.batches = MicroBatches(
-            hooks,
+            self,  # type: ignore[arg-type]
             window=self.window,
             weights=BatchWeights(),
             loss=observed,
@@ -53,8 +55,14 @@ class Made:
             session=self.session,
         )
 
-    def begin(self) -> None:
-        self.begun += 1
+    def to_device(self, data: Any) -> Any:
+        return data[0]
+
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return 2.0
+
+    def count_tokens(self, data: Any) -> float:
+        return 5.0
 
     def train_step(self, data: Tensor) -> str:
         if len(data) > self.holds:
@@ -79,7 +87,12 @@ def test_a_micro_batch_is_moved_weighed_and_counted() -> None:
     made.batches.run(batch(3))
     made.batches.run(batch(4, samples=0))  # padding
     assert [data for data, _, _ in made.seen] == [[1, 2], [3], [4]]
-    assert made.begun == 1 and made.window.count == 3 and made.window.samples == 3 and made.window.weight == 4.0
+    assert (
+        made.reduction.begun == [True]
+        and made.window.count == 3
+        and made.window.samples == 3
+        and made.window.weight == 4.0
+    )
     assert made.counter.micro_step == 3 and made.tokens == 10.0
     assert all(in_step for _, _, in_step in made.seen) and not made.session.in_step
 
@@ -106,11 +119,22 @@ def test_what_a_step_of_the_users_returned_is_looked_at() -> None:
     assert returned == "mine" and torch.equal(target, given)
 
 
-def window_of(
-    made: Made, retried: RetriedForwards | None = None, size: Callable[[], int] = lambda: 2
-) -> WindowForwards:
-    agreement = PassAgreement(made.domain, made.domain)
-    return WindowForwards(agreement=agreement, window=made.window, size=size, run=made.batches.run, retried=retried)
+def test_a_hook_that_is_replaced_is_called_from_then_on() -> None:
+    made = Made()
+    made.batches.run(batch(1))
+    made.batch_weight = lambda data, target: 7.0  # type: ignore[method-assign]
+    made.batches.run(batch(2))
+    assert made.window.weight == 9.0
+
+
+def window_of(made: Made, size: Callable[[], int] = lambda: 2, *, reduces_later: bool = False) -> WindowForwards:
+    return WindowForwards(
+        agreement=PassAgreement(made.domain, made.domain),
+        window=made.window,
+        size=size,
+        run=made.batches.run,
+        reduces_later=reduces_later,
+    )
 
 
 def test_the_last_micro_batch_of_a_window_reduces_also_where_the_pass_ends_before() -> None:
@@ -124,13 +148,23 @@ def test_the_last_micro_batch_of_a_window_reduces_also_where_the_pass_ends_befor
     assert [(data, reduces) for data, reduces, _ in made.seen] == [([0.0], False), ([1.0], True), ([2.0], True)]
 
 
+def test_a_loader_that_knows_where_an_update_closes_is_believed() -> None:
+    made = Made()
+    source = BatchSource([], split="train", seed=0)
+    closings = iter([Batch((torch.tensor([float(i)]),), None, None, i == 1) for i in range(3)])
+    consumed: list[Batch] = []
+    window_of(made, size=lambda: 1).run(source, closings, consumed)
+    assert [reduces for _, reduces, _ in made.seen] == [False, True] and len(consumed) == 2
+
+
 def test_an_update_that_ran_out_of_memory_is_made_again_in_smaller_micro_batches() -> None:
     made = Made(holds=2)
     dataset = TensorDataset(torch.arange(8.0))
     loader = DataLoader(dataset, batch_size=4)
     source = BatchSource(loader, split="train", seed=0)
     asked: list[Any] = []
-    retried = RetriedForwards(
+    retried: Forwards = RetriedForwards(
+        window_of(made, reduces_later=True),
         MemoryRetry(made.domain, CPU, lambda error: isinstance(error, OutOfMemory)),
         window=made.window,
         several=True,
@@ -143,10 +177,10 @@ def test_an_update_that_ran_out_of_memory_is_made_again_in_smaller_micro_batches
         speaks=False,
     )
     assert loader.held_at_once == 4
-    assert not window_of(made, retried).run(source, source.batches(), [])
+    assert not retried.run(source, source.batches(), [])
     assert asked == ["alike", "zero", "put back", 2]
     assert made.window.count == 0 and made.tokens == 0.0 and made.window.agreed_reference == 4.0
     # What comes through is left for one reduction afterwards.
     made.holds = 4
-    assert window_of(made, retried).run(source, source.batches(), [])
+    assert retried.run(source, source.batches(), [])
     assert [(data, reduces) for data, reduces, _ in made.seen] == [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)]

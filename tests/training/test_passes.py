@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from danling.data import Batch, BatchSource, build_dataloader
 from danling.distributed import Domain, LocalDomain
-from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome, run_window, updates_of_pass
+from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome, Window, updates_of_pass
+from danling.training.micro_batches import WindowForwards
 
 
 def source(batches: int = 6, *, split: str = "train", first: int = 0, rank: int = 0, size: int = 1) -> BatchSource:
@@ -40,13 +41,13 @@ class Loop:
 
     def run(self, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run a window; it fits, unless it was said otherwise."""
-        run_window(
-            batches,
-            consumed,
-            size=self.size,
-            following=lambda: self.agreement.next_of_window(self.source, batches),
-            run=lambda batch, closes: None,
+        forwards = WindowForwards(
+            agreement=self.agreement,
+            window=Window(LocalDomain(), torch.device("cpu")),
+            size=lambda: self.size,
+            run=lambda batch: None,
         )
+        forwards.run(self.source, batches, consumed)
         if self.fits and not self.fits.pop(0):
             return False
         self.windows.append([int(batch.data) for batch in consumed])
@@ -69,24 +70,6 @@ def test_every_batch_is_in_one_window_and_the_last_one_is_shorter() -> None:
     loop = Loop(source(5))
     assert [made.committed for made in loop.updates()] == [True] * 3
     assert loop.windows == [[0, 1], [2, 3], [4]] and loop.source.consumed == 5
-
-
-def test_a_window_is_told_which_micro_batch_closes_it() -> None:
-    seen: list[tuple[int, bool]] = []
-    numbers = iter([Batch(i, None, None) for i in range(3)])
-    consumed: list[Batch] = []
-    run_window(
-        numbers,
-        consumed,
-        size=9,
-        following=lambda: next(numbers, None),
-        run=lambda batch, closes: seen.append((batch.data, closes)),
-    )
-    assert seen == [(0, False), (1, False), (2, True)]
-    asked: list[int] = []
-    own = iter([Batch(0, None, None, False), Batch(1, None, None, True), Batch(2, None, None, True)])
-    run_window(own, [], size=1, following=lambda: next(own, None), run=lambda batch, closes: asked.append(batch.data))
-    assert asked == [0, 1]  # a loader that knows where an update closes is believed
 
 
 def test_the_position_moves_with_skipped_updates_and_stands_where_the_loop_was_left() -> None:

@@ -54,8 +54,7 @@ class Recorded:
             index=lambda: self.index,
         )
         self.run = RunResults(
-            recorded=lambda: self.results,
-            index=lambda: self.index,
+            self,
             facts=facts,
             schedule=schedule,
             session=self.session,

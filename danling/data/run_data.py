@@ -1,0 +1,200 @@
+"""The data of a run: its splits, how their updates are divided, and the batches of each with the position in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from danling.distributed import Placement
+from danling.utils.protocols import ReductionDomain
+
+from .build import build_dataloader, order_setting
+from .source import BatchSource
+from .sources import Sources
+from .splits import Splits, open_source
+from .update_plan import UpdatePlan
+
+
+class Settings(Protocol):
+    """The configuration of a run."""
+
+    @property
+    def accum_steps(self) -> int:
+        """Micro-batches of an update that is not divided."""
+
+    def get(self, key: str, default: None) -> Any:
+        """Return a setting, the default where it is not set."""
+
+
+class Counters(Protocol):
+    """Counters of a run."""
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+
+
+class Progress(Protocol):
+    """Where a run stands."""
+
+    @property
+    def train(self) -> Counters:
+        """The counters."""
+
+
+class DataHooks(Protocol):
+    """What its data is asked of a run. It is looked up anew each time, since a user may add data, and override or replace anything."""
+
+    @property
+    def config(self) -> Settings: ...
+    @property
+    def state(self) -> Progress: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def datasets(self) -> Mapping[str, Any]: ...
+    @property
+    def dataloaders(self) -> Mapping[str, Any]: ...
+    @property
+    def train_splits(self) -> Sequence[str]: ...
+    @property
+    def evaluate_splits(self) -> Sequence[str]: ...
+    @property
+    def accum_steps(self) -> int: ...
+
+    def build_dataloaders(self) -> None:
+        """Build a loader for every dataset that has none."""
+
+    def build_datasampler(self, split: str, dataset: Any) -> Any:
+        """Return a sampler or a batch sampler of the user's own, or `None`."""
+
+
+class RunData:
+    """The data of a run.
+
+    Args:
+        run: Has datasets, loaders and settings.
+        own_accum_steps: Whether `accum_steps` is the user's own, not the setting of that name.
+
+    Attributes:
+        splits: Names, settings and lengths.
+        plan: What an update is made of on this rank.
+        sources: Batches by split, with the position in them.
+    """
+
+    def __init__(self, run: DataHooks, *, own_accum_steps: bool = False) -> None:
+        self._run = run
+        self._own_accum_steps = own_accum_steps
+        self.splits = Splits(
+            lambda: run.datasets,
+            lambda: run.dataloaders,
+            lambda key: run.config.get(key, None),
+            accum_steps=self.undivided,
+        )
+        self.plan = UpdatePlan(
+            self.splits,
+            trained=lambda: run.train_splits,
+            shares=lambda split: self.place(split)[1],
+            accum_steps=self.undivided,
+        )
+        self.sources = Sources(
+            lambda: run.dataloaders,
+            build=lambda: run.build_dataloaders(),
+            open=self.open,
+            epoch=lambda: run.state.train.epoch,
+        )
+
+    def undivided(self) -> int:
+        """Return the micro-batches of an update that is not divided."""
+        return self._run.accum_steps if self._own_accum_steps else int(self._run.config.accum_steps)
+
+    def place(self, split: str) -> tuple[int, int]:
+        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank.
+
+        Args:
+            split: The split.
+        """
+        run = self._run
+        return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
+
+    def open(self, split: str, loader: Any) -> BatchSource:
+        """Return the batches of a loader of a split.
+
+        Args:
+            split: The split.
+            loader: The loader.
+        """
+        run, placement = self._run, self._run.placement
+        shared = placement.data.size < run.world_size
+        return open_source(
+            loader, split=split, share=self.place(split), seed=run.seed, reads=placement.reads_data, shared=shared
+        )
+
+    def open_all(self) -> str | None:
+        """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
+
+        Raises:
+            ValueError: If `score_split` names none that is evaluated.
+        """
+        self.sources.open_all()
+        scored = self.splits.to_score(self._run.evaluate_splits)
+        if scored is not None:
+            self.splits.check_scored(scored, trained=self._run.train_splits, evaluated=self._run.evaluate_splits)
+        return scored
+
+    def of(self, split: str) -> BatchSource:
+        """Return the batches of a split; what was added or replaced since construction is taken in.
+
+        Args:
+            split: The split.
+
+        Raises:
+            ValueError: If there is no such split, or no loader for it.
+        """
+        self.splits.check(split)
+        return self.sources.of(split)
+
+    def agree_lengths(self, domain: ReductionDomain) -> None:
+        """Agree on the updates of a pass over each split to train on. Called on all ranks.
+
+        Args:
+            domain: The ranks.
+        """
+        self.splits.agree_lengths(self._run.train_splits, domain)
+
+    def build_loader(self, split: str, dataset: Any) -> Any:
+        """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one.
+
+        Args:
+            split: The split.
+            dataset: Its dataset.
+
+        Raises:
+            ValueError: If an option of `config.dataloader` is unknown.
+        """
+        run = self._run
+        settings, (rank, size) = self.splits.settings(split), self.place(split)
+        sampler = run.build_datasampler(split, dataset)
+        if sampler is not None:
+            settings.update(order_setting(sampler, dataset, settings))
+        return build_dataloader(
+            dataset,
+            settings,
+            split=split,
+            train=split in run.train_splits,
+            seed=run.seed,
+            rank=rank,
+            world_size=size,
+            device=run.device,
+            accum_steps=run.config.accum_steps,
+        )

@@ -1,0 +1,164 @@
+"""Which checkpoint a run begins from, and whether it may go on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from danling.checkpoints import CheckpointDamaged, CheckpointNotFound
+from danling.config import RunnerConfig
+from danling.data.rank_streams import RankStreams
+from danling.distributed import Placement
+from danling.reporting import format_number
+
+from . import loader_states
+from .run_state import RunState, check_same_run, check_streams
+
+logger = logging.getLogger("danling")
+
+_ATTEMPTS_TO_READ = 3
+
+
+class Manager(Protocol):
+    """What finds checkpoints; see `danling.checkpoints.CheckpointManager`."""
+
+    def tidy(self) -> None:
+        """Remove what a save that was killed has left."""
+
+    def check_directory(self) -> None:
+        """Refuse a directory that holds checkpoints of another run."""
+
+    def find_latest(self) -> Path | None:
+        """Return the newest checkpoint."""
+
+    def refuse_lost(self) -> None:
+        """Refuse to start from scratch where checkpoints were damaged."""
+
+
+class RestoredRun(Protocol):
+    """What is asked of a run that begins. It is looked up anew each time, since a user may override it."""
+
+    @property
+    def config(self) -> RunnerConfig: ...
+    @property
+    def checkpoint_manager(self) -> Any: ...
+    @property
+    def run_state(self) -> RunState: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def dataloaders(self) -> Mapping[str, Any]: ...
+    @property
+    def train_splits(self) -> list[str]: ...
+
+    def load_checkpoint(self, checkpoint: str | Path) -> None:
+        """Restore the full state."""
+
+    def load_pretrained(self, checkpoint: str | Path) -> None:
+        """Load the model only."""
+
+    def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
+        """Return how the configuration of a checkpoint differs in what changes the result."""
+
+
+class RunRestorer:
+    """Finds the checkpoint that the configuration asks for, and looks at what it holds. Called on all ranks.
+
+    Args:
+        run: The run.
+        streams: Its random streams.
+    """
+
+    def __init__(self, run: RestoredRun, streams: RankStreams) -> None:
+        self._run = run
+        self._streams = streams
+
+    def restore(self, directory: Path) -> None:
+        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
+
+        Args:
+            directory: Where the run's own checkpoints lie, for the log.
+
+        Raises:
+            CheckpointNotFound: If `resume` or `pretrained` names none.
+            CheckpointMismatch: If it is of another run, or another model.
+        """
+        config = self._run.config
+        manager: Manager = self._run.checkpoint_manager
+        if not config.checkpoint.load_only:
+            # Now, and not at the first save. Replica groups share the directory, and another one may be writing.
+            if not config.ft.enabled:
+                manager.tidy()
+            manager.check_directory()
+        for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
+            with suppress(CheckpointDamaged, CheckpointNotFound):
+                # Another replica group may have replaced what was found before it was read; then there is something newer.
+                return self._load(directory)
+        self._load(directory)
+
+    def _load(self, directory: Path) -> None:
+        config = self._run.config
+        manager: Manager = self._run.checkpoint_manager
+        source = config.resume or (manager.find_latest() if config.auto_resume else None)
+        if source:
+            self._run.load_checkpoint(source)
+            return
+        if config.auto_resume:
+            manager.refuse_lost()
+            logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)
+        if config.pretrained:
+            self._run.load_pretrained(config.pretrained)
+
+    def check(self, payload: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint from which this run could not go on as the one that was stored.
+
+        Args:
+            payload: What it holds.
+
+        Raises:
+            CheckpointMismatch: If the configurations differ in what changes the result, a pass would end elsewhere, or other random
+                numbers would be drawn.
+        """
+        run, excluded = self._run, self._run.run_state.excluded
+        differences = run.config_differences(payload)
+        if not differences and not excluded.allows_setting("dataloader.drop_last"):
+            loaders = {split: run.dataloaders[split] for split in run.train_splits if split in run.dataloaders}
+            differences = loader_states.differences_of_passes(payload.get("dataloaders", {}), loaders)
+        check_same_run(differences, excluded)
+        if run.placement.keeps_streams:
+            kept, _ = excluded.apply({"state": payload.get("state", {})}, section="state")
+            state = kept.get("state", {})
+            layout = state.get("elastic", {}).get("streams")
+            if self._streams.would_differ(layout, state.get("rng", {})):
+                check_streams(layout, self._streams.layout, inexact=self.goes_on_inexactly())
+
+    def goes_on_inexactly(self) -> bool:
+        """Whether what cannot be divided anew over another number of ranks is begun anew, with a warning."""
+        return self._run.placement.keeps_streams and bool(self._run.config.parallel.allow_degree_change)
+
+
+def best_left_behind(
+    directory: Path, index: int | None, score: float | None, source: object, *, speaks: bool = True
+) -> int | None:
+    """Return the index of a best score whose checkpoint lies beside the one that was loaded, not among the run's own, and say so.
+
+    Args:
+        directory: Where the run's own checkpoints lie.
+        index: Of the best score.
+        score: The best score.
+        source: What was loaded.
+        speaks: Whether this process says so.
+    """
+    if index is None or any((directory / name).exists() for name in ("best", "best.pth")):
+        return None
+    if speaks:
+        logger.info(
+            "The best score so far, %s at %d, was kept beside %s; here a best is kept from the next better one on.",
+            format_number(score or 0.0),
+            index,
+            source,
+        )
+    return index

@@ -1,0 +1,227 @@
+"""One update, from the closed window to what advances with it: agreed on, judged, applied, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from danling.distributed import StepSync, StepTotals
+from danling.metrics import Meters
+
+from .decision import UpdateDecision
+from .ema import EMA
+from .outcome import UNCOMMITTED, CountsSkips, UpdateOutcome, count_skip, no_gradient
+from .precision import Precision
+from .preparation import ModelPreparation
+from .reduction import GradientReduction
+from .session import TrainingSession
+from .window import Window
+
+
+class Counters(CountsSkips, Protocol):
+    """Counters of a run."""
+
+    samples: int
+
+
+class Progress(Protocol):
+    """Where a run stands."""
+
+    @property
+    def train(self) -> Counters:
+        """The counters."""
+
+
+class UpdateSettings(Protocol):
+    """What is configured of an update."""
+
+    @property
+    def skip_nonfinite_grad(self) -> bool:
+        """Whether an update that is not finite may be left out."""
+
+    @property
+    def max_skipped_updates(self) -> int | None:
+        """How many may be left out in a row; `None` for any number."""
+
+
+class UpdateHooks(Protocol):
+    """What an update asks of a run. It is looked up anew each time: a hook may be overridden, a component or a setting replaced."""
+
+    @property
+    def config(self) -> UpdateSettings: ...
+    @property
+    def state(self) -> Progress: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def reduction(self) -> GradientReduction: ...
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def scheduler(self) -> Any: ...
+    @property
+    def ema(self) -> EMA | None: ...
+    @property
+    def unwrapped_model(self) -> nn.Module: ...
+
+    def complete_gradients(self) -> None:
+        """Finish the reduction over the ranks."""
+
+    def unscale_gradients(self, totals: StepTotals) -> list[Tensor]:
+        """Divide the gradient by the global weight, and return what this rank holds of it."""
+
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm of the whole gradient."""
+
+    def clip_gradients(self, grad_norm: Tensor) -> None:
+        """Clip the gradient."""
+
+    def optimizer_step(self) -> None:
+        """Apply the gradient."""
+
+    def zero_gradients(self) -> None:
+        """Drop the gradient."""
+
+
+class UpdateStep:
+    """Closes windows: each becomes an update, with which everything that counts updates advances, or nothing does.
+
+    Args:
+        run: What is asked, and what advances.
+        window: The window.
+        sync: Sums it over the ranks.
+        session: Is told what the ranks asked for.
+        preparation: Averages weights that the stack divides.
+        look: Looks at the gradients of the first update of this process, before it is applied.
+        own_backward: Whether `backward` is the user's own, who may leave out the window.
+
+    Attributes:
+        window: As given.
+        sync: As given.
+        decision: Decides whether an update is made.
+        losses: Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks.
+        log_every: Updates between log lines.
+        steps_scheduler: Whether each update advances the schedule.
+        rates: Learning rates of the update that is logged next: those it was made with.
+    """
+
+    def __init__(
+        self,
+        run: UpdateHooks,
+        *,
+        window: Window,
+        sync: StepSync,
+        session: TrainingSession,
+        preparation: ModelPreparation,
+        look: Callable[[], None],
+        own_backward: bool = False,
+    ) -> None:
+        self.window = window
+        self.sync = sync
+        self.decision = UpdateDecision(sync.domain, sync.device)
+        self.losses = Meters()
+        self.log_every = 1024
+        self.steps_scheduler = False
+        self.rates: list[float] = []
+        self._run = run
+        self._session = session
+        self._preparation = preparation
+        self._look = look
+        self._own_backward = own_backward
+        self._samples_on_device: Tensor | None = None
+
+    def make(self) -> UpdateOutcome:
+        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
+
+        Raises:
+            ValueError: If no micro-batch was made, or its loss did not go through the window.
+            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
+        """
+        run, window, session = self._run, self.window, self._session
+        if window.count == 0 and not session.running:
+            window.check_open()
+        window.end_microbatch()
+        if window.unscaled and not self._own_backward:
+            window.check_scaled()
+        totals = self.sync.reduce(
+            weight=window.weight,
+            loss=window.loss,
+            samples=window.samples,
+            nonfinite=window.nonfinite,
+            requests=session.local_requests(),
+        )
+        run.complete_gradients()
+        step = run.state.train.global_step + 1
+        agreed = run.reduction.agree(totals, window, step)
+        if agreed is None:
+            # To be asked again with the same batches.
+            session.request(*totals.requests)
+            return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+        gradients = run.unscale_gradients(agreed)
+        if not gradients and self._own_backward and run.reduction.parameters and float(agreed.weight):
+            raise no_gradient()
+        grad_norm = run.gradient_norm(gradients)
+        reason = self.decision.objection(
+            agreed,
+            grad_norm,
+            step=step,
+            own_nonfinite=window.nonfinite,
+            scales=run.precision.scaler is not None,
+            may_skip=run.config.skip_nonfinite_grad,
+            named=run.reduction.nonfinite,
+        )
+        if reason is None:
+            if window.is_first:
+                window.is_first = False
+                self._look()
+            run.clip_gradients(grad_norm)
+            run.optimizer_step()
+        outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
+        self._conclude(outcome)
+        if agreed.requests:
+            session.apply_requests(agreed.requests)
+        return outcome
+
+    def _conclude(self, outcome: UpdateOutcome) -> None:
+        """Advance everything that moves with an update, or nothing."""
+        run = self._run
+        run.zero_gradients()
+        train, scaler, scheduler, ema = run.state.train, run.precision.scaler, run.scheduler, run.ema
+        if scaler is not None and outcome.reason != "weightless":
+            scaler.update()
+        if not isinstance(outcome.samples, Tensor):
+            train.samples += int(outcome.samples)
+        else:
+            # Read when a line is logged or a checkpoint is made; every update would wait for the device.
+            counted = self._samples_on_device
+            self._samples_on_device = outcome.samples if counted is None else counted + outcome.samples
+        if outcome.committed:
+            train.global_step += 1
+            train.consecutive_skips = 0
+            if train.global_step % self.log_every == 0:
+                self.rates = [float(group["lr"]) for group in run.optimizer.param_groups]
+            if scheduler is not None and self.steps_scheduler:
+                scheduler.step()
+            if ema is not None:
+                self._preparation.update_averages(ema, run.unwrapped_model)
+            self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
+        else:
+            count_skip(train, outcome.reason, limit=run.config.max_skipped_updates)
+        self.window.reset()
+
+    def read_samples(self) -> None:
+        """Bring the counter of samples up to date with what is counted on the device. May be called on one rank."""
+        counted, self._samples_on_device = self._samples_on_device, None
+        if counted is not None:
+            self._run.state.train.samples += int(counted)
+
+    def raise_pending_error(self) -> None:
+        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated, on all ranks.
+
+        Raises:
+            NonFiniteError: If the last update was not finite.
+        """
+        self.read_samples()
+        self.decision.raise_pending()
