@@ -46,7 +46,6 @@ from danling.mesh import Topology
 RANKS, SHARDS, MEASURED = (64, 1024, 16384), 1024, (8, 16, 32)
 DEPTH, WIDTH, HIDDEN, KEYS, VOCABULARY = 80, 8192, 28672, 1024, 128256
 SAMPLES = 10**9
-BY_RANK = ("rank 0 makes the global plan of the first save", "rank 0 holds the plans of the first save")
 
 T = TypeVar("T")
 
@@ -278,8 +277,8 @@ def main() -> None:
         unit = units.get(what, "s")
         figures += [Figure(ranks, what, value, unit) for ranks, value in zip(MEASURED, values)]
         for ranks in RANKS:
-            # What is written of replicas is written once, so that a checkpoint has as many pieces as there are shards.
-            pieces = ranks if what in BY_RANK else min(ranks, SHARDS)
+            # Of replicas one plans and writes each piece, so that a checkpoint has as many pieces as there are shards.
+            pieces = min(ranks, SHARDS)
             figures.append(Figure(ranks, what, extrapolated(values, pieces), unit, extrapolated=True))
     print("\n".join(map(str, figures)))
     if asked.json:

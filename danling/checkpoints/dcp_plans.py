@@ -19,6 +19,7 @@ from danling.utils.tensors import is_sharded
 from .archive import archive_complaints
 from .errors import CheckpointDamaged, CheckpointError
 from .plan_cache import PlanCache
+from .replicas import own_share
 
 Path = tuple[Any, ...]
 
@@ -125,9 +126,16 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank has; an empty plan stands for that of the save before, which the coordinator need not be sent."""
         with self._answering():
-            plan = super().create_local_plan()
+            plan = self._of_own_share(super().create_local_plan())
         known = self.cache is not None and self.cache.is_known(plan)
         return SavePlan([], usable=False) if known else plan
+
+    def _of_own_share(self, plan: SavePlan) -> SavePlan:
+        items = own_share(plan.items, self.state_dict)
+        written = {item.index.fqn for item in items}
+        others = {item.index.fqn for item in plan.items} - written
+        paths = {name: path for name, path in plan.planner_data.items() if name not in others}
+        return replace(plan, items=items, planner_data=paths)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
