@@ -111,8 +111,9 @@ def train_slowly(config: dict[str, Any]) -> dict[str, Any]:
         return whole_state(runner)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_killed_and_resumed(stage: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"epochs": 16, "checkpoint.keep_latest_k": 2, "auto_resume": True}
     config = settings(tmp_path / "whole", deepspeed=zero(stage), **changes)
