@@ -30,11 +30,12 @@ _OBJECTS = 4096
 _LOOKS = 512
 """How often a process looks again because something was set."""
 
-_LEAVES = (
+LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type, PurePath),
     *(types.ModuleType, types.CodeType, types.FrameType, weakref.ReferenceType, logging.Logger, logging.Handler),
     *(Tensor, torch.dtype, torch.device, torch.Size),
 )
+"""What holds no generator."""
 _ITERATORS: tuple[type[Any], ...] = (
     *(types.GeneratorType, itertools.cycle, itertools.count, itertools.chain, itertools.islice),
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), zip, map, filter, enumerate),
@@ -217,7 +218,7 @@ class _Walk:
         value = place.current()
         if isinstance(value, (type, types.ModuleType)):
             self._named[id(value)] = value
-        if isinstance(value, _LEAVES) or id(value) in self._seen or _is_array(value):
+        if isinstance(value, LEAVES) or id(value) in self._seen or _is_array(value):
             return
         if not self._methods and isinstance(place.container, types.MappingProxyType) and not is_generator(value):
             return

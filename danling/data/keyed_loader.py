@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from .generators import Generators
 from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing, reading_roots
 from .mixture import Mixture
+from .reading_code import may_look_at_streams
 from .watched import SeenDraws, WatchedReading, as_is
 from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
@@ -60,6 +62,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self._collates = collate_fn is not None
         self._draws = self._collates or not draws_nothing(dataset)
         self._seen_draws = SeenDraws()
+        self._looked = False
         # Torch draws the workers' first seeds from it, and starting a pass must not touch training's stream. The
         # position is the whole state, so nothing is to be fetched from workers for it.
         self.dataset_state = DatasetState(dataset, split, num_workers)
@@ -117,9 +120,17 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         # The iterator sees keys, whoever looks at `loader.dataset` sees the user's own dataset.
         view = copy.copy(self)
         view.__dict__["dataset"], view.__dict__["collate_fn"] = self._reading()
+        self._look_at_code()
         if self.dataset_state and self.num_workers:
             view.__dict__["collate_fn"] = Stamped(view.collate_fn, self.dataset)
         return super(KeyedLoader, view)._get_iterator()
+
+    def _look_at_code(self) -> None:
+        """Look once at the code that reads, so that forked workers, which are new ones in each pass, begin with what is known of it."""
+        context = self.multiprocessing_context or multiprocessing
+        if self.num_workers and self._draws and not self._looked and context.get_start_method() == "fork":
+            self._looked = True
+            may_look_at_streams(reading_roots(self.dataset, self.collate_fn if self._collates else None))
 
     def _reading(self) -> tuple[KeyedDataset | WatchedReading, Callable[[Any], Any]]:
         """Return what reads the items of keys, and what makes a batch of them."""

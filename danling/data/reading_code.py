@@ -7,10 +7,12 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from .generators import held_objects
+from .generators import LEAVES, held_objects
 
 SUSPECTS = frozenset(
     (
@@ -49,9 +51,34 @@ def may_look_at_streams(roots: Mapping[str, Any]) -> bool:
     Args:
         roots: What reads, by name.
     """
+    held = held_objects(roots)
+    if held is None:
+        return True
+    kinds = [_kind_of(value) for value in held]
+    known = frozenset(map(id, kinds))
+    if known in _suspected:
+        return True
     reached = _Reached()
-    reached.walk(roots)
-    return reached.find_suspect()
+    reached.take(held)
+    found = reached.find_suspect()
+    if found:
+        _suspected[known] = kinds
+    return found
+
+
+_suspected: dict[frozenset[int], list[Any]] = {}
+"""What datasets held, by kind, whose code may look at a stream: another one that holds the same is not looked at in this process.
+
+To be wrong about that costs time, never another sample. That code does not look is found out anew, since a variable of a module may hold
+something else by then.
+"""
+
+
+def _kind_of(value: Any) -> Any:
+    """Return what the code of an object stands in: its class; a function's own; a class, a module or a routine of C itself."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    return value if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) else type(value)
 
 
 class _Reached:
@@ -62,6 +89,7 @@ class _Reached:
         self._methods: dict[str, list[types.FunctionType]] = {}
         """Methods of known classes that nobody has named yet."""
         self._classes: set[type[Any]] = set()
+        self._made: set[type[Any]] = set()
         self._queue: deque[types.FunctionType] = deque()
         self._seen: set[Any] = set()
         self._objects: dict[int, Any] = {}
@@ -70,10 +98,14 @@ class _Reached:
         self._unknown = False
 
     def walk(self, roots: Mapping[str, Any]) -> None:
-        """Take note of what is held: functions may be called, and the methods of objects by their names."""
+        """Take note of what a walk from the roots meets."""
         held = held_objects(roots)
         self._unknown |= held is None
-        for value in held or ():
+        self.take(held or ())
+
+    def take(self, held: Iterable[Any]) -> None:
+        """Take note of what is held: functions may be called, and the methods of objects by their names."""
+        for value in held:
             if isinstance(value, types.ModuleType):
                 self._hold_module(value)
             elif isinstance(value, type):
@@ -93,17 +125,19 @@ class _Reached:
 
     def hold(self, kind: type[Any], *, made: bool = False) -> None:
         """Take note of a class of which there is an instance, or of which one may be made while samples are read."""
+        if kind in (self._made if made else self._classes):
+            return
         self._unknown |= made and _is_suspect(kind)
         for base in kind.__mro__:
-            if _is_foreign(base.__module__):
-                continue
-            if made:
-                for name in _MAKING:
+            foreign = _is_foreign(base.__module__)
+            if made and base not in self._made:
+                self._made.add(base)
+                for name in () if foreign else _MAKING:
                     self.call(vars(base).get(name))
             if base in self._classes:
                 continue
             self._classes.add(base)
-            for name, value in list(vars(base).items()):
+            for name, value in () if foreign else list(vars(base).items()):
                 self._hold_method(name, value)
 
     def _hold_method(self, name: str, value: Any) -> None:
@@ -121,11 +155,12 @@ class _Reached:
         """Return whether one of the functions names a suspect, or there are too many to tell."""
         while self._queue and not self._unknown:
             function = self._queue.popleft()
-            names = set(_names_in(function.__code__))
-            if names & SUSPECTS or len(self._seen) > _FUNCTIONS:
+            code = _read(function.__code__)
+            if code.has_suspect or len(self._seen) > _FUNCTIONS:
                 return True
+            names = code.names
             self._follow(function.__globals__, names)
-            self._follow_imports(function, names)
+            self._follow_imports(function, code)
             for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._meet(value, names)
             for cell in function.__closure__ or ():
@@ -135,7 +170,7 @@ class _Reached:
                     continue
         return self._unknown
 
-    def _follow(self, variables: Mapping[str, Any], names: set[str]) -> None:
+    def _follow(self, variables: Mapping[str, Any], names: frozenset[str]) -> None:
         for name in names - self._names:
             for method in self._methods.pop(name, ()):
                 self.call(method)
@@ -146,21 +181,21 @@ class _Reached:
         for module in list(self._modules.values()):
             self._meet(module, names)
 
-    def _follow_imports(self, function: types.FunctionType, names: set[str]) -> None:
-        for name in _imported_by(function.__code__):
-            if _is_foreign(name):
-                continue
+    def _follow_imports(self, function: types.FunctionType, code: _Code) -> None:
+        for name in code.imported:
             module = _find_module(name, function.__globals__.get("__package__"))
             # What will be imported when the function is called is not known yet.
             self._unknown |= module is None
-            self._meet(module, names)
+            self._meet(module, code.names)
 
     def _hold_module(self, module: types.ModuleType) -> None:
         if module.__name__ not in self._modules and not _is_foreign(module.__name__):
             self._modules[module.__name__] = module
             self._meet(module, self._names)
 
-    def _meet_in_module(self, module: types.ModuleType, names: set[str], above: frozenset[str] = frozenset()) -> None:
+    def _meet_in_module(
+        self, module: types.ModuleType, names: AbstractSet[str], above: frozenset[str] = frozenset()
+    ) -> None:
         if _is_foreign(module.__name__) or module.__name__ in above:
             return
         for name in names & vars(module).keys():
@@ -170,12 +205,12 @@ class _Reached:
             else:
                 self._meet(found, names)
 
-    def _meet(self, value: Any, names: set[str]) -> None:
+    def _meet(self, value: Any, names: AbstractSet[str]) -> None:
         if isinstance(value, types.ModuleType):
             self._meet_in_module(value, names)
         elif isinstance(value, type):
             self.hold(value, made=True)
-        else:
+        elif not isinstance(value, LEAVES):
             self.call(value)
             if not isinstance(value, types.FunctionType):
                 self._meet_object(value)
@@ -204,15 +239,6 @@ def _find_module(name: str, package: str | None) -> types.ModuleType | None:
     around = [".".join(parts[: len(parts) - up]) for up in range(len(parts))]
     found = (sys.modules.get(f"{outer}.{name}".strip(".")) for outer in ("", *filter(None, around)))
     return next((module for module in found if module is not None), None)
-
-
-def _imported_by(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of modules that a piece of code imports while it runs."""
-    if _IMPORT in code.co_code[::2]:
-        yield from (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _imported_by(constant)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:
@@ -249,3 +275,28 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             yield constant
+
+
+def _imported_by(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of modules that a piece of code imports while it runs."""
+    if _IMPORT in code.co_code[::2]:
+        yield from (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imported_by(constant)
+
+
+class _Code(NamedTuple):
+    """What a piece of code names."""
+
+    names: frozenset[str]
+    imported: tuple[str, ...]
+    """Modules that it imports while it runs, of those that are looked into."""
+    has_suspect: bool
+
+
+@lru_cache(maxsize=2 * _FUNCTIONS)
+def _read(code: types.CodeType) -> _Code:
+    # Code never changes, so it is read once in a process, whoever holds it.
+    names = frozenset(_names_in(code))
+    return _Code(names, tuple(name for name in _imported_by(code) if not _is_foreign(name)), bool(names & SUSPECTS))

@@ -545,3 +545,45 @@ def test_a_second_view_knows_what_the_first_one_saw() -> None:
         reading.__getitems__([(0, 1), (0, 2)])
     assert seen.streams == (NUMPY,)
     assert dataset.reads == 4
+
+
+class Unknown(Rows):
+    """Its code imports something that is not there yet."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index < 0:
+            import brought_about_later  # type: ignore[import-not-found]
+
+            brought_about_later.draw()
+        return super().__getitem__(index)
+
+
+def test_what_may_look_at_a_stream_is_not_looked_at_again_and_another_object_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert may_look_at_streams({"dataset": Unknown(nothing)})
+    monkeypatch.setitem(sys.modules, "brought_about_later", types.ModuleType("brought_about_later"))
+    assert may_look_at_streams({"dataset": Unknown(nothing)}), "remembered, of another one that holds the same"
+    assert not may_look_at_streams({"dataset": Unknown(only_numpy)}), "looked at, since it holds something else"
+    assert may_look_at_streams({"dataset": Unknown(OWN["a class that is held"])})
+
+
+CHANGING: Any = None
+"""What the reading below calls, where there is something."""
+
+
+def test_a_variable_of_a_module_that_changes_from_pass_to_pass_is_looked_at_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def draw(index: int, epoch: int) -> float:
+        return 0.0 if CHANGING is None else float(CHANGING(index, epoch))
+
+    def of_seed(index: int, epoch: int) -> float:
+        return float(torch.initial_seed() % 10007)
+
+    loader = make_loader(Rows(draw))
+    assert not any(row[2] for batch in passes(loader, 1) for row in batch)
+    monkeypatch.setattr(sys.modules[__name__], "CHANGING", of_seed)
+    expected = keyed_passes(Rows(of_seed), loader, 1)
+    assert len({float(row[2]) for batch in expected for row in batch}) > 20
+    assert_same(passes(loader, 1), expected)
