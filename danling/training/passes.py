@@ -137,7 +137,7 @@ def updates_of_pass(
         if state_replaced is not None and state_replaced():
             if is_over():
                 return
-            batches = source.batches()
+            batches = timed(source.batches())
             continue
         consumed: list[Batch] = []
         if not run(chain([batch], batches), consumed):

@@ -37,6 +37,7 @@ class Loop:
         self.replaced: list[bool] = []
         self.fits: list[bool] = []
         self.over = False
+        self.waited_for: list[int] = []
         self.agreement = PassAgreement(LocalDomain(), LocalDomain())
 
     def run(self, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
@@ -53,12 +54,18 @@ class Loop:
         self.windows.append([int(batch.data) for batch in consumed])
         return True
 
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Note the batches that are waited for."""
+        for batch in batches:
+            self.waited_for.append(int(batch.data))
+            yield batch
+
     def updates(self) -> Iterator[UpdateOutcome]:
         """Return the loop."""
         return updates_of_pass(
             self.source,
             agreement=self.agreement,
-            timed=lambda batches: batches,
+            timed=self.timed,
             state_replaced=lambda: self.replaced.pop(0) if self.replaced else False,
             is_over=lambda: self.over,
             run=self.run,
@@ -100,12 +107,15 @@ def test_a_window_that_does_not_fit_is_read_again_smaller() -> None:
     next(updates)
     loop.size = 1
     assert len(list(updates)) == 2 and loop.windows == [[0, 1], [2], [3]]
+    assert loop.waited_for == [0, 1, 2, 2, 3]
 
 
 def test_a_state_that_was_taken_over_is_gone_on_with_or_ends_the_pass() -> None:
     loop = Loop(source(4))
     loop.replaced = [True, False, True]
     assert len(list(loop.updates())) == 2 and loop.windows == [[0, 1], [2, 3]]
+    # What the state in its place begins with is waited for as well.
+    assert loop.waited_for == [0, 0, 1, 2, 2, 3]
     over = Loop(source(4))
     over.replaced, over.over = [False, True], True
     assert len(list(over.updates())) == 1
