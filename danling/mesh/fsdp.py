@@ -16,9 +16,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-SYNC_POLICIES = ("every", "last", "last_all_reduce")
-"""When the gradients of an accumulation window are reduced; see `set_gradient_sync`."""
-
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the modules that are sharded, compiled and checkpointed one by one, outer ones before inner ones.

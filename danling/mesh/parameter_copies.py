@@ -79,11 +79,6 @@ class ParameterCopies:
         reduced = axes if "shard" in axes else ()
         return tuple(axis for axis in self.topology.active(*axes_with(sums_gradient=True)) if axis not in reduced)
 
-    @property
-    def reductions(self) -> int:
-        """Number of collectives that `sum_gradients` makes."""
-        return len(self._buckets)
-
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Complete the gradients: sum them over the ranks that saw other samples or positions. Call on all ranks.

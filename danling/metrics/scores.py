@@ -62,28 +62,24 @@ class ScoreBoard:
         name: Figure to watch.
         split: Split it is taken from.
         mode: `"min"`, `"max"`, or `None` to infer it from the name.
-        patience: Evaluations without a better score after which to stop.
         min_delta: A score is better when it differs by more than this.
 
     Attributes:
         scores: Scores by index, in the order of the evaluations.
         best_index: Index of the best score, `None` before there is one.
         best_score: The best score, `None` before there is one. NaN is never the best.
-        bad_evaluations: Evaluations since the best one.
+        bad_evaluations: Evaluations since the best one, for who reads a checkpoint; a run counts the scores that it says it has.
 
     Raises:
         ValueError: If the mode is unknown.
     """
 
-    def __init__(
-        self, name: str, *, split: str, mode: str | None = None, patience: float = math.inf, min_delta: float = 0.0
-    ) -> None:
+    def __init__(self, name: str, *, split: str, mode: str | None = None, min_delta: float = 0.0) -> None:
         self.name = name
         self.split = split
         self.mode = mode.lower() if mode else infer_mode(name)
         if self.mode not in ("min", "max"):
             raise ValueError(f"Expected score_mode to be 'min', 'max' or None. Received: score_mode={mode!r}.")
-        self.patience = patience
         self.min_delta = min_delta
         self.scores: dict[int, float] = {}
         self.best_index: int | None = None
@@ -94,11 +90,6 @@ class ScoreBoard:
     def latest_score(self) -> float | None:
         """The score recorded last."""
         return self.scores[next(reversed(self.scores))] if self.scores else None
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether patience has run out."""
-        return self.bad_evaluations > 0 and self.bad_evaluations >= self.patience
 
     def record(self, index: int, result: Mapping[str, Mapping[str, float]]) -> bool:
         """Take in an evaluation.

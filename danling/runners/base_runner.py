@@ -278,7 +278,6 @@ class BaseRunner(metaclass=MetaRunner):
                 config.score_name,
                 mode=config.score_mode,
                 split=split or "",
-                patience=config.patience,
                 min_delta=config.min_delta,
             )
 

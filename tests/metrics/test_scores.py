@@ -61,19 +61,11 @@ def test_others_rise(name: str) -> None:
     assert infer_mode(name) == "max"
 
 
-def test_the_best_is_kept_and_patience_runs_out() -> None:
-    board = ScoreBoard("loss", split="val", patience=2)
+def test_the_best_is_kept_and_what_came_after_it_is_counted() -> None:
+    board = ScoreBoard("loss", split="val")
     assert [_record(board, i, s) for i, s in enumerate([3.0, 2.0, 2.5, 2.0])] == [True, True, False, False]
     assert (board.best_index, board.best_score, board.latest_score, board.bad_evaluations) == (1, 2.0, 2.0, 2)
-    assert board.should_stop
     assert board.scores == {0: 3.0, 1: 2.0, 2: 2.5, 3: 2.0}
-
-
-def test_without_patience_it_never_stops() -> None:
-    board = ScoreBoard("acc", split="val")
-    for index in range(100):
-        _record(board, index, 0.5)
-    assert not board.should_stop
 
 
 def test_min_delta_is_what_counts_as_better() -> None:
@@ -82,7 +74,7 @@ def test_min_delta_is_what_counts_as_better() -> None:
 
 
 def test_nan_is_never_the_best() -> None:
-    board = ScoreBoard("loss", split="val", patience=3)
+    board = ScoreBoard("loss", split="val")
     assert not _record(board, 0, math.nan)
     assert board.best_score is None and board.bad_evaluations == 1
     assert _record(board, 1, 5.0)
@@ -91,12 +83,12 @@ def test_nan_is_never_the_best() -> None:
 
 
 def test_an_index_recorded_again_counts_once() -> None:
-    board = ScoreBoard("loss", split="val", patience=2)
+    board = ScoreBoard("loss", split="val")
     assert _record(board, 1, 2.0) and _record(board, 1, 2.0)
     assert board.bad_evaluations == 0
     for _ in range(3):
         assert not _record(board, 2, 3.0)
-    assert board.bad_evaluations == 1 and not board.should_stop
+    assert board.bad_evaluations == 1
     assert list(board.scores) == [1, 2]
 
 
@@ -122,11 +114,11 @@ def test_the_direction_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_state_comes_back() -> None:
-    board = ScoreBoard("loss", split="val", patience=2)
+    board = ScoreBoard("loss", split="val")
     for index, score in enumerate([3.0, 2.0, 2.5]):
         _record(board, index, score)
-    restored = ScoreBoard("loss", split="val", patience=2)
+    restored = ScoreBoard("loss", split="val")
     restored.load_state_dict(board.state_dict())
     assert restored.state_dict() == board.state_dict()
     _record(restored, 3, 2.25)
-    assert restored.should_stop and restored.best_index == 1 and restored.latest_score == 2.25
+    assert restored.bad_evaluations == 2 and restored.best_index == 1 and restored.latest_score == 2.25
