@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import Augmented, Stream, drain
+from support.datasets import Augmented, Stream, drain, stateful_loader
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data import BatchSource, DataLoader, build_dataloader, order_setting
 from danling.data.batching import merge_settings
@@ -47,7 +46,7 @@ def test_ranks_share_a_dataset() -> None:
 
 def test_loaders_are_returned_untouched() -> None:
     generator = (number for number in range(3))
-    for loader in (TorchDataLoader(range(3)), StatefulDataLoader(range(3)), generator):  # type: ignore[arg-type]
+    for loader in (TorchDataLoader(range(3)), stateful_loader(range(3)), generator):  # type: ignore[arg-type]
         assert build(loader, {"batch_size": 7}) is loader
 
 

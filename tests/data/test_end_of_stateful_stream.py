@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.datasets import stateful_loader
 from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data.source import BatchSource
 
@@ -46,7 +46,7 @@ class OwnLoader(Place):
 
 def source(way: str, **options: Any) -> BatchSource:
     workers = 1 if way == "worker" else 0
-    loader = OwnLoader(**options) if way == "own" else StatefulDataLoader(Place(**options), 1, num_workers=workers)
+    loader = OwnLoader(**options) if way == "own" else stateful_loader(Place(**options), 1, num_workers=workers)
     return BatchSource(loader, split="train", seed=3)
 
 

@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 import torch
+from support.datasets import stateful_loader
 from torch.utils.data import RandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data.live_cursors import StatefulCursor
 
@@ -15,7 +15,7 @@ from danling.data.live_cursors import StatefulCursor
 def cursor() -> StatefulCursor:
     numbers = list(range(12))
     sampler = RandomSampler(numbers, generator=torch.Generator().manual_seed(3))
-    return StatefulCursor(StatefulDataLoader(numbers, 2, sampler=sampler), split="train", rank=0, world_size=1, seed=5)
+    return StatefulCursor(stateful_loader(numbers, 2, sampler=sampler), split="train", rank=0, world_size=1, seed=5)
 
 
 def rest(of: StatefulCursor) -> list[list[int]]:

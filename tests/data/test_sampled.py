@@ -10,12 +10,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Augmented, drain, host_state, ids
+from support.datasets import Augmented, drain, host_state, ids, stateful_loader
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from danling.data import BatchSource, build_dataloader
@@ -122,7 +121,7 @@ def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
     if kind == "built":
         loader = build_dataloader(data, options, split="train", train=True, seed=3)
     else:
-        loader = {"torch": TorchDataLoader, "stateful": StatefulDataLoader}[kind](data, **options)
+        loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
     return BatchSource(loader, split="train", seed=3)
 
 

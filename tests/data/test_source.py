@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import Augmented, Stream, drain, host_state, ids
+from support.datasets import Augmented, Stream, drain, host_state, ids, stateful_loader
 from support.toys import differences
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data import Batch, BatchSource, DataLoader, capture_random_state, restore_random_state, seed_streams
 
@@ -48,16 +47,16 @@ def user_loaders() -> dict[str, Callable[[], Any]]:
             data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1)), **plain
         ),
         "torch, distributed": lambda: TorchDataLoader(data, sampler=distributed_sampler(data), **plain),
-        "stateful": lambda: StatefulDataLoader(data, shuffle=True, **plain),
-        "stateful, generator": lambda: StatefulDataLoader(
+        "stateful": lambda: stateful_loader(data, shuffle=True, **plain),
+        "stateful, generator": lambda: stateful_loader(
             data, shuffle=True, generator=torch.Generator().manual_seed(1), **plain
         ),
-        "stateful, distributed": lambda: StatefulDataLoader(data, sampler=distributed_sampler(data), **plain),
-        "stateful, 2 workers": lambda: StatefulDataLoader(data, shuffle=True, num_workers=2, **plain),
-        "stateful, persistent": lambda: StatefulDataLoader(
+        "stateful, distributed": lambda: stateful_loader(data, sampler=distributed_sampler(data), **plain),
+        "stateful, 2 workers": lambda: stateful_loader(data, shuffle=True, num_workers=2, **plain),
+        "stateful, persistent": lambda: stateful_loader(
             data, shuffle=True, num_workers=2, persistent_workers=True, **plain
         ),
-        "stateful, stream": lambda: StatefulDataLoader(Stream(LENGTH), **plain),
+        "stateful, stream": lambda: stateful_loader(Stream(LENGTH), **plain),
     }
 
 
@@ -196,18 +195,18 @@ def test_another_kind_of_loader_is_refused() -> None:
 
 
 def test_another_number_of_workers_of_a_stateful_loader_is_refused_by_name() -> None:
-    first = source_of(StatefulDataLoader(Stream(8), num_workers=2))
+    first = source_of(stateful_loader(Stream(8), num_workers=2))
     drain(first, 1)
     state = first.state_dict()
     first.close()
     with pytest.raises(ValueError, match=r"Expected num_workers=2 .*split 'train'.*Received: num_workers=0"):
-        source_of(StatefulDataLoader(Stream(8))).load_state_dict(state)
+        source_of(stateful_loader(Stream(8))).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_stateful_loader_with_workers_is_saved_where_it_was_consumed(workers: int) -> None:
     def make() -> BatchSource:
-        return source_of(StatefulDataLoader(Stream(LENGTH // workers), batch_size=3, num_workers=workers))
+        return source_of(stateful_loader(Stream(LENGTH // workers), batch_size=3, num_workers=workers))
 
     straight = drain(make())
     for stop in range(1, len(straight)):
@@ -221,7 +220,7 @@ def test_stateful_loader_with_workers_is_saved_where_it_was_consumed(workers: in
 
 
 def test_saving_before_the_first_batch_starts_no_worker() -> None:
-    loader = StatefulDataLoader(Augmented(8), num_workers=2)
+    loader = stateful_loader(Augmented(8), num_workers=2)
     source_of(loader).state_dict()
     assert loader._iterator is None
 
@@ -229,7 +228,7 @@ def test_saving_before_the_first_batch_starts_no_worker() -> None:
 def test_going_on_in_the_same_process_reads_nothing_twice() -> None:
     for loader in (
         TorchDataLoader(Augmented(LENGTH), batch_size=4),
-        StatefulDataLoader(Augmented(LENGTH), batch_size=4),
+        stateful_loader(Augmented(LENGTH), batch_size=4),
     ):
         source = source_of(loader)
         taken = [drain(source, 2), drain(source, 1), drain(source)]
@@ -246,7 +245,7 @@ def test_batches_that_were_fetched_but_not_used_are_read_again_where_that_can_be
 
 
 def test_a_stateful_loader_says_what_it_skips(caplog: pytest.LogCaptureFixture) -> None:
-    source = source_of(StatefulDataLoader(Stream(4), batch_size=None))
+    source = source_of(stateful_loader(Stream(4), batch_size=None))
     iterator = source.batches()
     source.commit([next(iterator)])
     next(iterator)
@@ -362,7 +361,7 @@ def test_a_loader_that_raised_is_not_taken_for_finished() -> None:
 def test_lengths_and_evenness() -> None:
     data = Augmented(LENGTH)
     assert source_of([1, 2]).num_batches == 2
-    assert source_of(StatefulDataLoader(Stream(4))).num_batches is None
+    assert source_of(stateful_loader(Stream(4))).num_batches is None
     assert source_of([1], world_size=1).even and not source_of([1], world_size=2).even
     assert source_of(TorchDataLoader(data, sampler=distributed_sampler(data)), world_size=2).even
     assert not source_of(TorchDataLoader(data), world_size=2).even
@@ -392,7 +391,7 @@ def test_states_are_readable_without_pickle(tmp_path: Any) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("kind", [TorchDataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("kind", [TorchDataLoader, stateful_loader])
 def test_workers_of_a_users_loader_survive_a_signal_to_the_group(kind: Any) -> None:
     before = set(multiprocessing.active_children())
     source = source_of(kind(Augmented(LENGTH), batch_size=4, num_workers=1))

@@ -10,11 +10,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Stream, drain, host_state
+from support.datasets import Stream, drain, host_state, stateful_loader
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from danling.data import BatchSource, build_dataloader
 
@@ -157,7 +156,7 @@ def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
     data, options = STREAMS[name](), {"batch_size": 4, **settings}
     if kind == "built":
         return BatchSource(build_dataloader(data, options, split="train", train=True, seed=3), split="train", seed=3)
-    loader = {"torch": TorchDataLoader, "stateful": StatefulDataLoader}[kind](data, **options)
+    loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
     return BatchSource(loader, split="train", seed=3)
 
 
@@ -246,7 +245,7 @@ def test_what_an_iterator_with_a_state_changes_in_its_dataset_comes_back(kind: s
         if kind == "built":
             loader: Any = build_dataloader(Counted(), options, split="train", train=True, seed=3)
         else:
-            loader = {"torch": TorchDataLoader, "stateful": StatefulDataLoader}[kind](Counted(), **options)
+            loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](Counted(), **options)
         return BatchSource(loader, split="train", seed=3)
 
     for stop in range(1, 9):

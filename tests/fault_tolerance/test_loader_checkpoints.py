@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import Stream
+from support.datasets import Stream, stateful_loader
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import danling as dl
 from danling.checkpoints import CheckpointSettings
@@ -67,7 +66,7 @@ def test_a_place_of_another_step_is_taken_by_loaders_with_a_state_of_their_own_o
     place, left_out = Place(), set[str]()
 
     def reading() -> tuple[OwnPositions, Any]:
-        loader: Any = StatefulDataLoader(list(range(20)), batch_size=2) if is_local else None
+        loader: Any = stateful_loader(list(range(20)), batch_size=2) if is_local else None
         built = loader or build_dataloader(
             list(range(20)), {"batch_size": 2}, split="train", train=True, seed=1, device=torch.device("cpu")
         )
@@ -111,7 +110,7 @@ class Reader(dl.TorchRunner):
         self.criterion = nn.MSELoss()
         self.seen: list[int] = []
         if own_loader:
-            self.dataloaders["train"] = StatefulDataLoader(Stream(100), batch_size=2)
+            self.dataloaders["train"] = stateful_loader(Stream(100), batch_size=2)
         else:
             self.datasets = {"train": TensorDataset(torch.arange(100))}
 

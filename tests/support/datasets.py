@@ -10,6 +10,15 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from danling.data.workers import quiet_torchdata
+
+
+def stateful_loader(*arguments: Any, **settings: Any) -> Any:
+    """Return a loader of torchdata as a user makes one, without the warning that torchdata calls a deprecated function of torch."""
+    with quiet_torchdata():
+        return StatefulDataLoader(*arguments, **settings)
 
 
 class Augmented(Dataset[Tensor]):
