@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .hints import ENGINE_KEYS, slip_of
+from .memory_policy import read_memory_policy
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
@@ -24,6 +25,7 @@ def check_sections(config: RunnerConfig) -> None:
     _check_names(config)
     _check_export(config)
     _check_batches(config)
+    read_memory_policy(config.compile.memory_policy)
     if "fp8" in config and isinstance(config["fp8"], Mapping):
         raise ValueError(
             f"Expected no section fp8: the library trains in float32, bfloat16 and float16. Received: fp8={dict(config['fp8'])!r}. Set "

@@ -21,6 +21,7 @@ _OTHER_STACKS: dict[str, tuple[str, ...]] = {
         *_SHARDED_CHECKPOINTS,
     ),
     "accelerate": ("parallel", "fsdp", "deepspeed"),
+    "graph": ("parallel", "fsdp", "deepspeed", "accelerate"),
 }
 
 _SWITCHES = {
@@ -43,8 +44,8 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
     """
     if stack not in _OTHER_STACKS:
         return []
-    ignored = [*_OTHER_STACKS[stack], *_GRAPH_PATHS]
-    if stack in ("ddp", "accelerate") and settings["checkpoint"]["backend"] != "dcp":
+    ignored = [*_OTHER_STACKS[stack], *(() if stack == "graph" else _GRAPH_PATHS)]
+    if stack in ("ddp", "accelerate", "graph") and settings["checkpoint"]["backend"] != "dcp":
         ignored += _SHARDED_CHECKPOINTS
     usual = flatten(defaults)
     changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]

@@ -206,6 +206,32 @@ def differences(
     return lines
 
 
+def compile_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how two whole configurations differ in what is compiled, one line a key; empty where neither compiles anything.
+
+    Compiled code rounds, and draws random numbers, otherwise than what it was compiled of. The folder that it comes from is no
+    difference: it holds what would be compiled.
+
+    Args:
+        stored: The settings of a checkpoint, as plain values.
+        now: The settings of this run, as plain values.
+    """
+    before, after = _compiled(stored), _compiled(now)
+    if not (before["compile.enable"] or after["compile.enable"]):
+        return []
+    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    return [f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}" for key in keys]
+
+
+def _compiled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides on compiled code, by dotted key."""
+    whole = str(settings.get("stack")).lower() == "graph"
+    flat = {name: value for name, value in flatten(settings).items() if name.startswith("compile.")}
+    flat.pop("compile.precompile_artifact_dir", None)
+    # That stack compiles in any case, and otherwise than all the others.
+    return flat | {"compile.enable": bool(flat.get("compile.enable")) or whole, **({"stack": "graph"} if whole else {})}
+
+
 def _shown(flat: Mapping[str, object], key: str) -> str:
     return repr(flat[key]) if key in flat else "absent"
 

@@ -13,6 +13,7 @@ STACKS = {
     "deepspeed": "deepspeed",
     "ds": "deepspeed",
     "accelerate": "accelerate",
+    "graph": "graph",
 }
 OLDER_KEYS = {
     "platform": "stack",

@@ -73,7 +73,7 @@ class RunnerConfig(ClosedSection):
     """
 
     stack: str = "auto"
-    """What trains: auto (ddp), ddp or torch, parallel, deepspeed or ds, accelerate."""
+    """What trains: auto (ddp), ddp or torch, parallel, deepspeed or ds, accelerate, graph."""
     seed: NonNegativeInt | None = None
     """Base seed, agreed over ranks; none: one is drawn and stored."""
     deterministic: bool = False
@@ -565,6 +565,14 @@ class RunnerConfig(ClosedSection):
         """
         before = self.completed(stored)
         return identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
+
+    def compile_differences(self, stored: Mapping[str, object]) -> list[str]:
+        """Return how a stored configuration differs in what is compiled, which need not keep a run bitwise; one line a key.
+
+        Args:
+            stored: The stored configuration; keys that it lacks have their defaults.
+        """
+        return identity.compile_differences(self.completed(stored), self.plain())
 
     @staticmethod
     def completed(stored: Mapping[str, object]) -> Any:

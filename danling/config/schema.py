@@ -177,9 +177,9 @@ class CompileConfig(ClosedSection):
     optimize_ddp: str | bool | None = "ddp_optimizer"
     """How the compiler splits graphs for DDP."""
     precompile_artifact_dir: str | None = None
-    """Directory of compiled artifacts."""
+    """Directory of compiled code, which the graph stack starts from; who may write there may run code."""
     memory_policy: str | None = None
-    """Memory policy of the compiled graph."""
+    """What the graph stack keeps for the backward: default, budget:<x> with 0 < x < 1, recompute."""
 
 
 class CommConfig(ClosedSection):

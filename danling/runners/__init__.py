@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .accelerate_runner import AccelerateRunner
     from .base_runner import BaseRunner
     from .deepspeed_runner import DeepSpeedRunner
+    from .graph_runner import GraphRunner
     from .meta import MetaRunner
     from .parallel_runner import ParallelRunner
     from .runner import Runner
@@ -25,6 +26,7 @@ else:
             "base_runner": ("BaseRunner",),
             "danling.config": ("RunnerConfig",),
             "deepspeed_runner": ("DeepSpeedRunner",),
+            "graph_runner": ("GraphRunner",),
             "meta": ("MetaRunner",),
             "parallel_runner": ("ParallelRunner",),
             "runner": ("Runner",),
@@ -37,6 +39,7 @@ __all__ = [
     "AccelerateRunner",
     "BaseRunner",
     "DeepSpeedRunner",
+    "GraphRunner",
     "MetaRunner",
     "ParallelRunner",
     "Runner",

@@ -450,8 +450,8 @@ class TorchParts:
     def first_update(self) -> None:
         """Do after the first update of a process what it has shown to be due, everywhere."""
         runner = self.runner
-        if runner.compilation is not None and runner.is_main_process:
-            runner.compilation.warn_without_graph()
+        if runner.compilation is not None:
+            runner.compilation.after_first_update(speaks=runner.is_main_process)
         limit = runner.config.comm.train_timeout_seconds
         if limit is not None and runner.distributed:
             runner.world.barrier()

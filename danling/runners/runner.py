@@ -24,6 +24,7 @@ _STACKS = {
     "parallel": ("parallel_runner", "ParallelRunner"),
     "deepspeed": ("deepspeed_runner", "DeepSpeedRunner"),
     "accelerate": ("accelerate_runner", "AccelerateRunner"),
+    "graph": ("graph_runner", "GraphRunner"),
 }
 
 

@@ -1,11 +1,11 @@
-"""Compilation of modules in place: graphs for every class of module, and clean names in the state dict."""
+"""Compilation of modules in place and of functions: graphs for every class of module, and clean names in the state dict."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -29,28 +29,45 @@ class Compilation:
     Args:
         options: Arguments of `torch.compile`, such as `backend` and `fullgraph`.
         optimize_ddp: `torch._dynamo.config.optimize_ddp` while anything is compiled; `None` leaves it as the process has it.
+        within: Returns a context around every call of what is compiled, for settings of the compiler beyond these.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None, *, optimize_ddp: str | bool | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        optimize_ddp: str | bool | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.options = dict(options or {})
         self.optimize_ddp = optimize_ddp
         self.graphs = 0
         """Graphs that were compiled so far."""
+        self.calls = 0
+        """Calls of what is compiled."""
+        self._within = within
         self._modules: list[nn.Module] = []
         self._codes: dict[type[nn.Module], CodeType] = {}
         self._warned = False
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], *, distributed: bool) -> Compilation:
+    def of(
+        cls,
+        settings: Mapping[str, Any],
+        *,
+        distributed: bool,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Compilation:
         """Return what the section `compile` of a configuration asks for.
 
         Args:
             settings: That section.
             distributed: Whether there are several processes, so that DistributedDataParallel may wrap what is compiled.
+            within: Returns a context around every call of what is compiled.
         """
         given = {name: settings[name] for name in ("backend", "fullgraph", "dynamic", "mode", "options")}
         options = {name: value for name, value in given.items() if value is not None}
-        return cls(options, optimize_ddp=settings["optimize_ddp"] if distributed else None)
+        return cls(options, optimize_ddp=settings["optimize_ddp"] if distributed else None, within=within)
 
     def compile(self, module: nn.Module) -> None:
         """Compile the forward of a module in place; graphs are made at its first call.
@@ -58,9 +75,7 @@ class Compilation:
         Args:
             module: The module. What is called instead of it, such as a wrapper, calls the compiled forward.
         """
-        # Not at the top of the file: Dynamo takes a second to import.
-        importlib.import_module("torch._dynamo.utils")
-        compiled: Any = torch.compile(self._function_for(type(module)), **self.options)
+        compiled = self._compiled(self._function_for(type(module)))
         original = module.forward
         call_impl: Any = module._call_impl
 
@@ -83,29 +98,54 @@ class Compilation:
         module._compiled_call_impl = call
         self._modules.append(module)
 
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function compiled; graphs are made at its first call, and none is shared with another compilation of it.
+
+        Args:
+            function: A function of a module, without defaults and without variables of another function.
+        """
+        assert isinstance(function, FunctionType)
+        code = function.__code__.replace(co_name=function.__name__)
+        compiled = self._compiled(FunctionType(code, function.__globals__, function.__name__))
+
+        def call(*args: Any) -> Any:
+            with self.settings(), self._counted():
+                return compiled(*args)
+
+        return call
+
+    def _compiled(self, function: FunctionType) -> Any:
+        # Not at the top of the file: Dynamo takes a second to import.
+        importlib.import_module("torch._dynamo.utils")
+        return torch.compile(function, **self.options)
+
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Compile under `optimize_ddp` inside; the setting of the process is put back on exit."""
-        if self.optimize_ddp is None:
+        """Compile under the settings of this compilation inside; those of the process are put back on exit."""
+        with ExitStack() as stack:
+            if self.optimize_ddp is not None:
+                config: Any = importlib.import_module("torch._dynamo.config")
+                if self.optimize_ddp != config.optimize_ddp:
+                    stack.enter_context(config.patch(optimize_ddp=self.optimize_ddp))
+            stack.enter_context(self._within())
             yield
-            return
-        config: Any = importlib.import_module("torch._dynamo.config")
-        before = config.optimize_ddp
-        if self.optimize_ddp == before:
-            yield
-            return
-        config.optimize_ddp = self.optimize_ddp
-        try:
-            yield
-        finally:
-            config.optimize_ddp = before
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
+        self.calls += 1
         stats = torch._dynamo.utils.counters["stats"]
         before = stats["unique_graphs"]
         yield
         self.graphs += max(stats["unique_graphs"] - before, 0)
+
+    def after_first_update(self, *, speaks: bool) -> None:
+        """Look at what the first update of this process has compiled. Call on all ranks.
+
+        Args:
+            speaks: Whether this process warns.
+        """
+        if speaks:
+            self.warn_without_graph()
 
     def warn_without_graph(self) -> None:
         """Say once when modules were to be compiled and no graph has been made; to be called when they have had their chance."""
@@ -124,7 +164,7 @@ class Compilation:
         while self._modules:
             self._modules.pop()._compiled_call_impl = None
 
-    def _function_for(self, kind: type[nn.Module]) -> Any:
+    def _function_for(self, kind: type[nn.Module]) -> FunctionType:
         # Dynamo keeps graphs, and counts recompilations, by code object.
         code = self._codes.setdefault(kind, _call.__code__.replace(co_name=f"forward_of_{kind.__name__}"))
         return FunctionType(code, _call.__globals__, code.co_name)

@@ -15,7 +15,7 @@ from danling.distributed import Placement
 from danling.reporting import format_number
 
 from . import loader_states
-from .run_state import RunState, check_same_run, check_streams
+from .run_state import RunState, check_same_run, check_streams, warn_of_compilation
 
 logger = logging.getLogger("danling")
 
@@ -128,6 +128,8 @@ class RunRestorer:
             loaders = {split: run.dataloaders[split] for split in run.train_splits if split in run.dataloaders}
             differences = loader_states.differences_of_passes(payload.get("dataloaders", {}), loaders)
         check_same_run(differences, excluded)
+        if run.placement.optimizer.rank == 0:
+            warn_of_compilation(run.config.compile_differences(payload.get("runner", {})))
         if run.placement.keeps_streams:
             kept, _ = excluded.apply({"state": payload.get("state", {})}, section="state")
             state = kept.get("state", {})

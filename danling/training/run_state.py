@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -285,6 +285,19 @@ def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) ->
             f"Expected the configuration that the checkpoint was made with. Received other values for:\n  {listing}\n"
             "Restore them, add 'runner.' and the key to checkpoint.exclude_from_loading where you mean to change it, or start a "
             "new run from the weights with `pretrained`."
+        )
+
+
+def warn_of_compilation(differences: Sequence[str]) -> None:
+    """Warn that a run goes on with other compiled code than that of the checkpoint, so not bitwise as it would have.
+
+    Args:
+        differences: Lines that begin with a dotted key and a colon; none is no difference.
+    """
+    if differences:
+        logger.warning(
+            "The run goes on, but not bitwise as it would have: other code is compiled than that which made the checkpoint (%s).",
+            "; ".join(differences),
         )
 
 

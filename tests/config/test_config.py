@@ -1182,7 +1182,7 @@ class TestWithoutEffect:
             ("checkpoint.backend", "dcp", "deepspeed"),
             ("accelerate.use_cpu", True, "ddp"),
             ("fsdp.enabled", True, "accelerate"),
-            ("compile.memory_policy", "full", "parallel"),
+            ("compile.memory_policy", "recompute", "parallel"),
             ("compile.precompile_artifact_dir", "graphs", "deepspeed"),
         ],
     )

@@ -424,7 +424,7 @@ def test_settings_of_checkpoints_and_loaders_that_nothing_reads_are_named(tmp_pa
 def test_compiler_settings_that_no_stack_reads_are_named(stack: str, tmp_path: Path) -> None:
     with (
         pytest.warns(UserWarning, match="compile.memory_policy"),
-        Line(settings(tmp_path, stack=stack, compile={"memory_policy": "full"})),
+        Line(settings(tmp_path, stack=stack, compile={"memory_policy": "recompute"})),
     ):
         pass
 

@@ -1,0 +1,238 @@
+"""The folder of compiled code: which one it is, whether it is as it was written, and what was compiled since."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from danling.utils.files import json_text, write_atomically
+
+from .fingerprint import digest_of
+
+logger = logging.getLogger("danling")
+
+_MANIFEST = "manifest.json"
+_FINGERPRINT = "fingerprint.json"
+_PORTABLE = "portable.bin"
+_PORTABLE_SUM = "portable.sha256"
+_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+class ArtifactDirectory:
+    """A subfolder of `compile.precompile_artifact_dir`, which is the cache of torch's compiler while anything is compiled.
+
+    Compiled code is loaded into the process and run: whoever may write into the folder may run code, so it must be one that is trusted.
+    What was compiled is listed with its SHA-256 sums. At the next start everything is compared with them: a folder with a file that is
+    not as it was written is emptied, and everything is compiled anew; what a killed run has left half-written is removed. Nothing that
+    is wrong with the folder ends a run: it is warned about, once.
+
+    Processes of one machine may share a folder, of one run and of several: torch locks what it writes. Each holds a lock on it, so that
+    nothing is removed beneath another.
+
+    Args:
+        root: The directory.
+        parts: What the code depends on, by name; the folder is named after it.
+        title: What the name of the folder begins with.
+        portable: Whether `portable.bin` is written besides, what torch itself puts into one file. On a GPU it holds the kernels, and
+            fills an empty folder elsewhere; on a CPU it holds none.
+    """
+
+    def __init__(self, root: Path, parts: Mapping[str, str], *, title: str, portable: bool = False) -> None:
+        self.root = root
+        self.path = root / f"{title}-{digest_of(parts)}"
+        self.is_warm = False
+        """Whether compiled code was found in it."""
+        self._parts = dict(parts)
+        self._portable = portable
+        self._usable = False
+        self._lock: int | None = None
+        self._listed: dict[str, str] = {}
+
+    def open(self, *, leads: bool = True) -> None:
+        """Look at what is there, and make the folder ready to compile into.
+
+        Args:
+            leads: Whether this process looks, warns and cleans up; of several of a machine, one does, before the others open it.
+        """
+        try:
+            self._usable = self._prepare() if leads else self.path.is_dir()
+            self._take_lock(fcntl.LOCK_SH)
+        except OSError as error:
+            if leads:
+                logger.warning(
+                    "Expected compile.precompile_artifact_dir to be a directory that can be written to. Received: %s (%s). Everything is "
+                    "compiled, and nothing is kept.",
+                    self.root,
+                    error.strerror or error,
+                )
+            self.close()
+
+    def _prepare(self) -> bool:
+        """Return whether the folder may be compiled into."""
+        is_new = not self.path.is_dir()
+        others = _fingerprints(self.root) if is_new else []
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        alone = self._take_lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        listed = self._read_manifest()
+        wrong = None if listed is None else next((name for name in listed if self._sum(name) != listed[name]), None)
+        if wrong is not None:
+            logger.warning(
+                "The compiled code in %s is not as it was written (%s): everything is compiled anew.", self.path, wrong
+            )
+            listed = {}
+        if wrong is not None and not alone:
+            return False
+        self._listed = listed or {}
+        self.is_warm = bool(self._listed)
+        if alone:
+            self._remove_unlisted(damaged=wrong is not None)
+        if is_new and others:
+            logger.warning(
+                "Expected compiled code for this run in %s. Received: only such with another %s. Everything is compiled anew.",
+                self.root,
+                min((_changed(self._parts, other) for other in others), key=len),
+            )
+        write_atomically(self.path / _FINGERPRINT, json_text(self._parts))
+        return True
+
+    def _take_lock(self, kind: int) -> bool:
+        """Lock the folder, and return whether that was possible without waiting."""
+        if self._lock is None:
+            self._lock = os.open(
+                self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        try:
+            fcntl.flock(self._lock, kind)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _read_manifest(self) -> dict[str, str] | None:
+        """Return the sums by name; what cannot be read lists nothing that is there."""
+        try:
+            text = (self.path / _MANIFEST).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        try:
+            return {str(name): str(digest) for name, digest in json.loads(text)["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {_MANIFEST: ""}
+
+    def _sum(self, name: str) -> str | None:
+        # Names of a manifest that somebody else wrote must not lead out of the folder.
+        path = self.path / name
+        try:
+            if not path.resolve().is_relative_to(self.path.resolve()):
+                return None
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError:
+            return None
+
+    def _remove_unlisted(self, *, damaged: bool) -> None:
+        # One file that was put into a new folder fills it.
+        kept = {*self._listed, _MANIFEST} if self._listed else set() if damaged else {_PORTABLE, _PORTABLE_SUM}
+        for path in [*_files(self.path)]:
+            if str(path.relative_to(self.path)) not in kept:
+                path.unlink()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have torch's compiler keep its code in the folder inside."""
+        if not self._usable:
+            yield
+            return
+        before = {name: os.environ.get(name) for name in _PLACES}
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
+        try:
+            yield
+        finally:
+            # The compiler itself sets what is absent.
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def load_portable(self) -> bool:
+        """Fill an empty folder from `portable.bin`, and return whether that was done; to be called inside of `entered`."""
+        file = self.path / _PORTABLE
+        if not self._usable or self.is_warm:
+            return False
+        try:
+            content = file.read_bytes()
+            expected = (self.path / _PORTABLE_SUM).read_text(encoding="utf-8").split()[0]
+        except (OSError, IndexError, UnicodeDecodeError):
+            return False
+        if hashlib.sha256(content).hexdigest() != expected:
+            logger.warning("%s is not as it was written: everything is compiled anew.", file)
+            return False
+        return torch.compiler.load_cache_artifacts(content) is not None
+
+    def seal(self, *, everything: bool) -> None:
+        """List what is in the folder with its sums, so that the next start may use it.
+
+        Args:
+            everything: Whether nothing is being compiled by any process of the run. Else a library that this process has not loaded
+                itself may be half-written, and is left out.
+        """
+        if not self._usable:
+            return
+        with suppress(OSError):
+            if self._portable:
+                self._write_portable()
+            loaded = "" if everything else _loaded_libraries()
+            names = [path.relative_to(self.path) for path in _files(self.path) if path.suffix not in (".lock", ".tmp")]
+            complete = [
+                str(name)
+                for name in names
+                if everything or name.suffix != ".so" or str(name) in self._listed or str(self.path / name) in loaded
+            ]
+            sums = {name: self._sum(name) for name in sorted(complete) if name != _MANIFEST}
+            self._listed = {name: digest for name, digest in sums.items() if digest is not None}
+            write_atomically(self.path / _MANIFEST, json_text({"files": self._listed}))
+
+    def _write_portable(self) -> None:
+        with self.entered():
+            saved = torch.compiler.save_cache_artifacts()
+        if saved is not None:
+            content, _ = saved
+            write_atomically(self.path / _PORTABLE, content)
+            write_atomically(self.path / _PORTABLE_SUM, f"{hashlib.sha256(content).hexdigest()}  {_PORTABLE}\n")
+
+    def close(self) -> None:
+        """Let go of the folder. A second call does nothing."""
+        self._usable = False
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if path.is_file())
+
+
+def _fingerprints(root: Path) -> list[dict[str, str]]:
+    found = []
+    for path in root.glob(f"*/{_FINGERPRINT}"):
+        with suppress(OSError, ValueError, AttributeError):
+            found.append({str(name): str(value) for name, value in json.loads(path.read_text("utf-8")).items()})
+    return found
+
+
+def _changed(parts: Mapping[str, str], other: Mapping[str, str]) -> str:
+    return ", ".join(name for name, value in parts.items() if other.get(name) != value)
+
+
+def _loaded_libraries() -> str:
+    try:
+        return Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return ""

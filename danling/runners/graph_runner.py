@@ -1,0 +1,157 @@
+"""Training on one compiled function of forward and loss, under the loops, decisions and checkpoints of the training core."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+from danling.config import RunnerConfig
+from danling.graph.artifacts import ArtifactDirectory
+from danling.graph.compilation import GraphCompilation, goes_its_own_way
+from danling.graph.compiler import check_compiler
+from danling.graph.fingerprint import fingerprint
+from danling.graph.memory import MemoryPolicy, Recomputation
+from danling.graph.preparation import GraphPreparation
+from danling.graph.whole_loss import WholeLoss
+from danling.mesh.fsdp import find_blocks
+from danling.training import is_pair, unpack_batch
+
+from .torch_runner import TorchRunner
+
+
+class GraphRunner(TorchRunner):
+    """Trains on one process, or on several with DistributedDataParallel, with forward and loss compiled as one function.
+
+    What becomes part of the graph is the model, and `compute_loss` with the criterion. The backward is compiled with them; weights of
+    micro-batches, the vote, clipping, optimizer and averages stay outside, as on every stack. Evaluation and inference run the model as
+    it is, uncompiled. `compile.enable` need not be set; `compile.fullgraph` is true and `compile.dynamic` false unless they are set.
+
+    `compile.memory_policy` says what is kept for the backward, `compile.precompile_artifact_dir` where compiled code is kept for the next
+    start.
+
+    Raises:
+        ValueError: If there is no compiler, `train_step` is overridden without calling that of the library, or a setting is none that can
+            be followed here.
+    """
+
+    stack = "graph"
+
+    compilation: GraphCompilation | None = None
+    preparation: GraphPreparation
+
+    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+        """Return a validated copy of `config`, in which compilation is switched on.
+
+        Args:
+            config: What the user passed.
+
+        Raises:
+            ValueError: If a setting is out of bounds, contradicts another one, or asks for what another stack does.
+        """
+        own = super().adopt_config(config)
+        own.compile.enable = True
+        if own.fsdp.enabled:
+            raise ValueError(
+                "Expected fsdp.enabled=False with stack='graph': the hooks of FSDP2 cannot be part of a whole graph. Received: "
+                "fsdp.enabled=True. Choose stack='parallel' with compile.enable, which compiles block by block."
+            )
+        MemoryPolicy.parse(own.compile.memory_policy).check_backend(own.compile.backend)
+        return own
+
+    def prepare_components(self) -> None:
+        """Refuse what cannot become a graph, then prepare as every stack does. Called on all ranks."""
+        check_compiler(self.config.compile.backend, self.device.type)
+        _check_train_step(type(self))
+        super().prepare_components()
+        self.preparation.function(self.model)
+
+    def build_preparation(self) -> GraphPreparation:
+        """Return what makes one function of the model and its loss. Called on all ranks."""
+        return GraphPreparation(self.world, whole_loss=self._whole_loss)
+
+    def _whole_loss(self, model: nn.Module) -> WholeLoss:
+        assert self.compilation is not None, "made in `compile_modules`, before anything is wrapped"
+        return WholeLoss(model, lambda: self.compute_loss if self._has_own_loss else None, self.compilation)
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the loss is computed from the prediction, and not by the model, whose answer is looked at outside of the graph."""
+        return self.criterion is not None or self._parts.batch_loss.own_loss
+
+    def compile_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Set up how forward and loss are compiled; the modules themselves are not. Called on all ranks.
+
+        Args:
+            modules: The model.
+        """
+        (model,) = modules
+        policy = MemoryPolicy.parse(self.config.compile.memory_policy)
+        # As on the parallel stack: the layers of its lists of modules; the whole model where it has none.
+        blocks = find_blocks(model).values() or [model]
+        self.compilation = GraphCompilation(
+            self.config.compile,
+            distributed=self.distributed,
+            policy=policy,
+            artifacts=self._artifacts(model, policy),
+            recomputation=Recomputation(blocks) if policy.kind == "recompute" else None,
+            barrier=self.world.barrier,
+            leads=self.is_local_main_process,
+        )
+        self._closers.callback(self.compilation.close)
+        self.compilation.open()
+
+    def _artifacts(self, model: nn.Module, policy: MemoryPolicy) -> ArtifactDirectory | None:
+        settings = self.config.compile.plain()
+        root = settings.pop("precompile_artifact_dir")
+        if root is None:
+            return None
+        settings.pop("memory_policy")
+        loss = [self.criterion, type(self).compute_loss]
+        parts = fingerprint(model, loss=loss, settings=settings, policy=policy.tag, device=self.device)
+        return ArtifactDirectory(Path(root).absolute(), parts, title=str(policy), portable=self.device.type == "cuda")
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Run one micro-batch forward and backward, compiled. Called on all ranks, `accum_steps` times an update.
+
+        An override calls this method, with what it makes of the batch; what the graph computes goes into the model, the criterion or
+        `compute_loss`.
+
+        Args:
+            data: The batch; within a loop it is on the device.
+
+        Returns:
+            The prediction and the loss.
+        """
+        inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
+        with self.train_context() or nullcontext():
+            with self.forward_context() or nullcontext():
+                pred, loss = self.preparation.function(self.model)(inputs, target)
+                if not self._has_own_loss:
+                    loss = self.compute_loss(pred, target)
+            self.backward(loss)
+        return pred, loss
+
+
+def _check_train_step(kind: type) -> None:
+    """Refuse a `train_step` of the user's that goes its own way.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for owner in kind.__mro__[: kind.__mro__.index(GraphRunner)]:
+        code = getattr(inspect.unwrap(vars(owner).get("train_step")), "__code__", None)
+        if code is not None and "train_step" not in _names(code):
+            raise goes_its_own_way(f"{owner.__name__}.train_step, which does not")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,192 @@
+"""The folder of compiled code: what is used of it, what is removed, and what is said."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from danling.graph.artifacts import ArtifactDirectory
+from danling.graph.fingerprint import digest_of, fingerprint
+
+PARTS = {"torch": "2.13", "device": "x86_64", "model": "aa", "loss": "bb", "compile": "cc", "policy": "default-1"}
+
+
+def folder(root: Path, **changes: str) -> ArtifactDirectory:
+    return ArtifactDirectory(root, {**PARTS, **changes}, title="budget-0.5")
+
+
+def filled(root: Path) -> Path:
+    """Leave a folder as a run does that has compiled two things."""
+    artifacts = folder(root)
+    artifacts.open()
+    (artifacts.path / "ab").mkdir()
+    (artifacts.path / "ab" / "kernel.so").write_bytes(b"code")
+    (artifacts.path / "entry").write_bytes(b"graph")
+    artifacts.seal(everything=True)
+    artifacts.close()
+    return artifacts.path
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def files(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+def test_what_was_sealed_is_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = filled(tmp_path)
+    before = files(path)
+    artifacts = folder(tmp_path)
+    artifacts.open()
+    assert artifacts.is_warm and files(path) == before and said(caplog) == []
+    artifacts.close()
+
+
+def test_a_new_directory_is_no_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    artifacts = folder(tmp_path / "new")
+    artifacts.open()
+    assert not artifacts.is_warm and artifacts.path.is_dir() and said(caplog) == []
+    artifacts.close()
+
+
+def test_a_miss_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path)
+    artifacts = folder(tmp_path, model="other", policy="recompute-1")
+    artifacts.open()
+    (message,) = said(caplog)
+    assert "another model, policy" in message and not artifacts.is_warm
+    artifacts.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest", "outside"])
+def test_damage_is_said_once_and_everything_goes(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = filled(tmp_path)
+    kernel = path / "ab" / "kernel.so"
+    if damage == "flipped":
+        kernel.write_bytes(b"codf")
+    elif damage == "truncated":
+        kernel.write_bytes(b"co")
+    elif damage == "missing":
+        kernel.unlink()
+    elif damage == "manifest":
+        (path / "manifest.json").write_text("{")
+    else:
+        (tmp_path / "elsewhere").write_bytes(b"code")
+        kernel.unlink()
+        kernel.symlink_to(tmp_path / "elsewhere")
+    artifacts = folder(tmp_path)
+    artifacts.open()
+    (message,) = said(caplog)
+    assert "not as it was written" in message and not artifacts.is_warm
+    assert files(path) == {"fingerprint.json"}
+    artifacts.close()
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = filled(tmp_path)
+    before = files(path)
+    (path / "ab" / "half.so").write_bytes(b"ha")
+    artifacts = folder(tmp_path)
+    artifacts.open()
+    assert artifacts.is_warm and files(path) == before and said(caplog) == []
+    artifacts.close()
+
+
+def test_nothing_is_removed_beneath_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = filled(tmp_path)
+    first, second = folder(tmp_path), folder(tmp_path)
+    first.open()
+    (path / "ab" / "under_way.so").write_bytes(b"un")
+    second.open()
+    assert second.is_warm and (path / "ab" / "under_way.so").exists()
+    second.close()
+    (path / "entry").write_bytes(b"grapf")
+    third = folder(tmp_path)
+    third.open()
+    with third.entered():
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") != str(path)
+    assert len(said(caplog)) == 1 and (path / "ab" / "under_way.so").exists()
+    for artifacts in (first, third):
+        artifacts.close()
+
+
+def test_a_library_that_this_process_has_not_loaded_is_not_listed_while_others_compile(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    artifacts = folder(tmp_path)
+    artifacts.open()
+    (path / "half.so").write_bytes(b"ha")
+    (path / "further").write_bytes(b"graph")
+    artifacts.seal(everything=False)
+    artifacts.close()
+    again = folder(tmp_path)
+    again.open()
+    assert files(path) == {"ab/kernel.so", "entry", "further", "fingerprint.json", "manifest.json"}
+    again.close()
+
+
+def test_a_directory_that_cannot_be_made_is_said_and_nothing_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    artifacts = folder(tmp_path / "file" / "code")
+    artifacts.open()
+    with artifacts.entered():
+        artifacts.seal(everything=True)
+    artifacts.close()
+    assert len(said(caplog)) == 1 and "can be written to" in said(caplog)[0]
+
+
+def test_the_environment_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    artifacts = folder(tmp_path)
+    artifacts.open()
+    with artifacts.entered():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(artifacts.path)
+        os.environ["TRITON_CACHE_DIR"] = "the compiler's"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "mine"
+    artifacts.close()
+
+
+def test_a_portable_file_that_was_changed_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    artifacts = folder(tmp_path)
+    artifacts.open()
+    (artifacts.path / "portable.bin").write_bytes(b"code")
+    (artifacts.path / "portable.sha256").write_text(f"{'0' * 64}  portable.bin\n")
+    assert not artifacts.load_portable()
+    assert len(said(caplog)) == 1
+    artifacts.close()
+    # It stays where it is the only thing in the folder.
+    again = folder(tmp_path)
+    again.open()
+    assert (again.path / "portable.bin").exists()
+    again.close()
+
+
+def test_the_folder_is_named_after_everything_that_code_depends_on() -> None:
+    def parts(**changes: object) -> dict[str, str]:
+        given = {"loss": [torch.nn.CrossEntropyLoss()], "settings": {"mode": None}, "policy": "default-1", **changes}
+        model = given.pop("model", torch.nn.Linear(2, 2))
+        return fingerprint(model, device=torch.device("cpu"), **given)  # type: ignore[arg-type]
+
+    class Linear(torch.nn.Linear):
+        pass
+
+    same = [parts(), parts()]
+    others = [
+        parts(model=torch.nn.Linear(2, 3)),
+        parts(model=torch.nn.Linear(2, 2).double()),
+        parts(model=Linear(2, 2)),
+        parts(loss=[torch.nn.MSELoss()]),
+        parts(loss=[lambda pred, target: pred.sum()]),
+        parts(settings={"mode": "max-autotune"}),
+        parts(policy="default-2"),
+    ]
+    assert digest_of(same[0]) == digest_of(same[1])
+    assert len({digest_of(each) for each in (same[0], *others)}) == len(others) + 1
+    assert torch.__version__ in same[0]["torch"]

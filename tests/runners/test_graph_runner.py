@@ -1,0 +1,399 @@
+"""The graph stack: what it trains is what `ddp` trains, and what cannot become one graph is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import ProcessFailure, run_processes
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+
+class Own(nn.Module):
+    """A root of the user's own, with layers, dropout and a norm that has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return logits."""
+        for layer in self.layers:
+            input = input + layer(input)
+        output: Tensor = self.head(self.norm(input))
+        return output
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 600), nn.Tanh(), nn.Dropout(0.3), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3)
+    )
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {"sequential": sequential, "own": Own, "wide": wide}
+
+
+class Toy(dl.Runner):
+    """Classifies random points; the last batch of a pass is ragged."""
+
+    def __init__(self, config: Any, build: str = "sequential") -> None:
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(3)
+        inputs, labels = torch.randn(22, 6, generator=generator), torch.randint(3, (22,), generator=generator)
+        labels[::5] = -100
+        self.datasets = {"train": TensorDataset(inputs, labels), "val": TensorDataset(inputs[:7], labels[:7])}
+        self.model = BUILDS[build]()
+        self.criterion = nn.CrossEntropyLoss()
+        self.metrics = {"acc": dl.metrics.accuracy}
+        self.losses_seen: list[float] = []
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Train as usual, and look at the prediction."""
+        pred, loss = super().train_step(data)
+        assert pred.shape == (len(data[0]), 3)
+        self.losses_seen.append(float(loss.detach()))
+        return pred, loss
+
+
+def config(root: Path, stack: str = "graph", **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "stack": stack,
+        "dir": str(root),
+        "seed": 1,
+        "epochs": 2,
+        "log": False,
+        "accum_steps": 2,
+        "max_grad_norm": 0.5,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": 4, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 0.01},
+        **changes,
+    }
+    if stack == "graph":
+        settings["compile"] = {"backend": "aot_eager", **changes.get("compile", {})}
+    return settings
+
+
+def outcome(settings: dict[str, Any], build: str = "sequential", runner_class: type[Toy] = Toy) -> dict[str, Any]:
+    with runner_class(settings, build) as runner:
+        runner.train()
+        return {
+            "model": {name: tensor.clone() for name, tensor in runner.model_state_dict().items()},
+            "ema": {} if runner.ema is None else {name: t.clone() for name, t in runner.ema.weights.items()},
+            "losses": runner.losses_seen,
+            "results": runner.results,
+            "predictions": torch.stack(runner.infer("val")),
+            "graphs": 0 if runner.compilation is None else runner.compilation.graphs,
+        }
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 0.0) -> None:
+    for part in ("model", "ema"):
+        assert list(found[part]) == list(expected[part])
+        for name, tensor in found[part].items():
+            torch.testing.assert_close(tensor, expected[part][name], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=tolerance, atol=tolerance)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("policy", ["default", "recompute"])
+@pytest.mark.parametrize("build", ["sequential", "own"])
+def test_one_graph_for_each_size_and_the_same_run_as_ddp(build: str, policy: str, tmp_path: Path) -> None:
+    expected = outcome(config(tmp_path / "ddp", "ddp"), build)
+    found = outcome(config(tmp_path / "graph", compile={"memory_policy": policy}), build)
+    # Batches of four, and the last one of two.
+    assert found["graphs"] == 2
+    assert_same(found, expected)
+    assert found["results"] == expected["results"]
+
+
+def test_autocast_is_that_of_the_forward(tmp_path: Path) -> None:
+    expected = outcome(config(tmp_path / "ddp", "ddp", precision="bf16"))
+    found = outcome(config(tmp_path / "graph", precision="bf16"))
+    assert found["losses"][0] == expected["losses"][0]
+    # Compiled, the backward of dropout rounds otherwise.
+    assert_same(found, expected, tolerance=0.02)
+    assert outcome(config(tmp_path / "fp32"))["losses"][0] != found["losses"][0]
+
+
+class Buckets(Toy):
+    """Has buckets at which the compiler cuts the graph of a wide model."""
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Return options of small buckets."""
+        return {**super().ddp_kwargs(), "bucket_cap_mb": 1}
+
+
+def train_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
+    return [outcome(*case, Buckets) for case in cases]
+
+
+def test_two_ranks_train_as_on_ddp(tmp_path: Path) -> None:
+    policies = {"default": {}, "recompute": {"memory_policy": "recompute"}}
+    cases = [
+        (
+            config(tmp_path / f"{build}-{name}", "ddp" if name == "ddp" else "graph", compile=policies.get(name, {})),
+            build,
+        )
+        for build in ("own", "wide")
+        for name in ("ddp", *policies)
+    ]
+    for first, second in zip(*run_processes(train_each, cases, world_size=2, timeout=120)):
+        assert all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
+        if first["graphs"] == 0:
+            expected = first
+        else:
+            assert_same(first, expected, tolerance=1e-6)
+
+
+def build_double() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def gradient_of(batches: list[tuple[Tensor, Tensor]], root: Path, world: int) -> dict[str, Tensor]:
+    class Kept(dl.Runner):
+        def __init__(self, settings: Any) -> None:
+            super().__init__(settings)
+            self.model, self.criterion = build_double(), nn.CrossEntropyLoss()
+            self.dataloaders = {"train": batches[self.rank :: world]}
+            self.kept: dict[str, Tensor] = {}
+
+        def clip_gradients(self, grad_norm: Tensor) -> None:
+            self.kept = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+    settings = config(root, epochs=None, steps=1, accum_steps=len(batches) // world, ema={}, max_grad_norm=None)
+    with Kept({**settings, "dataloader": {}}) as runner:
+        runner.train()
+        return runner.kept
+
+
+def gradient_of_ranks(batches: list[tuple[Tensor, Tensor]], root: Path) -> dict[str, Tensor]:
+    return gradient_of(batches, root, 2)
+
+
+def test_the_gradient_is_that_of_the_whole_batch_however_it_is_divided(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(17, 6, dtype=torch.float64, generator=generator)
+    labels = torch.randint(3, (17,), generator=generator)
+    labels[::3] = -100
+    sizes = [8, 3, 5, 1]
+    batches = list(zip(inputs.split(sizes), labels.split(sizes)))
+    model = build_double()
+    nn.CrossEntropyLoss()(model(inputs), labels).backward()
+    found = [gradient_of(batches, tmp_path / "one", 1)]
+    found += run_processes(gradient_of_ranks, batches, tmp_path / "two", world_size=2)
+    for gradients in found:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+# Resume
+
+
+class Killed(Toy):
+    """Is killed after an update, without a chance to do anything."""
+
+    kill_after: int | None = None
+
+    def step(self) -> Any:
+        """Update as usual."""
+        made = super().step()
+        if self.state.train.global_step == self.kill_after:
+            self.checkpoint_manager.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+
+def train_killed(settings: dict[str, Any], kill_after: int | None) -> dict[str, Any]:
+    Killed.kill_after = kill_after
+    return outcome(settings, "own", Killed)
+
+
+def steps_of(root: Path, **changes: Any) -> dict[str, Any]:
+    checkpoint = {"interval": 1}
+    return config(root, epochs=None, steps=9, accum_steps=1, auto_resume=True, checkpoint=checkpoint, **changes)
+
+
+def killed_and_resumed(root: Path, **changes: Any) -> None:
+    """Train whole and in two processes over ragged sizes, and compare bitwise."""
+    (whole,) = run_processes(train_killed, steps_of(root / "whole", **changes), None, world_size=1, timeout=280)
+    settings = steps_of(root / "parts", **changes)
+    with pytest.raises(ProcessFailure):
+        # The next update would be of the ragged batch of a pass.
+        run_processes(train_killed, settings, 5, world_size=1, timeout=280)
+    (resumed,) = run_processes(train_killed, settings, None, world_size=1, timeout=280)
+    assert len(resumed["losses"]) < len(whole["losses"]) == 9
+    assert_same({**resumed, "losses": []}, {**whole, "losses": []})
+    assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed_over_ragged_sizes(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kept", [False, True])
+def test_killed_and_resumed_with_inductor(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = {"precompile_artifact_dir": str(tmp_path / "code")} if kept else {}
+    killed_and_resumed(tmp_path, compile={"backend": "inductor", **folder})
+
+
+def test_another_compilation_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(steps: int, stack: str, **compile: Any) -> list[str]:
+        caplog.clear()
+        settings = config(tmp_path, stack, epochs=None, steps=steps, auto_resume=steps > 1, compile=compile)
+        with Toy(settings) as runner:
+            runner.train()
+        return [r.getMessage() for r in caplog.records if "other code is compiled" in r.getMessage()]
+
+    assert train(1, "graph") == []
+    (said,) = train(2, "graph", memory_policy="recompute")
+    assert "compile.memory_policy: stored None, now 'recompute'" in said
+    assert train(3, "graph", memory_policy="recompute", precompile_artifact_dir=str(tmp_path / "code")) == []
+    (said,) = train(4, "ddp", enable=True, backend="aot_eager")
+    assert "stack: stored 'graph', now absent" in said
+    (said,) = train(5, "ddp", enable=False)
+    assert "compile.enable: stored True, now False" in said
+    assert train(6, "ddp", enable=False) == []
+
+
+# Losses
+
+
+class OwnLoss(nn.Module):
+    """A model that computes its loss, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Return logits, and the loss of labels."""
+        logits = self.head(self.embed(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Tokens(dl.Runner):
+    """Trains a model that computes its own loss over labels of which some are ignored."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(11, (10, 5), generator=generator)
+        labels = ids.clone()
+        labels[::2, 2:] = -100
+        samples = [{"input_ids": i, "labels": j} for i, j in zip(ids, labels)]
+        self.datasets = {"train": samples, "val": samples[:3]}
+        self.model = OwnLoss()
+
+
+def test_a_model_that_computes_its_loss_trains_as_on_ddp(tmp_path: Path) -> None:
+    weights, results = [], []
+    for stack in ("ddp", "graph"):
+        with Tokens(config(tmp_path / stack, stack, accum_steps=1)) as runner:
+            runner.train()
+            weights.append(runner.model_state_dict())
+            results.append(runner.results)
+    assert results[0] == results[1]
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+
+
+# What is refused
+
+
+class Apart(Toy):
+    """Goes its own way."""
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Leave the library's step out."""
+        pred = self.model(data[0])
+        loss = self.compute_loss(pred, data[1])
+        self.backward(loss)
+        return pred, loss
+
+
+class Wrapping(Toy):
+    """Wraps the model itself."""
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the model in DistributedDataParallel."""
+        return nn.parallel.DistributedDataParallel(model)
+
+
+def test_a_step_of_ones_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Apart\.train_step, which does not"):
+        Apart(config(tmp_path))
+
+
+def wrap_by_hand(settings: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        Wrapping(settings)
+    return str(caught.value)
+
+
+def test_a_wrapper_of_ones_own_is_refused(tmp_path: Path) -> None:
+    for said in run_processes(wrap_by_hand, config(tmp_path), world_size=2):
+        assert "`ddp_kwargs`" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"compile": {"memory_policy": "budget:0"}}, "gives wrong gradients"),
+        ({"compile": {"memory_policy": "budget:1"}}, "is 'default'"),
+        ({"compile": {"memory_policy": "offload"}}, "Nothing is offloaded"),
+        ({"compile": {"memory_policy": "budget:much"}}, "0 < x < 1"),
+        ({"compile": {"memory_policy": "budget:0.5"}}, "follows compile.memory_policy"),
+        ({"fsdp": {"enabled": True}}, "stack='parallel'"),
+        ({"ft": {"enabled": True}}, "ft.enabled"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        Toy(config(tmp_path, **changes))
+
+
+def test_a_machine_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    with pytest.raises(ValueError, match=r"no-such-compiler' does not run\. Install one"):
+        Toy(config(tmp_path, compile={"backend": "inductor"}))
+
+
+def test_the_settings_of_the_graph_do_nothing_elsewhere(tmp_path: Path) -> None:
+    settings = config(tmp_path, "ddp", compile={"enable": True, "backend": "eager", "memory_policy": "recompute"})
+    with pytest.warns(UserWarning, match=r"compile\.memory_policy"):
+        Toy(settings).close()
+
+
+def test_what_breaks_the_graph_is_named(tmp_path: Path) -> None:
+    class Breaking(Toy):
+        def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().compute_loss(pred, target)
+
+    with Breaking(config(tmp_path / "whole")) as runner, pytest.raises(RuntimeError, match="fullgraph=false"):
+        runner.train()
+    with Breaking(config(tmp_path / "parts", compile={"fullgraph": False})) as runner:
+        runner.train()
+        assert runner.state.train.global_step == 6
