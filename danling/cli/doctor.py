@@ -2,7 +2,7 @@
 
 Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from a file and once from a
 sharded checkpoint (DCP). What they end with must be bitwise the same: weights, optimizer, schedule, random streams. Then
-torch.compile, nccl and the optional packages are tried. Exit code 1 says that something that is installed does not work.
+the compiler, torch.compile, nccl and the optional packages are tried. Exit code 1 says that something that is installed does not work.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from danling.graph.compiler import cxx_command, cxx_version
 
 from .environment import installed
 from .output import DAMAGED, OK, add_json, print_json
@@ -166,9 +168,12 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
             yield _timed("kill and resume (file)", lambda: _resume(place, "file", timeout))
         if not skip & {"train", "dcp"}:
             yield _timed("kill and resume (dcp)", lambda: _resume(place, "dcp", timeout))
-    for probe in ("compile", "nccl"):
-        if probe not in skip:
-            yield _timed(probe, partial(_probe, probe, timeout))
+    if "compile" not in skip:
+        yield (compiler := _timed("compiler", _compiler))
+        if compiler.state == "ok":
+            yield _timed("compile", partial(_probe, "compile", timeout))
+    if "nccl" not in skip:
+        yield _timed("nccl", partial(_probe, "nccl", timeout))
     if "extras" not in skip:
         for package in EXTRAS:
             yield _timed(package, partial(_extra, package, timeout))
@@ -189,6 +194,13 @@ def _extra(package: str, timeout: float) -> tuple[str, str]:
         return "absent", "not installed"
     _output(f"import {package.removesuffix('-nightly')}", timeout)
     return "ok", f"{found}, imports"
+
+
+def _compiler() -> tuple[str, str]:
+    version = cxx_version()
+    if version is not None:
+        return "ok", version
+    return "absent", f"{cxx_command()} does not run; for stack=graph and compile.enable install g++, or name one in CXX"
 
 
 def _probe(name: str, timeout: float) -> tuple[str, str]:

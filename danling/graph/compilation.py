@@ -62,7 +62,7 @@ class GraphCompilation(Compilation):
         """
         call = super().function(function)
         errors: Any = import_module("torch._dynamo.exc")
-        unsupported, too_many = errors.Unsupported, errors.FailOnRecompileLimitHit
+        unsupported, too_many = (errors.Unsupported, errors.UserError), errors.FailOnRecompileLimitHit
 
         def checked(*args: Any) -> Any:
             try:

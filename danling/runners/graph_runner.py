@@ -145,7 +145,8 @@ def _check_train_step(kind: type) -> None:
         ValueError: If there is one.
     """
     for owner in kind.__mro__[: kind.__mro__.index(GraphRunner)]:
-        code = getattr(inspect.unwrap(vars(owner).get("train_step")), "__code__", None)
+        own = vars(owner).get("train_step")
+        code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
         if code is not None and "train_step" not in _names(code):
             raise goes_its_own_way(f"{owner.__name__}.train_step, which does not")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -49,6 +50,8 @@ class Compilation:
         self._modules: list[nn.Module] = []
         self._codes: dict[type[nn.Module], CodeType] = {}
         self._warned = False
+        # Dynamo remembers by file, line and name of a function which sizes have varied.
+        self._number = next(_numbers)
 
     @classmethod
     def of(
@@ -105,7 +108,7 @@ class Compilation:
             function: A function of a module, without defaults and without variables of another function.
         """
         assert isinstance(function, FunctionType)
-        code = function.__code__.replace(co_name=function.__name__)
+        code = function.__code__.replace(co_name=f"{function.__name__}_{self._number}")
         compiled = self._compiled(FunctionType(code, function.__globals__, function.__name__))
 
         def call(*args: Any) -> Any:
@@ -166,11 +169,14 @@ class Compilation:
 
     def _function_for(self, kind: type[nn.Module]) -> FunctionType:
         # Dynamo keeps graphs, and counts recompilations, by code object.
-        code = self._codes.setdefault(kind, _call.__code__.replace(co_name=f"forward_of_{kind.__name__}"))
+        code = self._codes.setdefault(
+            kind, _call.__code__.replace(co_name=f"forward_of_{kind.__name__}_{self._number}")
+        )
         return FunctionType(code, _call.__globals__, code.co_name)
 
 
 _ABSENT = object()
+_numbers = itertools.count()
 
 
 def _call(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,18 @@ def test_packages_are_imported_and_not_only_named(monkeypatch: pytest.MonkeyPatc
     assert found["tensorboard"].state == "failed" and "a broken library" in found["tensorboard"].detail
 
 
+def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho 'mine 1.2'\n")
+    script.chmod(0o755)
+    for command, state, detail in ((script, "ok", "mine 1.2"), (tmp_path / "none", "absent", "install g++")):
+        monkeypatch.setenv("CXX", str(command))
+        # Anything that compiles would take longer than that.
+        found = {check.name: check for check in doctor.examine({"train", "dcp", "nccl", "extras"}, 0.001)}
+        assert found["compiler"].state == state and detail in found["compiler"].detail
+        assert ("compile" in found) == (state == "ok")
+
+
 def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     def places() -> list[Path]:
         return list(tmp_path.glob("danling-doctor-*"))

@@ -147,3 +147,28 @@ def test_no_graph_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "no graph" in record.getMessage() and "Own" in record.getMessage()
     module(torch.randn(2, 4))
     assert compilation.graphs == 1
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(False, 4), (None, 3), (True, 2)])
+def test_sizes_that_vary(dynamic: bool | None, graphs: int) -> None:
+    backend, module = Backend(), nn.Linear(4, 4)
+    options = {"backend": backend} if dynamic is None else {"backend": backend, "dynamic": dynamic}
+    Compilation(options).compile(module)
+    for size in (32, 17, 5, 1, 32, 5):
+        module(torch.randn(size, 4, requires_grad=True))
+    assert backend.graphs == graphs
+
+
+def test_a_function_is_compiled_for_each_compilation_anew() -> None:
+    counted = []
+    for dynamic in (False, True):
+        backend = Backend()
+        compiled = Compilation({"backend": backend, "dynamic": dynamic}).function(_double)
+        for size in (8, 5, 3):
+            assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
+        counted.append(backend.graphs)
+    assert counted == [3, 1]
+
+
+def _double(inputs: Tensor) -> Tensor:
+    return inputs * 2

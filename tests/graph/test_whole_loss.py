@@ -1,0 +1,110 @@
+"""A model and its loss as one compiled function, and what it says where they cannot be one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from danling.graph.compilation import GraphCompilation
+from danling.graph.memory import MemoryPolicy
+from danling.graph.whole_loss import WholeLoss
+
+
+def compilation(**section: Any) -> GraphCompilation:
+    names = ("backend", "fullgraph", "dynamic", "mode", "options")
+    settings = {**dict.fromkeys(names), "backend": "eager", "optimize_ddp": "ddp_optimizer", **section}
+    return GraphCompilation(
+        settings,
+        distributed=False,
+        policy=MemoryPolicy(),
+        artifacts=None,
+        recomputation=None,
+        barrier=lambda: None,
+        leads=True,
+    )
+
+
+def squares(pred: Tensor, target: Tensor) -> Tensor:
+    return (pred - target).square().mean()
+
+
+class Named(nn.Module):
+    """A model that is called with keywords, and says so in what it returns."""
+
+    def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        """Return the sum."""
+        return {"logits": first + second}
+
+
+def test_a_mapping_is_passed_as_keywords_and_the_loss_is_one_graph_with_it() -> None:
+    made = compilation()
+    function = WholeLoss(Named(), lambda: lambda pred, target: squares(pred["logits"], target), made)
+    pred, loss = function({"first": torch.ones(3), "second": torch.ones(3)}, torch.zeros(3))
+    assert torch.equal(pred["logits"], torch.full((3,), 2.0)) and loss.item() == 4.0
+    assert made.graphs == made.calls == 1
+
+
+def test_the_loss_may_be_found_outside() -> None:
+    function = WholeLoss(nn.Linear(2, 2), lambda: None, compilation())
+    pred, loss = function(torch.ones(1, 2), None)
+    assert pred.requires_grad and loss is None
+
+
+def test_the_loss_is_looked_up_for_every_batch() -> None:
+    losses = [squares, lambda pred, target: pred.sum() * 0 + 7]
+    function = WholeLoss(nn.Linear(2, 2), lambda: losses.pop(), compilation())
+    found = [function(torch.ones(1, 2), torch.zeros(1, 2))[1].item() for _ in range(2)]
+    assert found[0] == 7 and found[1] != 7
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(None, 4), (False, 4), (True, 2)])
+def test_each_size_has_a_graph_unless_one_is_asked_for_all(dynamic: bool | None, graphs: int) -> None:
+    made = compilation(dynamic=dynamic)
+    function = WholeLoss(nn.Linear(2, 2), lambda: squares, made)
+    for size in (32, 17, 5, 1, 32, 5):
+        function(torch.ones(size, 2), torch.zeros(size, 2))
+    assert made.graphs == graphs
+
+
+def test_too_many_sizes_are_an_error_with_the_mend() -> None:
+    function = WholeLoss(nn.Linear(2, 2), lambda: squares, compilation())
+    with pytest.raises(RuntimeError, match=r"compile\.dynamic=true"):
+        for size in range(2, 20):
+            function(torch.ones(size, 2), torch.zeros(size, 2))
+
+
+class Asking(nn.Module):
+    """Asks for a value, which no graph can."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the inputs, or their negative."""
+        return inputs if inputs.sum().item() > 0 else -inputs
+
+
+@contextmanager
+def fails_on(*, whole: bool | None) -> Iterator[None]:
+    if whole is False:
+        yield
+    else:
+        with pytest.raises(RuntimeError, match=r"compile\.fullgraph=false"):
+            yield
+
+
+@pytest.mark.parametrize("whole", [None, True, False])
+def test_what_cannot_be_one_graph_is_an_error_unless_parts_are_asked_for(whole: bool | None) -> None:
+    function = WholeLoss(Asking(), lambda: squares, compilation(fullgraph=whole))
+    with fails_on(whole=whole):
+        assert function(-torch.ones(2), torch.ones(2))[1].item() == 0
+
+
+def test_an_update_that_leaves_the_function_out_is_an_error() -> None:
+    made = compilation()
+    with pytest.raises(ValueError, match=r"super\(\)\.train_step"):
+        made.after_first_update(speaks=True)
+    WholeLoss(nn.Linear(2, 2), lambda: squares, made)(torch.ones(1, 2), torch.zeros(1, 2))
+    made.after_first_update(speaks=True)
