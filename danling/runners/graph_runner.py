@@ -82,7 +82,7 @@ class GraphRunner(TorchRunner):
     @property
     def _has_own_loss(self) -> bool:
         """Whether the loss is computed from the prediction, and not by the model, whose answer is looked at outside of the graph."""
-        return self.criterion is not None or self._parts.batch_loss.own_loss
+        return self.criterion is not None or self._parts.loss.own_loss
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
         """Set up how forward and loss are compiled; the modules themselves are not. Called on all ranks.
