@@ -76,7 +76,9 @@ class Benchmarked(dl.TorchRunner):
             self.optimizer, self.scheduler = make_optimizer(self.model)
 
 
-def by_runner(workload: Workload, data: Any, root: str, **settings: Any) -> Callable[[], None]:
+def by_runner(
+    workload: Workload, data: Any, root: str, kind: type[Benchmarked] = Benchmarked, **settings: Any
+) -> Callable[[], None]:
     """Return a function that makes one block of updates through `train_steps`."""
     config = {
         "seed": 0,
@@ -90,7 +92,7 @@ def by_runner(workload: Workload, data: Any, root: str, **settings: Any) -> Call
         "dataloader": {"batch_size": workload.batch_size},
         **settings,
     }
-    runner = Benchmarked(config, workload, data)
+    runner = kind(config, workload, data)
 
     def block() -> None:
         runner.config.steps = (runner.config.steps or 0) + workload.block
@@ -113,19 +115,26 @@ def measure(
         "runner, own optimizer": by_runner(workload, data, f"{root}/own"),
         "runner, OPTIMIZERS": by_runner(workload, data, f"{root}/built", optim=optim, scheduler=scheduler),
     }
+    return interleaved(ways, workload.block, rounds, clock)
+
+
+def interleaved(
+    ways: dict[str, Callable[[], None]], block: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Return microseconds an update, by way and round, of ways that take turns to make a block of updates."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(rounds + 1):
-        for name, block in ways.items():
+        for name, make in ways.items():
             begin = clock()
-            block()
+            make()
             if round_:  # the first one warms up
-                times[name].append((clock() - begin) / workload.block * 1e6)
+                times[name].append((clock() - begin) / block * 1e6)
     return times
 
 
-def summarize(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return median and quartiles by way, and the median of the ratios to the loop by hand of the same round."""
-    baseline = times["by hand"]
+def summarize(times: dict[str, list[float]], against: str = "by hand") -> dict[str, dict[str, float]]:
+    """Return median and quartiles by way, and the median of the ratios to one way in the same round."""
+    baseline = times[against]
     result = {}
     for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4)

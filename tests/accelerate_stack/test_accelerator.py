@@ -30,6 +30,7 @@ NOTHING = AccelerateSettings()
 def _forgotten() -> Iterator[None]:
     yield
     assert not accelerate.state.is_initialized(), "a test left an accelerator behind"
+    assert accelerate.state.GradientState._shared_state == {}
 
 
 def test_it_divides_nothing_and_moves_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ def test_one_script_on_every_stack(tmp_path: Path) -> None:
         "ddp": ["ddp"],
         "parallel": ["parallel", "--parallel.axes.shard", "2"],
         "deepspeed": ["deepspeed", "--deepspeed.zero_optimization.stage", "2"],
+        "accelerate": ["accelerate"],
     }
     for name, stack in stacks.items():
         root = tmp_path / name
@@ -159,6 +160,7 @@ def test_one_script_on_every_stack(tmp_path: Path) -> None:
     assert len(found["ddp"]) == 20
     assert found["parallel"] == pytest.approx(found["ddp"], rel=1e-4)
     assert found["deepspeed"] == pytest.approx(found["ddp"], rel=1e-4)
+    assert found["accelerate"] == found["ddp"]
     assert found["ddp"][-1] < found["ddp"][0]
 
 
