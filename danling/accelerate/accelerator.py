@@ -32,7 +32,7 @@ def import_accelerate() -> Any:
     if find_spec("accelerate") is None:
         raise ImportError(
             "Expected the package accelerate for stack='accelerate'. Received: it is not installed. Install it: "
-            "pip install 'danling[accelerate]'."
+            "pip install accelerate, or pip install -e '.[accelerate]' in a clone of this library."
         )
     return import_module("accelerate")
 

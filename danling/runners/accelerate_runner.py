@@ -29,7 +29,7 @@ class AccelerateRunner(TorchRunner):
     decides is refused there with the key that says it here.
 
     Raises:
-        ImportError: If Accelerate is not installed: `pip install 'danling[accelerate]'`.
+        ImportError: If Accelerate is not installed: `pip install accelerate`.
     """
 
     stack = "accelerate"
