@@ -101,5 +101,5 @@ def test_a_group_without_collectives_for_the_device() -> None:
 
 def test_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r"pip install 'danling\[accelerate\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[accelerate\]'"):
         import_accelerate()

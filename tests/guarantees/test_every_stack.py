@@ -76,7 +76,7 @@ def name(request: pytest.FixtureRequest) -> str:
     """Each stack in turn, but for what it cannot."""
     stack: str = request.param
     if not STACKS[stack].is_here:
-        pytest.skip(f"{STACKS[stack].package} is not installed: pip install 'danling[{stack}]'")
+        pytest.skip(f"{STACKS[stack].package} is not installed: pip install {STACKS[stack].package}")
     reason = excuse(stack, request.function.__name__)
     if reason is not None:
         pytest.skip(f"{stack} cannot: {reason}")
