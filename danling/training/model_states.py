@@ -58,6 +58,7 @@ class ModelStates:
         """
         model = self.model()
         names = {canonical_name(name): name for name in model.state_dict()}
+        state = _under_own_module(state, names)
         missing = sorted(names.keys() - state.keys())
         unexpected = sorted(state.keys() - names.keys())
         if unexpected or (missing and not partial):
@@ -126,6 +127,22 @@ class ModelStates:
     def template(self) -> dict[str, Any] | None:
         """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""
         return None
+
+
+def _under_own_module(state: Mapping[str, object], names: Collection[str]) -> Mapping[str, object]:
+    """Return weights under the names of a model whose only part is called `module`, as what wraps a model calls it too.
+
+    Weights of another program are read without a `module.` that all of their names begin with.
+
+    Args:
+        state: Weights by name.
+        names: Those of the model.
+    """
+    prefix = "module."
+    wrapped = bool(names) and all(name.startswith(prefix) for name in names)
+    if not wrapped or any(name in names for name in state):
+        return state
+    return {f"{prefix}{name}": value for name, value in state.items()}
 
 
 def criterion_state(criterion: object) -> dict[str, object]:

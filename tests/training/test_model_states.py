@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.toys import differences
 from torch import Tensor, nn
 
-from danling.checkpoints import CheckpointMismatch
+from danling.checkpoints import CheckpointMismatch, import_weights
 from danling.mesh.model_states import ShardedModelStates
 from danling.training import EMA
 from danling.training.model_states import (
@@ -56,17 +58,6 @@ class Trained:
         }
 
 
-def equal(first: Any, second: Any) -> bool:
-    """Whether two nested states are bitwise equal."""
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(equal, first, second))
-    return bool(first == second)
-
-
 def copied(state: Any) -> Any:
     """Return a copy of a nested state."""
     if isinstance(state, Tensor):
@@ -79,13 +70,13 @@ def copied(state: Any) -> Any:
 def test_a_model_takes_over_the_state_of_another() -> None:
     first, second = Trained(1), Trained(2)
     states, others = ModelStates(**first.parts()), ModelStates(**second.parts())
-    assert not equal(states.model_state(), others.model_state())
+    assert differences(states.model_state(), others.model_state())
     others.load_model(states.model_state())
     others.load_ema(states.averages().state_dict())
     others.load_optimizer(states.optimizer_state())
-    assert equal(others.model_state(), states.model_state())
-    assert equal(others.averages().state_dict(), states.averages().state_dict())
-    assert equal(others.optimizer_state(), states.optimizer_state())
+    assert differences(others.model_state(), states.model_state()) == []
+    assert differences(others.averages().state_dict(), states.averages().state_dict()) == []
+    assert differences(others.optimizer_state(), states.optimizer_state()) == []
     assert states.template() is None
 
 
@@ -98,6 +89,25 @@ def test_names_and_shapes_that_do_not_fit_are_named() -> None:
         states.load_model({**weights, "0.bias": torch.ones(9)})
     states.load_model({"0.bias": torch.full((4,), 7.0)}, partial=True)
     assert states.model_state()["0.bias"].tolist() == [7.0] * 4
+
+
+def test_a_model_whose_only_part_is_called_module_takes_plain_weights_of_itself(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.module = Trained(seed).model
+
+    parts, saved = Trained(1).parts(), Wrapper(2).state_dict()
+    model = Wrapper(3)
+    states = ModelStates(**{**parts, "model": lambda: model})
+    for weights in (saved, {f"module.{name}": value for name, value in saved.items()}):
+        torch.save(weights, tmp_path / "weights.pth")
+        model.module[0].weight.data.zero_()
+        states.load_model(import_weights(tmp_path / "weights.pth"))
+        assert differences(states.model_state(), dict(saved)) == []
+    states.load_model(saved)
+    with pytest.raises(CheckpointMismatch, match=r"unexpected=\['module.head'\]"):
+        states.load_model({"head": torch.ones(1)}, partial=True)
 
 
 def test_averages_of_weights_that_were_left_out_begin_at_the_models() -> None:
@@ -145,9 +155,9 @@ def test_stages_of_a_pipeline_have_the_states_of_the_whole() -> None:
         assert [sorted(group["params"]) for group in mine] == [sorted(group["params"]) for group in theirs]
         template = state.template()
         assert template["model"].keys() == state.model_state().keys() and set(template) == {"model", "ema", "optimizer"}
-    assert equal(found["model"], payload["model"])
-    assert equal(found["ema"], payload["ema"]["weights"])
-    assert equal(found["optimizer"], payload["optimizer"]["state"])
+    assert differences(found["model"], payload["model"]) == []
+    assert differences(found["ema"], payload["ema"]["weights"]) == []
+    assert differences(found["optimizer"], payload["optimizer"]["state"]) == []
     with pytest.raises(CheckpointMismatch, match="unexpected"):
         states[0].load_model({**payload["model"], "nobody's": torch.ones(1)})
     regrouped = {**payload["optimizer"], "param_groups": payload["optimizer"]["param_groups"][:1]}
