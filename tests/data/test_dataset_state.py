@@ -8,12 +8,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import drain
+from support.datasets import drain, read
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.data import BatchSource, build_dataloader
+from danling.data.dataset_state import DatasetState
 from danling.data.plain_state import from_plain, to_plain
 
 
@@ -47,16 +48,6 @@ def source_of(kind: str, **settings: Any) -> BatchSource:
     return BatchSource(loader, split="train", seed=3)
 
 
-def read(source: BatchSource, batches: int) -> list[Tensor]:
-    taken: list[Tensor] = []
-    while len(taken) < batches:
-        batch = drain(source, 1)
-        if not batch:
-            source.finish_pass()
-        taken += batch
-    return taken
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -83,6 +74,18 @@ def test_it_comes_back(kind: str, settings: dict[str, Any]) -> None:
         taken += read(second, 13 - stop)
         second.close()
         assert all(torch.equal(one, other) for one, other in zip(taken, whole, strict=True)), stop
+
+
+def test_workers_go_on_from_what_was_consumed_not_from_what_was_fetched() -> None:
+    held = DatasetState(Counting(), "train", 2)
+    held.begin(first=True)
+    batches = held.unwrapped(iter([(0, {"read": 1}, "a"), (1, {"read": 2}, "b"), (0, {"read": 3}, "c")]))
+    assert list(batches) == ["a", "b", "c"]
+    held.advance(2)
+    assert held.state_dict()["workers"] == {"0": {"read": 1}, "1": {"read": 2}}
+    held.advance(1)
+    # New workers begin with the first one, which gives the next batch.
+    assert held.state_dict()["workers"] == {"0": {"read": 2}, "1": {"read": 3}}
 
 
 def test_another_number_of_workers_within_an_epoch_is_refused() -> None:

@@ -100,6 +100,16 @@ def test_every_prefix_has_the_proportions_to_less_than_one_sample(weights: dict[
             assert turns.counts(length)[party] == number == turns.counts(length - 1)[party] + 1
 
 
+def test_each_source_has_an_order_of_its_own_in_each_of_its_passes() -> None:
+    sources = {"a": Numbers(0, 30), "b": Numbers(1000, 30)}
+    mixture = Mixture(sources, {"a": 1, "b": 1}, length=120)
+    located = [mixture.locate(position) for position in range(120)]
+    orders = [[index for number, index in located if number == source] for source in (0, 1)]
+    passes = [order[begin : begin + 30] for order in orders for begin in (0, 30)]
+    assert all(sorted(order) == list(range(30)) for order in passes)
+    assert len(set(map(tuple, passes))) == 4
+
+
 def test_shares_that_are_too_fine_are_rounded_to_one_in_a_million() -> None:
     shares = proportions_of({"a": 0.123456789, "b": 0.5, "c": 1e-12, "d": 0})
     assert sum(shares.values()) == 1

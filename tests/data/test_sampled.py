@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Augmented, drain, host_state, ids, stateful_loader
+from support.datasets import Augmented, drain, host_state, ids, read, stateful_loader
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -123,17 +123,6 @@ def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
     else:
         loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
     return BatchSource(loader, split="train", seed=3)
-
-
-def read(source: BatchSource, batches: int) -> list[Tensor]:
-    """Train through so many batches, over the ends of passes."""
-    taken: list[Tensor] = []
-    while len(taken) < batches:
-        batch = drain(source, 1)
-        if not batch:
-            source.finish_pass()
-        taken += batch
-    return taken
 
 
 @pytest.mark.parametrize("kind", ["built", "torch", "stateful"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.datasets import Stream, drain, host_state, stateful_loader
+from support.datasets import Stream, drain, host_state, read, stateful_loader
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
@@ -158,17 +158,6 @@ def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
         return BatchSource(build_dataloader(data, options, split="train", train=True, seed=3), split="train", seed=3)
     loader = {"torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
     return BatchSource(loader, split="train", seed=3)
-
-
-def read(source: BatchSource, batches: int) -> list[Tensor]:
-    """Train through so many batches, over the ends of passes."""
-    taken: list[Tensor] = []
-    while len(taken) < batches:
-        batch = drain(source, 1)
-        if not batch:
-            source.finish_pass()
-        taken += batch
-    return taken
 
 
 def check(name: str, kind: str, stops: range, **settings: Any) -> None:

@@ -97,6 +97,17 @@ def drain(source: Any, batches: int | None = None) -> list[Any]:
     return taken
 
 
+def read(source: Any, batches: int) -> list[Any]:
+    """Train on a source through so many batches, over the ends of passes."""
+    taken: list[Any] = []
+    while len(taken) < batches:
+        batch = drain(source, 1)
+        if not batch:
+            source.finish_pass()
+        taken += batch
+    return taken
+
+
 def ids(batches: list[Tensor]) -> list[int]:
     """Return the sample ids of batches of `Augmented`."""
     return [int(row[0]) for batch in batches for row in batch]
