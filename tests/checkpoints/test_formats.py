@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.toys import differences
 
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager, read_config
 from danling.checkpoints.reading import FORMAT_VERSION
@@ -34,14 +35,6 @@ def payload_of_version_1() -> dict[str, Any]:
     }
 
 
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    return bool(first == second)
-
-
 @pytest.mark.parametrize("kind", ["file/latest.pth", "sharded/latest", "python-3.11.2/latest", "indexed/latest"])
 @pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
 def test_old_checkpoints_load(tmp_path: Path, version: int, kind: str) -> None:
@@ -49,5 +42,5 @@ def test_old_checkpoints_load(tmp_path: Path, version: int, kind: str) -> None:
     manager = FileCheckpointManager(
         tmp_path, domain=LocalDomain(), run_id="x", settings=CheckpointSettings(), step_mode=False
     )
-    assert _same(manager.load_checkpoint(source), payload_of_version_1())
+    assert differences(manager.load_checkpoint(source), payload_of_version_1()) == []
     assert read_config(source) == payload_of_version_1()["runner"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.toys import differences
 from support.warm import interpreter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,16 +55,6 @@ def _step(manager: Any, source: str | Path) -> int:
     return int(manager.load_checkpoint(source)["state"]["step"])
 
 
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second)
-
-
 def _targets(directory: Path) -> list[Path]:
     return sorted((directory / "targets").iterdir())
 
@@ -75,7 +66,7 @@ def _targets(directory: Path) -> list[Path]:
 def test_a_state_comes_back_as_it_was(tmp_path: Path, mode: str) -> None:
     manager = _manager(tmp_path, async_mode=mode)
     _save(manager, 3, history=True, best=True)
-    assert _same(manager.load_checkpoint("ckpt-s000000000003"), _payload(3))
+    assert differences(manager.load_checkpoint("ckpt-s000000000003"), _payload(3)) == []
     assert manager.load_checkpoint("latest", sections=["state"]).keys() == {"format_version", "state"}
     assert len(_targets(tmp_path)) == 1
     assert {path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {f"{_targets(tmp_path)[0].name}\n"}
@@ -109,7 +100,7 @@ def test_saves_ahead_again_at_one_step_leave_a_whole_checkpoint(tmp_path: Path, 
     manager.close()
     reader = _manager(tmp_path, verify="full")
     for name in ("latest", "best", "ckpt-s000000000003"):
-        assert _same(reader.load_checkpoint(name), payload)
+        assert differences(reader.load_checkpoint(name), payload) == []
 
 
 def test_a_save_after_one_ahead_that_was_lost_writes_everything(tmp_path: Path) -> None:
@@ -118,14 +109,14 @@ def test_a_save_after_one_ahead_that_was_lost_writes_everything(tmp_path: Path) 
     (before / "__0_0.distcp").unlink()
     manager.save_checkpoint(payload, epoch=1, global_step=3)
     manager.close()
-    assert _same(_manager(tmp_path, verify="full").load_checkpoint("latest"), payload)
+    assert differences(_manager(tmp_path, verify="full").load_checkpoint("latest"), payload) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest(tmp_path: Path, mode: str) -> None:
     manager = _manager(tmp_path, async_mode=mode)
     payload, before = _ahead(manager, 3)
-    assert _same(_manager(tmp_path).load_checkpoint("latest"), payload)
+    assert differences(_manager(tmp_path).load_checkpoint("latest"), payload) == []
     inode = (before / "__0_0.distcp").stat().st_ino
     payload["state"] = {"step": 3, "pair": [torch.ones(2), 4], "figures": {1: {"val": {"loss": 0.5}}}}
     payload["model"]["0.weight"] = torch.arange(15.0).view(5, 3)
@@ -137,13 +128,13 @@ def test_a_save_after_one_ahead_writes_again_what_has_changed_and_links_the_rest
     assert (target / f"{int(target.name.split('-')[0])}__0_0.distcp").stat().st_size < 20_000
     reader = _manager(tmp_path, verify="full")
     for name in ("latest", "best", "ckpt-s000000000003"):
-        assert _same(reader.load_checkpoint(name), payload)
+        assert differences(reader.load_checkpoint(name), payload) == []
     subprocess.run(
         [interpreter(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", target, tmp_path / "stock"],
         check=True,
     )
     stock = torch.load(tmp_path / "stock", weights_only=True)
-    assert _same(stock["model"], payload["model"])
+    assert differences(stock["model"], payload["model"]) == []
     assert stock["state"]["figures"] == payload["state"]["figures"]
     _flip(target / "__0_0.distcp")
     with pytest.raises(CheckpointDamaged, match="__0_0.distcp has another SHA-256"):
@@ -157,7 +148,7 @@ def test_a_save_of_another_step_takes_nothing_over(tmp_path: Path) -> None:
     assert not manager.is_saved_ahead()
     (target,) = _targets(tmp_path)
     assert [path.name for path in target.glob("*.distcp")] == ["__0_0.distcp"]
-    assert _same(manager.load_checkpoint("latest"), payload)
+    assert differences(manager.load_checkpoint("latest"), payload) == []
 
 
 def test_a_target_that_has_gone_since_is_written_anew(tmp_path: Path) -> None:
@@ -165,7 +156,7 @@ def test_a_target_that_has_gone_since_is_written_anew(tmp_path: Path) -> None:
     payload, before = _ahead(manager, 3)
     shutil.rmtree(before)
     manager.save_checkpoint(payload, epoch=0, global_step=3)
-    assert _same(manager.load_checkpoint("latest"), payload)
+    assert differences(manager.load_checkpoint("latest"), payload) == []
 
 
 def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
@@ -297,7 +288,7 @@ def test_a_run_goes_on_with_the_other_kind_of_manager(tmp_path: Path) -> None:
     files = FileCheckpointManager(tmp_path, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True)
     source = files.find_latest()
     assert source is not None and _step(files, source) == 2
-    assert _same(files.load_checkpoint(source), _payload(2))
+    assert differences(files.load_checkpoint(source), _payload(2)) == []
     files.begin(source)
     _save(files, 3)
     assert files.find_latest() == "latest" and _step(files, "latest") == 3
@@ -320,7 +311,7 @@ def test_foreign_readers(tmp_path: Path) -> None:
     ]
     converted = subprocess.run(command, capture_output=True, text=True)
     assert converted.returncode == 0, converted.stderr
-    assert _same(torch.load(tmp_path / "out.pth", weights_only=True), _payload(4))
+    assert differences(torch.load(tmp_path / "out.pth", weights_only=True), _payload(4)) == []
 
 
 def test_names_that_cannot_be_kept_apart_are_refused(tmp_path: Path) -> None:
@@ -414,8 +405,8 @@ def _load_sharded(directory: Path) -> dict[str, Any]:
         assert loaded["model"]["first.weight"].to_local().shape[0] < 7
     full = _whole(loaded)
     model.load_state_dict(loaded["model"])
-    assert _same(_whole(model.state_dict()), full["model"])
-    assert _same(full, whole)
+    assert differences(_whole(model.state_dict()), full["model"]) == []
+    assert differences(full, whole) == []
     manager.close()
     return full if domain.rank == 0 else {}
 
@@ -435,8 +426,8 @@ def test_reshard(tmp_path: Path, mode: str) -> None:
     for world_size in (1, 2, 3):
         init = world_size > 1
         loaded = run_processes(_load_sharded, tmp_path, world_size=world_size, init_process_group=init)[0]
-        assert _same(loaded["model"], saved["model"]), world_size
-        assert _same(loaded["optimizer"], saved["optimizer"])
+        assert differences(loaded["model"], saved["model"]) == [], world_size
+        assert differences(loaded["optimizer"], saved["optimizer"]) == []
         assert loaded["ranks"] == {"0": {"seed": 10}, "1": {"seed": 11}}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from support.metrics import Largest
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC, MulticlassF1Score, MulticlassPrecision
 
@@ -20,22 +21,6 @@ class Ranks:
         raise AssertionError("communicated")
 
     all_reduce = gather_objects = broadcast_object = barrier = _refuse
-
-
-class Largest:
-    """A user's own object, which keeps more than sums."""
-
-    def __init__(self) -> None:
-        self.value = -1.0
-
-    def update(self, pred: Tensor, target: Tensor) -> None:
-        self.value = max(self.value, float(pred.max()))
-
-    def compute(self) -> float:
-        return self.value
-
-    def reset(self) -> None:
-        self.value = -1.0
 
 
 def _error(pred: Tensor, target: Tensor) -> Tensor:

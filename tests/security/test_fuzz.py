@@ -22,7 +22,7 @@ import torch
 from support import hostile
 from support.fuzz import spoil
 from support.recorded import record_run
-from support.toys import TracingRunner
+from support.toys import TracingRunner, differences
 
 from danling.checkpoints import (
     CheckpointError,
@@ -72,20 +72,6 @@ class Original:
 
 def step_of(payload: Mapping[str, Any]) -> int:
     return int(payload["state"]["train"]["global_step"])
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, Mapping):
-        return (
-            isinstance(second, Mapping)
-            and first.keys() == second.keys()
-            and all(same(first[k], second[k]) for k in first)
-        )
-    if isinstance(first, (list, tuple)):
-        return isinstance(second, (list, tuple)) and len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second or (first != first and second != second))
 
 
 # Roads: each returns parts of a payload, which must be those of the checkpoint that was asked for.
@@ -199,7 +185,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Original]:
 def _judge(original: Original, road: str, name: str, loaded: Any) -> None:
     if road == "auto_resume":
         if loaded is not None:
-            assert same(loaded, original.by_step[step_of(loaded)]), "another state than was saved"
+            assert differences(loaded, original.by_step[step_of(loaded)]) == [], "another state than was saved"
         return
     expected = original.payloads[name]
     if original.kind == "dcp" and name in ("latest", "best"):
@@ -211,7 +197,7 @@ def _judge(original: Original, road: str, name: str, loaded: Any) -> None:
 
 def _holds(expected: Mapping[str, Any], loaded: Mapping[str, Any]) -> bool:
     parts = {**expected, "train": expected["state"]["train"]}
-    return all(same(value, parts[part]) for part, value in loaded.items())
+    return not any(differences(value, parts[part]) for part, value in loaded.items())
 
 
 def _try(original: Original, directory: Path, road: str, name: str) -> str:

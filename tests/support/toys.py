@@ -80,7 +80,7 @@ def whole_state(runner: dl.TorchRunner) -> dict[str, Any]:
 def differences(first: Any, second: Any, path: str = "") -> list[str]:
     """Return where two nested states are not bitwise the same."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return [] if torch.equal(first, second) else [path]
+        return [] if first.dtype == second.dtype and torch.equal(first, second) else [path]
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         if first.keys() != second.keys():
             return [f"{path}: keys {sorted(map(str, first.keys() ^ second.keys()))}"]

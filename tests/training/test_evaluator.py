@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.metrics import Largest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,22 +109,6 @@ class Run:
         assert not torch.is_grad_enabled()
         self.meters.update({"seen": 1.0})
         return self.evaluator.forward.evaluate(data)
-
-
-class Largest:
-    """A metric with a state."""
-
-    def __init__(self) -> None:
-        self.value = -1.0
-
-    def update(self, pred: Tensor, target: Tensor) -> None:
-        self.value = max(self.value, float(pred.max()))
-
-    def compute(self) -> float:
-        return self.value
-
-    def reset(self) -> None:
-        self.value = -1.0
 
 
 def test_every_sample_counts_once_and_meters_belong_to_the_evaluation() -> None:
