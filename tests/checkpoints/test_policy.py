@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+from support.saves import KINDS, make_manager, save
+
 from danling.checkpoints.policy import Line, Record, history_name, is_history, next_line, on_line, to_delete
 
 
@@ -52,3 +58,23 @@ def test_starting_over_leaves_everything() -> None:
     line = next_line(records, None)
     assert line == Line(1, (), 2)
     assert not any(on_line(r, line.branch, line.ancestors) for r in records)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_latest_becomes_visible_after_the_other_names_of_its_save(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart looks for it first: killed between two names, it must not find one of whose save others are still to come."""
+    moved: list[str] = []
+    replace = os.replace
+
+    def noted(source: Path, target: Path) -> None:
+        replace(source, target)
+        moved.append(Path(target).name.removesuffix(".pth"))
+
+    monkeypatch.setattr(os, "replace", noted)
+    manager = make_manager(kind, tmp_path / "checkpoints")
+    save(manager, 3)
+    manager.close()
+    names = ["ckpt-s000000000003", "best", "latest"]
+    assert [name for name in moved if name in names] == names
