@@ -151,6 +151,20 @@ def test_a_save_of_another_step_takes_nothing_over(tmp_path: Path) -> None:
     assert differences(manager.load_checkpoint("latest"), payload) == []
 
 
+@pytest.mark.parametrize("changed", [torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32)], ids=["shape", "dtype"])
+def test_a_tensor_of_the_same_bytes_and_another_shape_or_dtype_is_written_again(
+    changed: torch.Tensor, tmp_path: Path
+) -> None:
+    manager = _manager(tmp_path)
+    payload = _payload(3)
+    payload["model"]["counts"] = torch.zeros(6)
+    manager.save_ahead(payload, epoch=0, global_step=3)
+    payload["model"]["counts"] = changed
+    manager.save_checkpoint(payload, epoch=0, global_step=3)
+    assert differences(manager.load_checkpoint("latest"), payload) == []
+    manager.close()
+
+
 def test_a_target_that_has_gone_since_is_written_anew(tmp_path: Path) -> None:
     manager = _manager(tmp_path)
     payload, before = _ahead(manager, 3)
