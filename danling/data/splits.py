@@ -70,8 +70,9 @@ class Splits:
         return self._listed("train_splits", lambda name: name.startswith("train"))
 
     def to_evaluate(self) -> list[str]:
-        """Return the splits of the setting `evaluate_splits`, else all but those to train on and those named for inference."""
-        return self._listed("evaluate_splits", lambda name: not name.startswith(_NOT_EVALUATED))
+        """Return the splits of the setting `evaluate_splits`, else all but those to train on, those named so and those for inference."""
+        trained = self._setting("train_splits") or ()
+        return self._listed("evaluate_splits", lambda name: name not in trained and not name.startswith(_NOT_EVALUATED))
 
     def to_infer(self, evaluated: Sequence[str]) -> list[str]:
         """Return the split that is predicted where nobody names one: the first one named for it, else the first one evaluated."""

@@ -59,6 +59,12 @@ def test_settings_go_before_names() -> None:
     assert Run("a", train_splits=[], evaluate_splits=[]).splits.to_train() == []
 
 
+def test_a_split_that_is_trained_on_is_not_evaluated_whatever_its_name() -> None:
+    splits = Run("fit", "test", train_splits=["fit"]).splits
+    assert splits.to_evaluate() == ["test"] and splits.to_score(splits.to_evaluate()) == "test"
+    assert Run("fit", "test", train_splits=["fit"], evaluate_splits=["fit"]).splits.to_evaluate() == ["fit"]
+
+
 @pytest.mark.parametrize(
     ("evaluated", "scored"),
     [(["test", "dev", "validation"], "validation"), (["test", "other"], "test"), ([], None)],
