@@ -127,8 +127,8 @@ def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
     changed = list(flatten(config.changed()))
     if config.parallel.activation_checkpointing or config.compile.enable:
         # Blocks are also what is computed again, and compiled.
-        changed = [key for key in changed if not key.startswith("fsdp.blocks")]
-    needs = {"fsdp": "shard", "parallel.pipeline_": "pipeline"}
+        changed = [key for key in changed if key != "fsdp.blocks"]
+    needs = {"fsdp.": "shard", "parallel.pipeline_": "pipeline"}
     return _sentences(
         (key.startswith(prefix) and degrees[axis] == 1, key, f"parallel.axes.{axis} is 1")
         for prefix, axis in needs.items()

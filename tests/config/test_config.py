@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from danling.config import RunnerConfig
+from danling.config.effects import idle_mesh_settings
 from danling.config.fields import fields_of, help_texts
 from danling.config.node import ClosedSection, Section
 
@@ -1168,6 +1169,15 @@ class TestDifferences:
         before = copy.deepcopy(stored)
         RunnerConfig().differences(stored)
         assert stored == before
+
+
+def test_only_settings_of_the_sections_themselves_are_idle_on_a_mesh() -> None:
+    degrees = {"shard": 1, "pipeline": 1}
+    config = RunnerConfig({"fsdp": {"reshard_after_forward": True}, "fsdp_notes": {"by": "me"}})
+    assert [line.partition(" ")[0] for line in idle_mesh_settings(config, degrees)] == ["fsdp.reshard_after_forward"]
+    assert idle_mesh_settings(config, {"shard": 2, "pipeline": 1}) == []
+    blocks = RunnerConfig({"fsdp": {"blocks": ["Layer"]}, "compile": {"enable": True}})
+    assert idle_mesh_settings(blocks, degrees) == []
 
 
 class TestWithoutEffect:
