@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
+from danling.checkpoints.policy import is_history
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.data import BatchSource, preserved_random_state
 from danling.training import loader_states
@@ -87,7 +88,7 @@ class ReplicaLoaderCheckpoints:
 
     def _newest(self, global_step: int) -> str | None:
         records = self.manager.store.records(complete=True)
-        fitting = [record for record in records if record.name.startswith("ckpt-") and record.step <= global_step]
+        fitting = [record for record in records if is_history(record.name) and record.step <= global_step]
         newest = max(fitting, key=lambda record: (record.step, record.sequence), default=None)
         return newest.name if newest is not None else None
 
