@@ -37,7 +37,7 @@ def import_accelerate() -> Any:
     return import_module("accelerate")
 
 
-def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, Any]) -> Any:
+def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, object]) -> Any:
     """Return an accelerator that stands where this process does. Call on all ranks, after the process group was joined.
 
     Args:

@@ -54,7 +54,7 @@ class AcceleratePreparation(ModelPreparation):
         self._optimizer: Any = None
         self._stepped: Any = None
 
-    def bind(self, optimizer: Any) -> None:
+    def bind(self, optimizer: object) -> None:
         """Take the optimizer that is prepared together with the model; `None` where nothing is trained."""
         self._optimizer, self._is_bound = optimizer, True
 
@@ -81,7 +81,7 @@ class AcceleratePreparation(ModelPreparation):
         prepared = self.accelerator.prepare(*objects, device_placement=placed)
         return tuple(prepared) if len(objects) > 1 else (prepared,)
 
-    def stepped(self, optimizer: Any) -> Any:
+    def stepped(self, optimizer: object) -> Any:
         """Return what Accelerate steps in place of an optimizer, which may have been exchanged since it was bound.
 
         Args:

@@ -28,12 +28,12 @@ class AccelerateReduction(DDPReduction):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,
         accelerator: Any,
-        stepped: Any,
+        stepped: object,
         **ranks: Any,
     ) -> None:
         super().__init__(optimizer, named_parameters, scaler, **ranks)

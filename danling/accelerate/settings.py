@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from danling.utils.suggest import did_you_mean
 
@@ -86,7 +86,7 @@ class AccelerateSettings:
 
 
 def read_settings(
-    section: Mapping[str, Any],
+    section: Mapping[str, object],
     environment: Mapping[str, str],
     *,
     precision: AutocastPrecision | None,
@@ -132,7 +132,7 @@ def read_settings(
     )
 
 
-def _check_known(section: Mapping[str, Any]) -> None:
+def _check_known(section: Mapping[str, object]) -> None:
     if not section:
         return
     accelerator = import_module("accelerate").Accelerator
@@ -157,7 +157,7 @@ def _decided(received: str, name: str, own: Mapping[str, object]) -> ValueError:
     return ValueError(f"Expected the library to decide this. Received: {received} beside {key}={own[key]!r}. {mend}")
 
 
-def _mixed_precision(section: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, str] | None:
+def _mixed_precision(section: Mapping[str, object], environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return who asks for a mixed precision, and which; `accelerate launch` says `no` where nobody asks."""
     given = {
         "accelerate.mixed_precision": section.get("mixed_precision"),

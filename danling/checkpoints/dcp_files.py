@@ -181,7 +181,7 @@ class TargetReader(FileSystemReader):
 
 def read_target(
     path: Path, *, template: Mapping[str, object] | None = None, sections: Iterable[str] | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the state in a target. Communicates nothing.
 
     Args:

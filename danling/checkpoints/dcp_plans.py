@@ -69,7 +69,7 @@ def _holds_tensor(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(_holds_tensor(item) for item in value)
 
 
-def nest(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, object]:
+def nest(flat: Mapping[str, object], paths: Mapping[str, Path]) -> dict[str, object]:
     """Return the state that `flatten` was given; tuples that held tensors come back as lists."""
     root: dict[Any, Any] = {}
     for name, leaf in flat.items():

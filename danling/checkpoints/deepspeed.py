@@ -67,7 +67,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     # Saving
 
     def _save(
-        self, payload: Mapping[str, Any], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
     ) -> None:
         if self.settings.load_only:
             return
@@ -99,7 +99,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         with self._engine.writing_to(files):
             self._engine.save(str(self.store.path(record.name).parent), record.name, {CLIENT_STATE: client})
 
-    def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, Any], names: Sequence[str]) -> None:
+    def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, object], names: Sequence[str]) -> None:
         """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""
         self._agree(files.error)
         written: dict[str, tuple[int, str]] = {}

@@ -47,7 +47,7 @@ class FileCheckpointManager(CheckpointManager):
 
         self._executor.submit(write, reliable=names != ["latest"], discard=release)
 
-    def save_alone(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> bool:
+    def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
         """Save a full state as `latest` now, without a word to the other ranks, which may be anywhere; rank 0 does.
 
         May be called on one rank.

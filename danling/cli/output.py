@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from danling.utils.files import json_text
 
@@ -27,7 +27,7 @@ def print_json(value: object) -> None:
     print(json_text(value), end="")
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print columns that line up; numbers are set right."""
     cells = [[as_text(value) for value in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(head)]

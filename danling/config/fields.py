@@ -107,7 +107,7 @@ def fields_of(cls: type) -> dict[str, Field]:
     return fields
 
 
-def _declare(fields: dict[str, Field], name: str, hint: object, text: str, default: Any, owner: type) -> None:
+def _declare(fields: dict[str, Field], name: str, hint: object, text: str, default: object, owner: type) -> None:
     known = fields.get(name)
     if known is None:
         fields[name] = Field(name, hint, text, default, owner)
@@ -130,7 +130,7 @@ def _written(text: object) -> str:
     return text if isinstance(text, str) else getattr(text, "__name__", str(text))
 
 
-def _resolve(text: object, owner: type) -> Any:
+def _resolve(text: object, owner: type) -> object:
     if not isinstance(text, str):
         return text
     names = {key: value for key, value in vars(owner).items() if isinstance(value, type)}
@@ -165,7 +165,7 @@ def _own_help_texts(owner: type) -> dict[str, str]:
     return texts
 
 
-def members_of(hint: object) -> tuple[Any, ...]:
+def members_of(hint: object) -> tuple[object, ...]:
     """Return the alternatives of a hint, `(hint,)` when it is not a union; bounds are taken off."""
     if get_origin(hint) is Annotated:
         return members_of(get_args(hint)[0])
@@ -174,7 +174,7 @@ def members_of(hint: object) -> tuple[Any, ...]:
     return (type(None) if hint is None else hint,)
 
 
-def conform(value: object, hint: Any) -> Any:
+def conform(value: object, hint: object) -> Any:
     """Return `value` as the type of `hint`.
 
     Only what loses nothing is converted: `1e3` to an integer, an integer or a numeric string to a float, a path to a string,
@@ -200,13 +200,13 @@ def conform(value: object, hint: Any) -> Any:
     raise TypeError(f"Expected {describe(hint)}.")
 
 
-def _is_exactly(value: object, member: Any) -> bool:
+def _is_exactly(value: object, member: object) -> bool:
     if get_origin(member) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(member))
     return isinstance(member, type) and member not in _SEQUENCES and type(value) is member
 
 
-def _convert(value: object, member: Any) -> Any:
+def _convert(value: object, member: object) -> object:
     origin = get_origin(member) or member
     if member is Any:
         return value
@@ -221,7 +221,7 @@ def _convert(value: object, member: Any) -> Any:
     return value
 
 
-def _convert_instance(value: object, kind: type) -> Any:
+def _convert_instance(value: object, kind: type) -> object:
     if isinstance(value, kind):
         return value
     if issubclass(kind, Enum):
@@ -229,7 +229,7 @@ def _convert_instance(value: object, kind: type) -> Any:
     raise TypeError
 
 
-def _convert_choice(value: object, choices: tuple[Any, ...]) -> Any:
+def _convert_choice(value: object, choices: tuple[object, ...]) -> object:
     if value is None and "none" in choices:
         return "none"
     if not isinstance(value, str):
@@ -238,7 +238,7 @@ def _convert_choice(value: object, choices: tuple[Any, ...]) -> Any:
     return next((choice for choice in choices if str(choice).lower() == value.lower()), value)
 
 
-def _convert_sequence(value: object, kind: type, arguments: tuple[Any, ...]) -> Any:
+def _convert_sequence(value: object, kind: type, arguments: tuple[object, ...]) -> object:
     if isinstance(value, str) and arguments and str in members_of(arguments[0]):
         value = [value]
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -290,7 +290,7 @@ def _to_path(value: object) -> Path:
     return Path(_to_str(value))
 
 
-def _to_mapping(value: object) -> Any:
+def _to_mapping(value: object) -> object:
     if not isinstance(value, Mapping):
         raise TypeError
     return value
@@ -308,7 +308,7 @@ _CONVERSIONS: dict[Any, Any] = {
 }
 
 
-def _problem(value: object, hint: Any) -> str | None:
+def _problem(value: object, hint: object) -> str | None:
     if get_origin(hint) is Annotated:
         base, *bounds = get_args(hint)
         found = (bound.problem(value) for bound in bounds if isinstance(bound, Minimum))
@@ -321,7 +321,7 @@ def _problem(value: object, hint: Any) -> str | None:
     return None
 
 
-def _concerns(value: object, member: Any) -> bool:
+def _concerns(value: object, member: object) -> bool:
     """Whether a value could be meant for this member of a union, so that `None` does not excuse a wrong string."""
     base = get_args(member)[0] if get_origin(member) is Annotated else member
     if get_origin(base) is Literal:

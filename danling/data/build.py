@@ -29,8 +29,8 @@ SETTINGS = (frozenset(inspect.signature(StatefulDataLoader.__init__).parameters)
 
 
 def build_dataloader(
-    dataset: Any,
-    settings: Mapping[str, Any],
+    dataset: object,
+    settings: Mapping[str, object],
     *,
     split: str,
     train: bool,
@@ -89,7 +89,7 @@ def build_dataloader(
         ) from error
 
 
-def order_setting(sampler: Any, dataset: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def order_setting(sampler: object, dataset: object, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the setting under which a sampler goes: `batch_sampler`, if it yields the batches themselves, else `sampler`.
 
     Args:
@@ -101,7 +101,7 @@ def order_setting(sampler: Any, dataset: Any, settings: Mapping[str, Any]) -> di
     return {"batch_sampler" if asks and yields_batches(sampler, dataset) else "sampler": sampler}
 
 
-def is_loader(dataset: Any) -> bool:
+def is_loader(dataset: object) -> bool:
     """Return whether something is to be iterated as it is: a torch loader, or an iterable without items by index."""
     if isinstance(dataset, TorchDataLoader):
         return True
@@ -112,7 +112,7 @@ def is_loader(dataset: Any) -> bool:
     )
 
 
-def _check_names(settings: Mapping[str, Any], split: str) -> None:
+def _check_names(settings: Mapping[str, object], split: str) -> None:
     for name in settings:
         if name not in SETTINGS:
             raise ValueError(
@@ -121,7 +121,7 @@ def _check_names(settings: Mapping[str, Any], split: str) -> None:
             )
 
 
-def _check_divisible(dataset: Any, options: Mapping[str, Any], split: str) -> None:
+def _check_divisible(dataset: object, options: Mapping[str, object], split: str) -> None:
     """Refuse to divide updates of data whose order is not the library's."""
     received = type(dataset).__name__ if isinstance(dataset, IterableDataset) else None
     received = next((f"a {name}" for name in ("batch_sampler", "sampler") if options.get(name) is not None), received)
@@ -133,7 +133,7 @@ def _check_divisible(dataset: Any, options: Mapping[str, Any], split: str) -> No
         )
 
 
-def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> Any:
+def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> object:
     if placement["world_size"] > 1:
         logger.info(
             "Split %r is an IterableDataset: each of the %d ranks reads what it yields there; it has to divide itself.",
@@ -148,7 +148,7 @@ def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[st
     return StreamLoader(dataset, **options, **place)
 
 
-def _build_sampled(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> Any:
+def _build_sampled(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> object:
     if options.get("batch_sampler") is None:
         options = {"drop_last": train and options.get("batch_size", 1) is not None, **_without_none(options)}
     _check_sampled(options, placement["split"])
@@ -164,7 +164,7 @@ def _check_sampled(options: Mapping[str, Any], split: str) -> None:
     check_settings(options, options.get("num_workers", 0), split)
 
 
-def _build_stateful(dataset: Any, options: dict[str, Any]) -> Any:
+def _build_stateful(dataset: object, options: dict[str, Any]) -> object:
     options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
     with quiet_torchdata():
         loader = StatefulDataLoader(dataset, **options)
@@ -173,7 +173,7 @@ def _build_stateful(dataset: Any, options: dict[str, Any]) -> Any:
     return loader
 
 
-def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(options: Mapping[str, object]) -> dict[str, object]:
     """Return the options without the samplers, which are `None` here, and without choices that are left open."""
     open_choices = {"sampler", "batch_sampler", "generator", "shuffle", "drop_last"}
     return {name: value for name, value in options.items() if value is not None or name not in open_choices}

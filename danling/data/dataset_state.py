@@ -13,7 +13,7 @@ from .plain_state import check_savable, from_plain, is_stateful, to_plain
 from .sampler_state import is_equal
 
 
-def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, Any]:
+def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, object]:
     """Return what has a state in a dataset, by path: itself, or what torch's wrappers hold."""
     kind = type(dataset)
     if kind is Subset:
@@ -44,7 +44,7 @@ class DatasetState:
         ValueError: If there is a state that a checkpoint cannot hold.
     """
 
-    def __init__(self, dataset: Any, split: str, num_workers: int) -> None:
+    def __init__(self, dataset: object, split: str, num_workers: int) -> None:
         self._parts = stateful_parts(dataset)
         self._split = split
         self._num_workers = num_workers
@@ -75,7 +75,7 @@ class DatasetState:
         turned = {(worker - self._next) % (self._num_workers or 1): worker for worker in self.of_workers}
         return {worker: self.of_workers[turned[worker]] for worker in sorted(turned)}
 
-    def unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def unwrapped(self, iterator: Iterator[Any]) -> Iterator[object]:
         """Yield the batches of what `Stamped` workers give, and remember their states."""
         for worker, states, batch in iterator:
             self._ahead.append((worker, states))
@@ -138,11 +138,11 @@ class Stamped:
         dataset: The dataset of this worker.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], dataset: Any) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: object) -> None:
         self.collate_fn = collate_fn
         self.dataset = dataset
 
-    def __call__(self, samples: Any) -> tuple[int, dict[str, Any], Any]:
+    def __call__(self, samples: object) -> tuple[int, dict[str, Any], Any]:
         """Return the worker's id, the states by path, and the batch."""
         info = get_worker_info()
         assert info is not None
@@ -150,7 +150,7 @@ class Stamped:
         return info.id, get_states(stateful_parts(self.dataset)), batch
 
 
-def get_states(parts: Mapping[str, Any]) -> dict[str, Any]:
+def get_states(parts: Mapping[str, Any]) -> dict[str, object]:
     """Return copies of the states of the parts of a dataset, by path."""
     return {path: to_plain(part.state_dict(), path) for path, part in parts.items()}
 

@@ -78,7 +78,7 @@ class Generators:
         skip: Whether to leave an object alone, and all that only it holds.
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, skip: Callable[[Any], bool] | None = None) -> None:
+    def __init__(self, roots: Mapping[str, object], *, skip: Callable[[Any], bool] | None = None) -> None:
         self.roots = dict(roots)
         self._skip = skip
         self._looks = 0
@@ -143,14 +143,14 @@ class Generators:
         """Return the generators' states by path, as tensors and plain values."""
         return {place.path: generator_state(place.current()) for place in self.places}
 
-    def set_states(self, states: Mapping[str, Any]) -> None:
+    def set_states(self, states: Mapping[str, object]) -> None:
         """Put the generators into saved states; those of which none was saved are left alone."""
         for place in self.places:
             if states.get(place.path) is not None:
                 set_generator_state(place.current(), states[place.path])
 
 
-def held_objects(roots: Mapping[str, Any]) -> list[Any] | None:
+def held_objects(roots: Mapping[str, object]) -> list[Any] | None:
     """Return the objects that a walk from the roots meets, and the classes and modules that these hold.
 
     What only the methods of classes name is left out. `None` stands for more than the walk looks at.
@@ -231,17 +231,17 @@ class _Walk:
             self._queue.append((place.path, value))
 
 
-def _shows_generator(value: Any) -> bool:
+def _shows_generator(value: object) -> bool:
     # It may be shared with another object, under whose path it was found.
     return any(is_generator(place.current()) for place in _held_by_object("", value))
 
 
-def _trains(value: Any) -> bool:
+def _trains(value: object) -> bool:
     # What drives the training has generators that are not the data's.
     return callable(getattr(type(value), "train", None)) and not isinstance(value, nn.Module)
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Return whether something is a generator of random numbers that can be seeded."""
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
@@ -252,7 +252,7 @@ def is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator))
 
 
-def seed_generator(generator: Any, seed: int) -> None:
+def seed_generator(generator: object, seed: int) -> None:
     """Seed a generator of any kind; what is none is left alone.
 
     Args:
@@ -302,7 +302,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
             _bit_generator(generator).state = arrays
 
 
-def _bit_generator(generator: Any) -> Any:
+def _bit_generator(generator: object) -> Any:
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator
     return getattr(generator, "_bit_generator", generator)
@@ -314,7 +314,7 @@ def _global_streams() -> list[Any]:
     return [*streams, getattr(numpy, "_rand", None)]
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
@@ -323,7 +323,7 @@ def _is_array(value: Any) -> bool:
     )
 
 
-def _is_object_array(value: Any) -> bool:
+def _is_object_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype == object
 
@@ -356,7 +356,7 @@ def _held_by(path: str, value: Any) -> Iterator[Place]:
 class _Cells(Sequence[Any]):
     """The variables that a function encloses, as they are at each look."""
 
-    def __init__(self, cells: tuple[Any, ...]) -> None:
+    def __init__(self, cells: tuple[object, ...]) -> None:
         self.cells = cells
 
     def __len__(self) -> int:
@@ -379,7 +379,7 @@ def _held_by_function(path: str, function: types.FunctionType) -> Iterator[Place
             yield Place(f"{function.__module__}.{name}", function.__globals__, name)
 
 
-def _held_by_object(path: str, value: Any) -> Iterator[Place]:
+def _held_by_object(path: str, value: object) -> Iterator[Place]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         yield from (Place(f"{path}.{name}" if path else name, held, name) for name in list(held))

@@ -136,7 +136,7 @@ class PythonStream(HostStream):
         assert self._words is not None
         self._words[:], self._inst.gauss_next = state
 
-    def differs(self, state: Any) -> bool:
+    def differs(self, state: object) -> bool:
         """Compare the words, and the deviate that is held back."""
         return bool(self.save() != state)
 
@@ -231,7 +231,7 @@ class NumpyStream(HostStream):
         self._known = words
         return words
 
-    def put_back(self, state: Any) -> None:
+    def put_back(self, state: object) -> None:
         """Put a saved state back."""
         numpy = get_numpy()
         if numpy is None or state is None:
@@ -246,7 +246,7 @@ class NumpyStream(HostStream):
         self._words[:] = state
         self._known = state
 
-    def differs(self, state: Any) -> bool:
+    def differs(self, state: object) -> bool:
         """Compare the words, and what is held back of a state that had a deviate."""
         numpy = get_numpy()
         if numpy is None or state is None:
@@ -279,7 +279,7 @@ class NumpyStream(HostStream):
         return self._words
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: object) -> object:
     """Return a state of NumPy's with lists in the place of arrays, which can be compared."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
@@ -324,7 +324,7 @@ class HostStreams:
         """Return the streams' state; to be given back to `put_back` as it is."""
         return tuple([stream.save() for stream in self.all])
 
-    def put_back(self, state: tuple[Any, ...]) -> None:
+    def put_back(self, state: tuple[object, ...]) -> None:
         """Put the streams back into a saved state."""
         for stream, saved in zip(self.all, state, strict=True):
             stream.put_back(saved)

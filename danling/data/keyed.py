@@ -53,11 +53,11 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         seed: int,
         *,
         collates: bool = False,
-        collate_fn: Any = None,
+        collate_fn: object = None,
         states: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self.dataset = dataset
@@ -76,7 +76,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A worker looks for the generators of its own copy.
         return {**self.__dict__, "_generators": None}
 
@@ -84,12 +84,12 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         """Return the item of one key, its randomness seeded."""
         return self._read_settled([key], single=True)
 
-    def __getitems__(self, keys: Sequence[Key]) -> Any:
+    def __getitems__(self, keys: Sequence[Key]) -> object:
         """Return the items of a batch of keys of one epoch."""
         # Of most datasets nobody keeps a state, nor a generator.
         return self._read_settled(keys) if self._states or self._roots else self.read(keys, False)
 
-    def _read_settled(self, keys: Sequence[Key], *, single: bool = False) -> Any:
+    def _read_settled(self, keys: Sequence[Key], *, single: bool = False) -> object:
         self.prepare()
         data = self.read(keys, single)
         while self.found_generators():
@@ -180,7 +180,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             self._looks_at_streams = self._looks_at_streams or moves_on or may_look_at_streams(self._roots)
 
 
-def reading_roots(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
+def reading_roots(dataset: object, collate_fn: object = None) -> dict[str, object]:
     """Return what may hold generators that reading draws from, by name: the dataset, and a `collate_fn`."""
     roots = {} if draws_nothing(dataset) else {"dataset": dataset}
     return roots if collate_fn is None else {**roots, "collate_fn": collate_fn}
@@ -194,7 +194,7 @@ def index_number(index: Any) -> int:
         return derive_seed(repr(index))
 
 
-def reads_batches(dataset: Any) -> bool:
+def reads_batches(dataset: object) -> bool:
     """Return whether the dataset reads a batch at once, by `__getitems__`.
 
     A `Subset` has one that only loops: unless what it is a part of reads batches, its items are asked for, and seeded,
@@ -206,7 +206,7 @@ def reads_batches(dataset: Any) -> bool:
     return callable(getattr(inner, "__getitems__", None)) and callable(getattr(dataset, "__getitems__", None))
 
 
-def draws_nothing(dataset: Any) -> bool:
+def draws_nothing(dataset: object) -> bool:
     """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly."""
     if own_word(dataset) is False:
         return True
@@ -216,7 +216,7 @@ def draws_nothing(dataset: Any) -> bool:
     return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
 
 
-def parts_of(dataset: Any) -> list[Any] | None:
+def parts_of(dataset: Any) -> list[object] | None:
     """Return what one of torch's wrappers, or a `Mixture`, reads; `None` for any other dataset."""
     kind = type(dataset)
     if kind is Subset:
@@ -227,7 +227,7 @@ def parts_of(dataset: Any) -> list[Any] | None:
     return None
 
 
-def declared_draws(dataset: Any) -> bool | None:
+def declared_draws(dataset: object) -> bool | None:
     """Return what a dataset says by `draws_random`, or one that torch's wrappers hold; `None` where none says `True` or all say nothing."""
     said = own_word(dataset)
     if said is not None:
@@ -235,7 +235,7 @@ def declared_draws(dataset: Any) -> bool | None:
     return True if True in map(declared_draws, parts_of(dataset) or ()) else None
 
 
-def own_word(dataset: Any) -> bool | None:
+def own_word(dataset: object) -> bool | None:
     """Return the attribute `draws_random` of a dataset, `None` where there is none.
 
     Raises:

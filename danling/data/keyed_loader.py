@@ -45,7 +45,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         keys: Sampler[Any],
         *,
         batch_size: int | None,
@@ -147,7 +147,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         watched = WatchedReading(keyed, collate_fn if self._collates else None, self._seen_draws)
         return watched, as_is if self._collates else collate_fn
 
-    def _read_here(self) -> Iterator[Any]:
+    def _read_here(self) -> Iterator[object]:
         """Read in this process, without the bookkeeping that torchdata has for a position of its own."""
         reading, collate_fn = self._reading()
         batched = self.batch_sampler is not None
@@ -157,7 +157,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         batches = (collate_fn(read(key)) for key in keys)
         return _shielded(batches) if self._draws else batches
 
-    def held_state(self) -> dict[str, Any]:
+    def held_state(self) -> dict[str, object]:
         """Return the state that the dataset has of its own, under `dataset`; nothing where it has none."""
         return {"dataset": self.dataset_state.state_dict()} if self.dataset_state else {}
 
@@ -185,7 +185,7 @@ _named: weakref.WeakSet[Any] = weakref.WeakSet()
 """Datasets of which has been said what cannot be keyed."""
 
 
-def name_uncontrollable(dataset: Any, collate_fn: Any, split: str) -> None:
+def name_uncontrollable(dataset: object, collate_fn: object, split: str) -> None:
     """Say once what reading depends on that can neither be keyed nor saved.
 
     Args:
@@ -210,7 +210,7 @@ def name_uncontrollable(dataset: Any, collate_fn: Any, split: str) -> None:
     )
 
 
-def _shielded(iterator: Iterator[Any]) -> Iterator[Any]:
+def _shielded(iterator: Iterator[object]) -> Iterator[object]:
     """Read in this process, and put its streams back after each fetch, collation included."""
     while True:
         streams = HOST_STREAMS.save()

@@ -41,7 +41,7 @@ class LiveCursor(Cursor):
 
     is_rank_local = True
 
-    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+    def __init__(self, loader: object, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self.epoch = 0
         self.consumed = 0
@@ -89,7 +89,7 @@ class LiveCursor(Cursor):
             raise
         self._live, self._exhausted = None, True
 
-    def _fetch(self, live: Iterator[Any], batch: int) -> Any:
+    def _fetch(self, live: Iterator[object], batch: int) -> object:
         """Return the next batch, read with the streams seeded by its number, so that it is the same after a resume."""
         if self.seed is None or self._draws_nothing:
             return next(live, _END)
@@ -109,7 +109,7 @@ class LiveCursor(Cursor):
         return type(self.loader) in (list, tuple, range) or bool(getattr(self.loader, "num_workers", 0))
 
     @abstractmethod
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[object]:
         """Return an iterator at the position, with `_fetched` equal to `consumed`."""
 
     def commit(self, batches: int) -> None:
@@ -157,14 +157,14 @@ class LiveCursor(Cursor):
                 seed_host_streams(seed)
             yield
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[object]:
         with kept_from_group_signals(self.loader):
             iterator: Iterator[Any] = iter(self.loader)
         if getattr(self.loader, "num_workers", 0) and hasattr(iterator, "_shutdown_workers"):
             end_with_process(iterator)
         return iterator
 
-    def _first(self, iterator: Iterator[Any], *, again: bool = False) -> Iterator[Any]:
+    def _first(self, iterator: Iterator[object], *, again: bool = False) -> Iterator[Any]:
         """Fetch the first batch of a pass, since many samplers draw their order only then.
 
         Args:
@@ -176,11 +176,11 @@ class LiveCursor(Cursor):
             return self._first(self._iterate())
         return iterator if first is _END else chain([first], iterator)
 
-    def _generator_state(self) -> dict[str, Any]:
+    def _generator_state(self) -> dict[str, object]:
         current = self._generators().states()
         return {"generators": current, "generators_found": current if self._found is None else self._found}
 
-    def _common_state(self) -> dict[str, Any]:
+    def _common_state(self) -> dict[str, object]:
         state = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
         return {**state, "seed": self.seed, "world_size": self.world_size}
 
@@ -200,11 +200,11 @@ class CountedCursor(LiveCursor):
 
     kind = "counted"
 
-    def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
+    def __init__(self, loader: object, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._started = False
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[object]:
         call_set_epoch(self.loader, self.epoch)
         self._check_can_begin()
         if getattr(self.loader, "persistent_workers", False):
@@ -284,7 +284,7 @@ class StatefulCursor(LiveCursor):
         self._pending: Mapping[str, Any] | None = None
         self._ahead: _Ahead | None = None
 
-    def _fetch(self, live: Iterator[Any], batch: int) -> Any:
+    def _fetch(self, live: Iterator[object], batch: int) -> object:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return super()._fetch(live, batch)
@@ -292,7 +292,7 @@ class StatefulCursor(LiveCursor):
             raise ahead.batch.error
         return ahead.batch
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[object]:
         if self._live is not None:
             return self._skip_lost()
         if self.consumed and self._pending is None:
@@ -335,12 +335,12 @@ class StatefulCursor(LiveCursor):
         self._ahead = None
         super().set_epoch(epoch)
 
-    def _carried(self) -> dict[str, Any]:
+    def _carried(self) -> dict[str, object]:
         if isinstance(self.loader, StreamLoader):
             return {"generators": self.loader.carried(), "generators_found": {}}
         return self._generator_state()
 
-    def _skip_lost(self) -> Iterator[Any]:
+    def _skip_lost(self) -> Iterator[object]:
         assert self._live is not None
         logger.warning(
             "%d batches of split %r were read and not used, and its loader cannot go back: they are skipped.",
@@ -361,7 +361,7 @@ class StatefulCursor(LiveCursor):
             return False
         return self._fetched == self.consumed > 0 and self.remaining_batches() in (None, 0)
 
-    def _look_ahead(self, live: Iterator[Any]) -> _Ahead:
+    def _look_ahead(self, live: Iterator[object]) -> _Ahead:
         before = copy.deepcopy(self._place())  # a dataset may go on changing what its state holds
         try:
             batch = super()._fetch(live, self._fetched)
@@ -369,7 +369,7 @@ class StatefulCursor(LiveCursor):
             batch = _Failed(error)
         return _Ahead(batch, {**self._place(), "exhausted": True} if batch is _END else before)
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, object]:
         if self._pending is not None:
             own = self._pending["loader"]
             generators = {name: self._pending[name] for name in ("generators", "generators_found")}

@@ -264,7 +264,7 @@ def _checked_batch_size(batch_size: int | None, split: str) -> int:
     return batch_size
 
 
-def check_settings(settings: Mapping[str, Any], num_workers: int, split: str) -> None:
+def check_settings(settings: Mapping[str, object], num_workers: int, split: str) -> None:
     """Raise a `ValueError` for a setting that an exact position does not allow.
 
     Args:

@@ -225,7 +225,7 @@ class Mixture(Dataset[Any]):
         shares = proportions_of({name: weights[name] for name in self.names})
         return turns_of(tuple(shares.values()))
 
-    def _weights_at(self, epoch: int) -> Any:
+    def _weights_at(self, epoch: int) -> object:
         weights: Any = self._weights
         if callable(weights):
             return weights(epoch)
@@ -237,7 +237,7 @@ class Mixture(Dataset[Any]):
             return weights[max(key for key in weights if key <= epoch)]
         return weights
 
-    def _chosen_length(self, length: Any) -> int:
+    def _chosen_length(self, length: object) -> int:
         if isinstance(length, int) and not isinstance(length, bool) and length > 0:
             return length
         turns = self._stages[0].turns
@@ -258,7 +258,7 @@ class Mixture(Dataset[Any]):
             held = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
         return held[1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Orders are made again where they are needed.
         return {**self.__dict__, "_orders": {}}
 
@@ -280,7 +280,7 @@ def _length_of(name: str, source: Any) -> int:
     return length
 
 
-def _labelled(sample: Any, number: int, name: str) -> Any:
+def _labelled(sample: object, number: int, name: str) -> object:
     if isinstance(sample, Mapping):
         return {**sample, SOURCE: number}
     if isinstance(sample, (tuple, list)) and not hasattr(sample, "_fields"):

@@ -15,7 +15,7 @@ LARGEST_PERIOD = 10**6
 """The largest common denominator of proportions; finer ones are rounded to multiples of one part in a million."""
 
 
-def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
+def proportions_of(weights: Mapping[str, object]) -> dict[str, Fraction]:
     """Return weights as fractions that add up to one.
 
     A float is taken for the shortest decimal that reads the same, so that 0.7 and 0.3 are seven and three tenths.

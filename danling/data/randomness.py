@@ -184,7 +184,7 @@ def to_tensors(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def to_arrays(value: Any, numpy: ModuleType) -> Any:
+def to_arrays(value: object, numpy: ModuleType) -> Any:
     """Return what `to_tensors` was given."""
     if isinstance(value, Mapping):
         return {key: to_arrays(item, numpy) for key, item in value.items()}

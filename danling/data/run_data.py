@@ -127,7 +127,7 @@ class RunData:
         run = self._run
         return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
 
-    def open(self, split: str, loader: Any) -> BatchSource:
+    def open(self, split: str, loader: object) -> BatchSource:
         """Return the batches of a loader of a split.
 
         Args:
@@ -172,7 +172,7 @@ class RunData:
         """
         self.splits.agree_lengths(self._run.train_splits, domain)
 
-    def build_loader(self, split: str, dataset: Any) -> Any:
+    def build_loader(self, split: str, dataset: object) -> object:
         """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one.
 
         Args:

@@ -311,7 +311,7 @@ class _Order:
         """Return the keys of the next batch."""
         return [(self._family(index), index) for index in indices]
 
-    def _family(self, index: Any) -> Family:
+    def _family(self, index: object) -> Family:
         number = index_number(index)
         repetition = self._seen.get(number, 0)
         self._seen[number] = repetition + 1
@@ -319,5 +319,5 @@ class _Order:
         return (self._epoch, salt) if salt else self._epoch
 
 
-def _word(index: Any) -> int:
+def _word(index: object) -> int:
     return index_number(index) & 0xFFFFFFFFFFFFFFFF

@@ -153,10 +153,10 @@ class WatchedReading(WorkersView, Dataset[Any]):
         # Streams are those of a process.
         return {**self.__dict__, "_idle": [], "_idle_of": None}
 
-    def _collated(self, data: Any) -> Any:
+    def _collated(self, data: object) -> Any:
         return data if self.collate_fn is None else self.collate_fn(data)
 
 
-def as_is(data: Any) -> Any:
+def as_is(data: object) -> Any:
     """Return a batch that is already made."""
     return data

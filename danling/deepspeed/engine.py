@@ -79,7 +79,7 @@ def leave_process_group() -> None:
         (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
-def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, Any]) -> object:
+def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, object]) -> object:
     """Return an engine around a model. Call on all ranks.
 
     Args:
@@ -247,7 +247,7 @@ def _state_like(engine: Any) -> Mapping[str, object]:
     return next((inner.state[flat] for flat in flat_parameters(engine) if inner.state.get(flat)), {})
 
 
-def scalar_states(engine: object) -> dict[str, Any]:
+def scalar_states(engine: object) -> dict[str, object]:
     """Return the optimizer's states that belong to no element of a parameter, such as the number of steps."""
     like = _state_like(engine).items()
     return {key: value for key, value in like if not isinstance(value, Tensor) or value.dim() == 0}

@@ -35,7 +35,7 @@ class EngineFacts:
     on_cpu: bool
 
 
-def engine_config(given: Mapping[str, Any], facts: EngineFacts) -> dict[str, object]:
+def engine_config(given: Mapping[str, object], facts: EngineFacts) -> dict[str, object]:
     """Return the configuration that `deepspeed.initialize` gets.
 
     The runner clips, weighs and decides updates itself, so the engine is told to do none of it; every other key of DeepSpeed passes
@@ -89,7 +89,7 @@ def uses_bf16_weights(settings: Mapping[str, Any]) -> bool:
     return bool((settings.get("bf16") or settings.get("bfloat16") or {}).get("enabled", False))
 
 
-def clip_norm(given: Mapping[str, Any], max_grad_norm: float | None) -> float | None:
+def clip_norm(given: Mapping[str, object], max_grad_norm: float | None) -> float | None:
     """Return the norm that gradients are clipped to: `max_grad_norm`, else `deepspeed.gradient_clipping`, else `None`."""
     if max_grad_norm is not None:
         return max_grad_norm

@@ -208,7 +208,7 @@ class EngineFiles:
         self.state_bytes = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         """Weights, float32 copies and two moments."""
 
-    def save(self, directory: str, tag: str, client_state: Mapping[str, Any]) -> None:
+    def save(self, directory: str, tag: str, client_state: Mapping[str, object]) -> None:
         """Write the files of a tag. Call on all ranks."""
         self.engine.save_checkpoint(directory, tag=tag, client_state=dict(client_state), save_latest=False)
 

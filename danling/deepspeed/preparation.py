@@ -43,7 +43,7 @@ class EnginePreparation(ModelPreparation):
         """Names of the parameters in each group of the optimizer; none where DeepSpeed has built it."""
         self._trained: set[str] = set()
 
-    def adopt(self, engine: Any, *, stage: int, trained: Iterable[str]) -> None:
+    def adopt(self, engine: object, *, stage: int, trained: Iterable[str]) -> None:
         """Take the engine that was built around the model.
 
         Args:
@@ -64,11 +64,11 @@ class EnginePreparation(ModelPreparation):
         """Whether the weights are divided over the ranks."""
         return self.engine is not None and engines.divides_weights(self.engine)
 
-    def wrap(self, model: nn.Module, options: Mapping[str, Any], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model as it is: the engine takes it together with the optimizer."""
         return model
 
-    def unwrap(self, model: Any) -> Any:
+    def unwrap(self, model: object) -> Any:
         """Return the user's module out of the engine. May be called on one rank."""
         return model.module if self.engine is not None and model is self.engine else model
 
@@ -89,7 +89,7 @@ class EnginePreparation(ModelPreparation):
             )
         return False
 
-    def optimized_parameters(self, optimizer: Any) -> list[nn.Parameter]:
+    def optimized_parameters(self, optimizer: object) -> list[nn.Parameter]:
         """Return what the engine updates; ZeRO's optimizer has flat pieces of it. May be called on one rank."""
         if self.engine is None:
             return super().optimized_parameters(optimizer)
@@ -112,7 +112,7 @@ class EnginePreparation(ModelPreparation):
             # ZeRO updates weights of its own in float32, which would come back with the next update.
             self.engine.optimizer.refresh_fp32_params()
 
-    def broadcast_buffers(self, model: Any, more: Sequence[Tensor] = ()) -> None:
+    def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
         """Give all ranks the buffers of the first one, which an engine leaves alone."""
         if self.data.size > 1:
             for buffer in (*self.unwrap(model).buffers(), *more):
@@ -154,7 +154,7 @@ def trained_names(model: nn.Module) -> set[str]:
     return {canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def check_criterion(criterion: Any) -> None:
+def check_criterion(criterion: object) -> None:
     """Refuse a criterion that is trained, of which an engine knows nothing.
 
     Raises:
@@ -185,7 +185,7 @@ def check_dtype(model: nn.Module) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, settings: Mapping[str, Any]) -> None:
+def check_optimizer(optimizer: object, settings: Mapping[str, object]) -> None:
     """Refuse an optimizer whose update depends on the shape of a parameter, of which ZeRO makes flat pieces.
 
     Args:

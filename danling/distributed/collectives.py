@@ -29,13 +29,13 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = value.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> object:
+    def backward(ctx: object, *grads: Tensor) -> object:
         return grads[0], None
 
 

@@ -34,7 +34,7 @@ class MeshForward(EvaluationForward):
     pipeline: Callable[[], Pipeline | None]
     """Returns what runs them, `None` without a pipeline."""
 
-    def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
+    def evaluate(self, data: object) -> tuple[Any, Tensor | None]:
         """Return the prediction of a batch, whole on every rank that has one, and its loss.
 
         Args:
@@ -52,7 +52,7 @@ class MeshForward(EvaluationForward):
             loss = self.loss(pred, peek_target(data))
         return whole_tensors(pred), loss
 
-    def infer(self, data: Any) -> Any:
+    def infer(self, data: object) -> Any:
         """Return the prediction of a batch, whole on every rank that has one, else `None`.
 
         Args:
@@ -61,7 +61,7 @@ class MeshForward(EvaluationForward):
         pipeline = self.pipeline()
         return whole_tensors(super().infer(data) if pipeline is None else self._through_stages(pipeline, data))
 
-    def _through_stages(self, pipeline: Pipeline, data: Any) -> Any:
+    def _through_stages(self, pipeline: Pipeline, data: object) -> Any:
         pipeline.open(unpack_batch(data)[0] if self.stages.has_first else None)
         with self.context() or nullcontext():
             return pipeline.evaluate()
@@ -79,7 +79,7 @@ class MeshForward(EvaluationForward):
         return gathered
 
 
-def whole_tensors(pred: Any) -> Any:
+def whole_tensors(pred: object) -> Any:
     """Return a prediction whose tensors are whole on this rank.
 
     Args:

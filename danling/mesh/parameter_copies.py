@@ -145,7 +145,7 @@ class ParameterCopies:
         return domain.all_reduce(total).sqrt()
 
 
-def _placements(tensor: Any) -> Any:
+def _placements(tensor: Any) -> object:
     return tensor.placements
 
 

@@ -161,7 +161,7 @@ class Pipeline:
 
     # One batch
 
-    def open(self, inputs: Any) -> Cut:
+    def open(self, inputs: object) -> Cut:
         """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline.
 
         Args:
@@ -200,7 +200,7 @@ class Pipeline:
     def _signature(self, args: tuple[Tensor, ...]) -> tuple[Any, int]:
         return tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
 
-    def chunks(self, values: Any) -> list[object]:
+    def chunks(self, values: object) -> list[object]:
         """Return a nested value of tensors, cut as the open batch is; repeated at the end where micro-batches weigh nothing.
 
         Args:
@@ -293,7 +293,7 @@ class Pipeline:
             stages[0] if single else stages, self._cut.number, loss_fn=self._call_loss, scale_grads=False
         )
 
-    def _build_stage(self, part: nn.Module, index: int, inputs: Any, outputs: object, train: bool) -> PipelineStage:
+    def _build_stage(self, part: nn.Module, index: int, inputs: object, outputs: object, train: bool) -> PipelineStage:
         def example(shapes: Any) -> tuple[Tensor, ...]:
             return tuple(
                 torch.empty((self._cut.size, *shape), dtype=dtype, device="meta", requires_grad=train and grad)
@@ -371,7 +371,7 @@ def _described(part: nn.Module) -> str:
     return f"{type(part).__name__} of {shown}" if names else type(part).__name__
 
 
-def _wrong_inputs(inputs: Any) -> str | None:
+def _wrong_inputs(inputs: object) -> str | None:
     """Return what is wrong with the input of a pipeline, `None` if nothing is."""
     args = _as_args(inputs)
     if args and all(isinstance(arg, Tensor) and arg.ndim for arg in args):
@@ -383,5 +383,5 @@ def _wrong_inputs(inputs: Any) -> str | None:
     )
 
 
-def _as_args(inputs: Any) -> tuple[Any, ...]:
+def _as_args(inputs: object) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

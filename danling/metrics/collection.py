@@ -38,7 +38,7 @@ class MetricSet:
 
     @classmethod
     def wrap(
-        cls, metrics: Any, *, domain: ReductionDomain | None = None, device: torch.device | None = None
+        cls, metrics: object, *, domain: ReductionDomain | None = None, device: torch.device | None = None
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name.
 
@@ -89,7 +89,7 @@ class MetricSet:
         for metric in self._objects.values():
             metric.reset()
 
-    def update(self, pred: Any, target: object, samples: float) -> None:
+    def update(self, pred: object, target: object, samples: float) -> None:
         """Take in one batch.
 
         Args:
@@ -142,7 +142,7 @@ def _check_kind(name: str, metric: Any) -> None:
 
 
 @contextmanager
-def _explained(name: str, target: Any) -> Iterator[None]:
+def _explained(name: str, target: object) -> Iterator[None]:
     """Say of what a metric raises where there is no target that this is why."""
     try:
         yield
@@ -156,7 +156,7 @@ def _explained(name: str, target: Any) -> Iterator[None]:
         ) from error
 
 
-def _is_truth(value: Any) -> bool:
+def _is_truth(value: object) -> bool:
     # `prediction == None` is False, and an array of it in NumPy.
     return isinstance(value, bool) or (not isinstance(value, Tensor) and str(getattr(value, "dtype", "")) == "bool")
 
@@ -168,7 +168,7 @@ def _name_of(metric: Any) -> str:
     return named if isinstance(named, str) else type(metric).__name__.lower()
 
 
-def _as_totals(name: str, value: Any, samples: float) -> tuple[Any, Any]:
+def _as_totals(name: str, value: object, samples: float) -> tuple[Any, Any]:
     if isinstance(value, tuple) and len(value) == 2:
         return value
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
@@ -191,11 +191,11 @@ def _as_totals(name: str, value: Any, samples: float) -> tuple[Any, Any]:
     )
 
 
-def _figures(name: str, value: Any) -> dict[str, float]:
+def _figures(name: str, value: object) -> dict[str, float]:
     return {".".join(part for part in path if part): figure for path, figure in _flat((name,), value)}
 
 
-def _flat(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+def _flat(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], float]]:
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         value = torch.as_tensor(value)
     if isinstance(value, Mapping):

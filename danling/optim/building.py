@@ -53,7 +53,7 @@ def _without_parameters(groups: list[Any], options: dict[str, Any], device: torc
     return optimizer
 
 
-def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None) -> Any:
+def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None) -> object:
     """Return the schedule of the section `scheduler`; one over the whole run is given its length.
 
     Args:

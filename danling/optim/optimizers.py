@@ -94,7 +94,7 @@ def _with_tuples(builder: Any, options: Mapping[str, object]) -> dict[str, objec
     }
 
 
-def _can_fuse(builder: Any, entries: list[Any], options: Mapping[str, object]) -> bool:
+def _can_fuse(builder: object, entries: list[Any], options: Mapping[str, object]) -> bool:
     if builder not in _FUSED or _IMPLEMENTATIONS & options.keys():
         return False
     if any(isinstance(entry, dict) and _IMPLEMENTATIONS & entry.keys() for entry in entries):

@@ -73,7 +73,7 @@ class ReplicaGroups:
         settings: ReplicaSettings,
         *,
         group: Domain,
-        state_dict: Callable[[], Any],
+        state_dict: Callable[[], object],
         load_state_dict: Callable[[Any], None],
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -178,7 +178,7 @@ class ReplicaGroups:
             ) from error
         return True
 
-    def _heal(self, state: Any) -> None:
+    def _heal(self, state: object) -> None:
         self._healing = True
         # The tensors lie in the bytes that were received, which must not be written to.
         self._load(tree_map_only(Tensor, torch.clone, state))

@@ -123,7 +123,7 @@ class Healing:
         return laid_out
 
 
-def packed(payload: Mapping[str, Any], buffers: Iterable[Tensor]) -> dict[str, object]:
+def packed(payload: Mapping[str, object], buffers: Iterable[Tensor]) -> dict[str, object]:
     """Return a state with the shards of this rank as plain tensors, without communication.
 
     Args:

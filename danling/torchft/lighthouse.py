@@ -52,7 +52,7 @@ class Membership:
         quorum_timeout: float,
         replica_id: str,
         min_replica_size: int,
-        state_dict: Callable[[], Any],
+        state_dict: Callable[[], object],
         load_state_dict: Callable[[Any], None],
         asked_to_stop: Callable[[], bool],
     ) -> None:

@@ -54,7 +54,7 @@ class ReplicaLoaderCheckpoints:
             step_mode=True,
         )
 
-    def save(self, states: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+    def save(self, states: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Save the loader states that belong to a global step.
 
         Args:

@@ -77,7 +77,7 @@ class BatchLoss:
         """Whether it is still to be found out which labels the loss of the model counts."""
         return self.shift.is_open and self._run.criterion is None
 
-    def weight(self, data: Any, target: Any) -> float | Tensor:
+    def weight(self, data: object, target: object) -> float | Tensor:
         """Return what the loss that the model computes is averaged over.
 
         Args:
@@ -87,7 +87,7 @@ class BatchLoss:
         model = self._run.unwrapped_model
         return model_weight(model, target, data, shifts=self.shift.shifts(model))
 
-    def of_model(self, pred: Any, target: Any, *, training: bool) -> Tensor:
+    def of_model(self, pred: object, target: object, *, training: bool) -> Tensor:
         """Return the loss that the model put into its prediction; the open micro-batch is weighed anew by what that tells.
 
         Args:
@@ -111,7 +111,7 @@ class BatchLoss:
                 window.reweigh(self._run.batch_weight(None, target))
         return found
 
-    def of_evaluated(self, pred: Any, target: Any) -> Tensor | None:
+    def of_evaluated(self, pred: object, target: object) -> Tensor | None:
         """Return the loss of an evaluated batch: that of training, `None` where there is none.
 
         A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
@@ -160,7 +160,7 @@ class BatchLoss:
         if self._run.criterion is None and self.shift.agree(gather(self.shift.answer)):
             self._complain()
 
-    def _observe(self, pred: Any, loss: Tensor, target: Any) -> bool:
+    def _observe(self, pred: object, loss: Tensor, target: object) -> bool:
         """Return whether another weight of the batch follows from the loss that the model gave it."""
         if not self._is_looked_at:
             self.shift.is_open = False

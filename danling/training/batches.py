@@ -19,7 +19,7 @@ def is_pair(data: Any) -> bool:
     return type(data) in (tuple, list) and len(data) == 2
 
 
-def unpack_batch(data: Any, model: object = None) -> tuple[Any, Any]:
+def unpack_batch(data: Any, model: object = None) -> tuple[object, object]:
     """Return `(input, target)` of a batch; the target is `None` for a bare input.
 
     Args:
@@ -49,7 +49,7 @@ def unpack_batch(data: Any, model: object = None) -> tuple[Any, Any]:
     return data, None
 
 
-def _forward_of(model: object) -> Any:
+def _forward_of(model: object) -> object:
     return getattr(type(model), "forward", None) if model is not None else None
 
 
@@ -103,7 +103,7 @@ def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
         ) from error
 
 
-def call_model(model: Any, inputs: object) -> Any:
+def call_model(model: Any, inputs: object) -> object:
     """Call `model`; a mapping is passed as keyword arguments."""
     if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
         return model(inputs)

@@ -179,5 +179,5 @@ _ABSENT = object()
 _numbers = itertools.count()
 
 
-def _call(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(forward: Any, *args: Any, **kwargs: Any) -> object:
     return forward(*args, **kwargs)

@@ -280,7 +280,7 @@ def written_by_forward(
     return [*model.buffers(), *others, *((averaged or {})[name] for name in names if name in (averaged or {}))]
 
 
-def checked_figures(hook: str, split: str, figures: Any) -> dict[str, float]:
+def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
     """Return what a hook gave for a split as floats: it goes into checkpoints and files, which hold nothing else.
 
     Args:
@@ -299,7 +299,7 @@ def checked_figures(hook: str, split: str, figures: Any) -> dict[str, float]:
     return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}
 
 
-def _as_pair(returned: Any) -> tuple[Any, Any]:
+def _as_pair(returned: object) -> tuple[Any, Any]:
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         return returned[0], returned[1]
     received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"{type(returned).__name__}"

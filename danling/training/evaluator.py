@@ -87,8 +87,8 @@ class EvaluationSources:
         *,
         check: Callable[[str], None],
         trained: Callable[[], Sequence[str]],
-        datasets: Callable[[], Mapping[str, Any]],
-        loaders: Callable[[], Mapping[str, Any]],
+        datasets: Callable[[], Mapping[str, object]],
+        loaders: Callable[[], Mapping[str, object]],
         source: Callable[[str], BatchSource],
         open: Callable[[str, Any], BatchSource],
         build: Callable[[str, Any], Any],
@@ -239,7 +239,7 @@ class Evaluator:
 
     # Called alone
 
-    def alone(self, mode: EvaluationMode, call: Callable[[Any], Any], data: Any) -> Any:
+    def alone(self, mode: EvaluationMode, call: Callable[[Any], Any], data: object) -> Any:
         """Run a step that nobody has prepared as in an evaluation: in its mode, without gradients, on the device.
 
         Args:
@@ -274,7 +274,7 @@ class Evaluator:
                 predictions = self._predict(batch)
             yield from predictions
 
-    def _predict(self, batch: Batch) -> list[Any]:
+    def _predict(self, batch: Batch) -> list[object]:
         data = self._hooks.to_device(batch.data)
         with torch.no_grad():
             pred = self._hooks.infer_step(data)

@@ -38,7 +38,7 @@ class EvaluationForward:
             pred = call_model(self.model(), inputs)
             return pred, self.loss(pred, target)
 
-    def infer(self, data: Any) -> Any:
+    def infer(self, data: object) -> Any:
         """Return the prediction of a batch; a target that comes with it is left aside.
 
         Args:
@@ -48,7 +48,7 @@ class EvaluationForward:
         with self.context() or nullcontext():
             return call_model(self.model(), inputs)
 
-    def counted(self, predictions: list[Any]) -> list[Any]:
+    def counted(self, predictions: list[Any]) -> list[object]:
         """Return what counts of the predictions of this rank for a batch, one for each sample.
 
         Args:

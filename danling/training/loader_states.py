@@ -34,7 +34,7 @@ class LoaderPositions:
         self._source, self._trained = source, trained
         self._domain, self._inexact = domain, inexact
 
-    def restore(self, states: Mapping[str, Mapping[str, Any] | None]) -> None:
+    def restore(self, states: Mapping[str, Mapping[str, object] | None]) -> None:
         """Restore the positions of this rank.
 
         Args:
@@ -80,7 +80,7 @@ def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) ->
 
 
 def states_of_all(
-    sources: Mapping[str, BatchSource], ranks: Iterable[tuple[int, Mapping[str, Any]]]
+    sources: Mapping[str, BatchSource], ranks: Iterable[tuple[int, Mapping[str, object]]]
 ) -> dict[str, dict[str, Any]]:
     """Return what is saved of the loaders of some splits.
 
@@ -92,7 +92,7 @@ def states_of_all(
     return {split: state_of(split, source, gathered) for split, source in sources.items()}
 
 
-def state_of(split: str, source: BatchSource, ranks: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+def state_of(split: str, source: BatchSource, ranks: Iterable[tuple[int, Mapping[str, object]]]) -> dict[str, object]:
     """Return what is saved of one loader: its position, or the states of all data replicas under `ranks`.
 
     Args:

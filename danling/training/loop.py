@@ -177,7 +177,7 @@ class TrainingLoop:
         metrics = self._results.open[split] = self._trained_metrics()
         return metrics
 
-    def train_epoch_alone(self, split: str, train_epoch: Callable[[], Any], splits: Sequence[str]) -> Any:
+    def train_epoch_alone(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
         """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass.
 
         Args:
@@ -196,7 +196,7 @@ class TrainingLoop:
                 self._finish_epoch(splits, "alone")
         return metrics
 
-    def _keep(self, split: str, metrics: Any) -> None:
+    def _keep(self, split: str, metrics: object) -> None:
         if self._is_interrupted():
             return  # half-way through the pass
         if metrics is None:

@@ -114,7 +114,7 @@ class MicroBatches:
             self._session.in_step = False
         hooks.state.train.micro_step += 1
 
-    def run_alone(self, step: Callable[[Any], Any], data: Any) -> Any:
+    def run_alone(self, step: Callable[[Any], Any], data: object) -> object:
         """Run a batch that no loop has read, and return what its step returned.
 
         Args:

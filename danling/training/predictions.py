@@ -39,7 +39,7 @@ def split_by_sample(pred: object, samples: int) -> list[object]:
     return list(pred)[:samples] if isinstance(pred, list) else [pred]
 
 
-def gather_predictions(batches: Sequence[Sequence[Any]], domain: ReductionDomain) -> list[Any]:
+def gather_predictions(batches: Sequence[Sequence[object]], domain: ReductionDomain) -> list[object]:
     """Return the predictions of all ranks in the order of the dataset, the same on all of them.
 
     Ranks take the batches of a split in turn, so the first batches of all ranks come before the second ones.

@@ -38,7 +38,7 @@ class ModelPreparation:
 
     # Wrapping
 
-    def wrap(self, model: nn.Module, options: Mapping[str, Any], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model in DistributedDataParallel when there are several ranks and something to train.
 
         Args:
@@ -69,7 +69,7 @@ class ModelPreparation:
         self.broadcasts_buffers = options.get("broadcast_buffers", True)
         return {**options, "broadcast_buffers": False}
 
-    def unwrap(self, model: Any) -> Any:
+    def unwrap(self, model: object) -> Any:
         """Return the user's module out of the model that training calls. May be called on one rank."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -82,7 +82,7 @@ class ModelPreparation:
         noted = self._trained_when_wrapped
         return self.world.size > 1 and noted is not None and _trained_count(model) != noted
 
-    def check_reduced(self, model: Any, *, trains: bool, reduced_by_user: bool) -> None:
+    def check_reduced(self, model: object, *, trains: bool, reduced_by_user: bool) -> None:
         """Refuse a model whose gradients nobody would reduce.
 
         Args:
@@ -149,7 +149,7 @@ class ModelPreparation:
         for parameter in model.parameters():
             self.world.broadcast(parameter.data)
 
-    def broadcast_buffers(self, model: Any, more: Sequence[Tensor] = ()) -> None:
+    def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
         """Give all ranks the buffers of the first one, which DistributedDataParallel does at the next training forward only.
 
         Args:
@@ -177,7 +177,7 @@ class ModelPreparation:
         """Whether a forward is a collective, so that all ranks must make equally many in an evaluation."""
         return False
 
-    def evaluating(self, model: Any) -> AbstractContextManager[None]:
+    def evaluating(self, model: object) -> AbstractContextManager[None]:
         """Return the context around an evaluation, entered before averaged weights come in and left after they are out.
 
         Args:

@@ -226,7 +226,7 @@ class DDPReduction(LocalReduction):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,

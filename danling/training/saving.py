@@ -50,7 +50,7 @@ class RunSaver:
         *,
         manager: Callable[[], Manager],
         position: Callable[[], Position],
-        state: Callable[[], Mapping[str, Any]],
+        state: Callable[[], Mapping[str, object]],
     ) -> None:
         self._manager = manager
         self._position = position
@@ -100,7 +100,7 @@ class RunSaver:
         with self.around():
             pass
 
-    def export(self, weights: Callable[[], Mapping[str, Any]]) -> None:
+    def export(self, weights: Callable[[], Mapping[str, object]]) -> None:
         """Write weights only. Called on all ranks.
 
         Args:

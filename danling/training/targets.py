@@ -35,7 +35,7 @@ def target_name(data: Mapping[str, object]) -> str | None:
     return next((name for name in TARGET_NAMES if name in data), None)
 
 
-def find_target(data: Mapping[str, object]) -> Any:
+def find_target(data: Mapping[str, object]) -> object:
     """Return the target in a batch, `None` where it has none of `TARGET_NAMES`."""
     name = target_name(data)
     return data[name] if name is not None else None
@@ -50,7 +50,7 @@ def shifts_labels(model: object) -> bool:
     return bool(told_to_shift(model))
 
 
-def told_to_shift(model: Any) -> bool | None:
+def told_to_shift(model: object) -> bool | None:
     """Return whether a model shifts the labels of the loss that it returns, `None` where neither attribute nor class tells.
 
     An attribute `shifts_labels` of the model decides. Else it is told by the name of the class, as transformers gives it: those

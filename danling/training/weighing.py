@@ -30,7 +30,9 @@ class BatchWeights:
         targetless: Whether the batches to train on come without a target; `None` before one was seen.
     """
 
-    def __init__(self, *, learns: bool = True, warns: bool = True, criterion: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, *, learns: bool = True, warns: bool = True, criterion: Callable[[], object] = lambda: None
+    ) -> None:
         self.targetless: bool | None = None
         self._criterion = criterion
         self._learns = learns
@@ -39,7 +41,7 @@ class BatchWeights:
     def weigh(
         self,
         batch: Batch,
-        data: Any,
+        data: object,
         weight: Callable[[Any, Any], float | Tensor],
         *,
         training: bool = False,
@@ -69,7 +71,7 @@ class BatchWeights:
         splits: Iterable[str],
         *,
         sources: Mapping[str, BatchSource],
-        datasets: Mapping[str, Any],
+        datasets: Mapping[str, object],
         settings: Callable[[str], Mapping[str, Any]],
         device: torch.device,
     ) -> None:

@@ -13,7 +13,7 @@ _OPENING = (yaml.events.MappingStartEvent, yaml.events.SequenceStartEvent)
 _CLOSING = (yaml.events.MappingEndEvent, yaml.events.SequenceEndEvent)
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> object:
     """Return what stands in YAML, read by the safe loader.
 
     Raises:

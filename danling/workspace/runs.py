@@ -255,7 +255,7 @@ def _parse_yaml(text: str) -> dict[str, Any]:
     return _mapping(parse_yaml(text) or {})
 
 
-def _parse_result(result: Any) -> dict[str, dict[str, float | None]]:
+def _parse_result(result: object) -> dict[str, dict[str, float | None]]:
     figures = {split: _mapping(values) for split, values in _mapping(result).items()}
     odd = [
         f"{split}/{name}" for split, of in figures.items() for name, v in of.items() if not (v is None or _is_number(v))
