@@ -10,8 +10,9 @@ from torch import Tensor
 
 from danling.training.outcome import NonFiniteError
 from danling.training.reduction import DDPReduction, NamedParameters
+from danling.utils.protocols import SteppedOptimizer
 
-_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+_NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
 class AccelerateReduction(DDPReduction):
@@ -28,7 +29,7 @@ class AccelerateReduction(DDPReduction):
 
     def __init__(
         self,
-        optimizer: object,
+        optimizer: SteppedOptimizer,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,
@@ -54,7 +55,7 @@ class AccelerateReduction(DDPReduction):
                 "no Accelerator of your own."
             )
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context in which gradients stay on this rank, but for the last micro-batch."""
         return _NO_CONTEXT if last or self.mean_over == 1 else self.accelerator.no_sync(self.model)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .identity import flatten
+
+if TYPE_CHECKING:
+    from .runner_config import RunnerConfig
 
 _SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")
 _GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")
@@ -53,7 +56,7 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
 
 
 def idle_settings(
-    config: Any,
+    config: RunnerConfig,
     *,
     evaluates: bool,
     step_mode: bool,
@@ -117,7 +120,7 @@ def idle_settings(
     return _sentences(checks)
 
 
-def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
+def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list[str]:
     """Return a sentence for every setting of the parallel stack that the degrees leave without effect.
 
     Args:
@@ -136,7 +139,7 @@ def idle_mesh_settings(config: Any, degrees: Mapping[str, int]) -> list[str]:
     )
 
 
-def _idle_group_checkpoints(config: Any, changed: list[str]) -> Iterable[tuple[bool, str, str]]:
+def _idle_group_checkpoints(config: RunnerConfig, changed: list[str]) -> Iterable[tuple[bool, str, str]]:
     section, prefix = config.checkpoint, "checkpoint."
     switch = f"{prefix}enable_ft_dataloader_checkpoints"
     for name, reads in (
@@ -148,7 +151,7 @@ def _idle_group_checkpoints(config: Any, changed: list[str]) -> Iterable[tuple[b
         yield prefix + name in changed and bool(missing), prefix + name, f"{missing} is not set"
 
 
-def _switched_off(config: Any, changed: list[str], name: str, switch: str) -> tuple[bool, str, str]:
+def _switched_off(config: RunnerConfig, changed: list[str], name: str, switch: str) -> tuple[bool, str, str]:
     others = [key for key in changed if key.startswith(f"{name}.") and key != f"{name}.{switch}"]
     return bool(others) and not config[name][switch], ", ".join(others), f"{name}.{switch} is not set"
 

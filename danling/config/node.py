@@ -47,7 +47,7 @@ class Section(Config):
 
     # Storage
 
-    def set(self, name: Any, value: Any, convert_mapping: bool | None = None) -> None:
+    def set(self, name: object, value: object, convert_mapping: bool | None = None) -> None:
         """Set a key; dots reach into nested sections, which are created.
 
         Args:
@@ -85,7 +85,7 @@ class Section(Config):
         except TypeError:
             return text  # `validate` names it
 
-    def _assign_nested(self, head: str, rest: str, value: Any) -> None:
+    def _assign_nested(self, head: str, rest: str, value: object) -> None:
         child = dict.get(self, head)
         if child is None:
             self._assign(head, {})
@@ -97,7 +97,7 @@ class Section(Config):
             )
         child[rest] = value
 
-    def _store(self, name: Any, value: Any) -> None:
+    def _store(self, name: object, value: object) -> None:
         dict.__setitem__(self, name, value)
         # Beside the item an instance attribute, so that reading costs no Python call.
         if isinstance(name, str) and name not in _INTERNAL and not hides_method(type(self), name):
@@ -116,7 +116,7 @@ class Section(Config):
 
     # Reading
 
-    def get(self, name: object, default: Any = None, fallback: bool | None = None) -> Any:
+    def get(self, name: object, default: object = None, fallback: bool | None = None) -> Any:
         """Return the value of a key, or `default`; nothing is created.
 
         Args:
@@ -146,7 +146,7 @@ class Section(Config):
             return node[rest]
         return self.__missing__(name)
 
-    def __missing__(self, name: Any, default: object = Null) -> Any:
+    def __missing__(self, name: object, default: object = Null) -> Any:
         if default is not Null:
             self._store(name, default)
             return default
@@ -167,7 +167,7 @@ class Section(Config):
         except KeyError as error:
             raise AttributeError(f"{type(self).__name__} has {error.args[0]}") from None
 
-    def setdefault(self, name: object, value: Any = None, convert_mapping: bool | None = None) -> Any:
+    def setdefault(self, name: object, value: object = None, convert_mapping: bool | None = None) -> Any:
         """Return the value of a key, which is set to `value` first where it is absent."""
         if name not in self:
             self.set(name, value)
@@ -191,7 +191,7 @@ class Section(Config):
                 self._merge_one(name, value, overwrite)
         return self
 
-    def _merge_one(self, name: object, value: Any, overwrite: bool) -> None:
+    def _merge_one(self, name: object, value: object, overwrite: bool) -> None:
         existing = Section.get(self, name, MISSING)
         if isinstance(existing, Section) and isinstance(value, Mapping):
             existing.merge(value, overwrite=overwrite)
@@ -317,13 +317,13 @@ class ClosedSection(Section):
         # So that type checkers, too, refuse to set a key that is not declared.
         def __setattr__(self, name: str, value: Never) -> None: ...
 
-    def _assign(self, name: Any, value: Any) -> None:
+    def _assign(self, name: object, value: object) -> None:
         field = fields_of(type(self)).get(name) if isinstance(name, str) else None
         if field is None:
             raise ValueError(self._unknown(name, f"={value!r}"))
         self._store(name, self._fit(field, value))
 
-    def _assign_nested(self, head: str, rest: str, value: Any) -> None:
+    def _assign_nested(self, head: str, rest: str, value: object) -> None:
         field = fields_of(type(self)).get(head)
         if field is None:
             raise ValueError(self._unknown(head, f".{rest}={value!r}"))

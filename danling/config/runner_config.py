@@ -203,7 +203,7 @@ class RunnerConfig(ClosedSection):
 
     # Keys: the library's are declared, the user's are any other
 
-    def _assign(self, name: Any, value: Any) -> None:
+    def _assign(self, name: Any, value: object) -> None:
         if name in ("deepspeed", "accelerate") and isinstance(value, (str, os.PathLike)):
             # How users of these libraries keep their configuration.
             value = read_settings(value)
@@ -218,7 +218,7 @@ class RunnerConfig(ClosedSection):
         self.__dict__["_own_keys"].set.add(name)
         Section._assign(self, name, value)
 
-    def _assign_nested(self, head: str, rest: str, value: Any) -> None:
+    def _assign_nested(self, head: str, rest: str, value: object) -> None:
         if head in fields_of(RunnerConfig):
             return super()._assign_nested(head, rest, value)
         self._refuse_slip(head, f".{rest}={value!r}")
@@ -240,7 +240,7 @@ class RunnerConfig(ClosedSection):
 
     # A program's own keys: who declares them, and whether anything reads them
 
-    def _store(self, name: Any, value: Any) -> None:
+    def _store(self, name: object, value: object) -> None:
         own = self.__dict__.get("_own_keys")
         if own is None or name in own.read or name in fields_of(type(self)):
             super()._store(name, value)
@@ -248,7 +248,7 @@ class RunnerConfig(ClosedSection):
             # No instance attribute until it is read for the first time: so that the reading is seen.
             dict.__setitem__(self, name, value)
 
-    def get(self, name: object, default: Any = None, fallback: bool | None = None) -> Any:
+    def get(self, name: object, default: object = None, fallback: bool | None = None) -> Any:
         """Return the value of a key, or `default`; nothing is created.
 
         Args:

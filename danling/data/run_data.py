@@ -62,7 +62,7 @@ class DataHooks(Protocol):
     @property
     def mode(self) -> str: ...
     @property
-    def datasets(self) -> Mapping[str, Any]: ...
+    def datasets(self) -> Mapping[str, object]: ...
     @property
     def dataloaders(self) -> Mapping[str, Any]: ...
     @property
@@ -75,7 +75,7 @@ class DataHooks(Protocol):
     def build_dataloaders(self) -> None:
         """Build a loader for every dataset that has none."""
 
-    def build_datasampler(self, split: str, dataset: Any) -> Any:
+    def build_datasampler(self, split: str, dataset: object) -> object:
         """Return a sampler or a batch sampler of the user's own, or `None`."""
 
 

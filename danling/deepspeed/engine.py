@@ -196,7 +196,7 @@ def discard_gradients(engine: Any) -> None:
         optimizer.all_grad_tensors[index] = None
 
 
-def gathered(engine: Any, *, modify: bool = False) -> AbstractContextManager[Any]:
+def gathered(engine: Any, *, modify: bool = False) -> AbstractContextManager[None]:
     """Return a context in which the weights are whole on every rank. Enter on all ranks.
 
     Args:
@@ -206,7 +206,7 @@ def gathered(engine: Any, *, modify: bool = False) -> AbstractContextManager[Any
     if not divides_weights(engine):
         return nullcontext()
     zero = import_module("deepspeed").zero
-    context: AbstractContextManager[Any] = zero.GatheredParameters(
+    context: AbstractContextManager[None] = zero.GatheredParameters(
         list(engine.module.parameters()), modifier_rank=0 if modify else None
     )
     return context

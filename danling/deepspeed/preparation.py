@@ -14,6 +14,7 @@ from danling.training.coverage import listed
 from danling.training.ema import EMA
 from danling.training.preparation import ModelPreparation
 from danling.utils.names import canonical_name
+from danling.utils.protocols import SteppedOptimizer
 
 from . import engine as engines
 from .engine_config import zero_stage
@@ -89,7 +90,7 @@ class EnginePreparation(ModelPreparation):
             )
         return False
 
-    def optimized_parameters(self, optimizer: object) -> list[nn.Parameter]:
+    def optimized_parameters(self, optimizer: SteppedOptimizer) -> list[nn.Parameter]:
         """Return what the engine updates; ZeRO's optimizer has flat pieces of it. May be called on one rank."""
         if self.engine is None:
             return super().optimized_parameters(optimizer)

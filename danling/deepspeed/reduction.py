@@ -13,7 +13,7 @@ from danling.training.coverage import GradientWatch
 from danling.training.gradients import scale_gradients
 from danling.training.outcome import NonFiniteError
 from danling.training.reduction import LocalReduction, NamedParameters
-from danling.utils.protocols import ReductionDomain
+from danling.utils.protocols import ReductionDomain, SteppedOptimizer
 
 from . import engine as engines
 
@@ -40,7 +40,7 @@ class EngineReduction(LocalReduction):
 
     def __init__(
         self,
-        optimizer: object,
+        optimizer: SteppedOptimizer,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,

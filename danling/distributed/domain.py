@@ -60,7 +60,7 @@ class Domain:
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
-    def gather_objects(self, value: object) -> list[Any]:
+    def gather_objects(self, value: T) -> list[T]:
         """Return the values of all members in rank order, on all of them. Call on all members."""
         if self.size == 1:
             return [value]
@@ -68,7 +68,7 @@ class Domain:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def broadcast_object(self, value: object, source: int = 0) -> Any:
+    def broadcast_object(self, value: T, source: int = 0) -> T:
         """Return the value of the member `source` on all members. Call on all members."""
         if self.size == 1:
             return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from danling.training.gradients import scale_gradients
 from danling.training.reduction import LocalReduction, NamedParameters
+from danling.utils.protocols import SteppedOptimizer
 
 from .fsdp import set_gradient_sync
 from .parameter_copies import ParameterCopies
@@ -38,7 +38,7 @@ class MeshReduction(LocalReduction):
 
     def __init__(
         self,
-        optimizer: object,
+        optimizer: SteppedOptimizer,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,
@@ -63,7 +63,7 @@ class MeshReduction(LocalReduction):
             self._copies = parameters, trained, ParameterCopies(self.topology, own.values())
         return self._copies[2]
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Tell FSDP2 whether to reduce the gradients of this micro-batch, and return the context of its loss."""
         if self.gradient_sync is not None:
             set_gradient_sync(self.model, self.gradient_sync, last=last)

@@ -159,7 +159,7 @@ def _reduced(reduction: Any, values: Sequence[Any]) -> object:
     return joined if reduction is None else reduction(joined)
 
 
-def _compute_merged(metric: object, domain: ReductionDomain, seen: bool) -> object:
+def _compute_merged(metric: Any, domain: ReductionDomain, seen: bool) -> object:
     mine = metric
     if seen and hasattr(metric, "to"):
         # A tensor that was pickled on one accelerator would come back there on every rank.

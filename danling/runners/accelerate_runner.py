@@ -40,7 +40,7 @@ class AccelerateRunner(TorchRunner):
     accelerator: Any = None
     """The accelerator of this process; forgotten by Accelerate in `close`."""
 
-    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+    def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config`, into which the precision that Accelerate was told is written.
 
         Args:

@@ -719,7 +719,7 @@ class TorchParts:
         }
         return runs[verb](call, *args, **kwargs)
 
-    def _train_step_alone(self, call: Callable[[Any], Any], data: Any) -> Any:
+    def _train_step_alone(self, call: Callable[[Any], Any], data: object) -> Any:
         runner = self.runner
         self.readiness.check_optimizer_given()
         if not runner._session.running:

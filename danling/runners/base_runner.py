@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from danling.checkpoints import CheckpointSettings, read_config
+from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
 from danling.checkpoints.reading import obeyed, stored_seed
@@ -401,11 +401,11 @@ class BaseRunner(metaclass=MetaRunner):
         """Apply a committed update."""
         raise _unimplemented(self, "optimizer_step")
 
-    def train_context(self) -> AbstractContextManager[Any]:
+    def train_context(self) -> AbstractContextManager[object]:
         """Return the context of the forward and backward of a micro-batch."""
         raise _unimplemented(self, "train_context")
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Return the context of a forward."""
         raise _unimplemented(self, "forward_context")
 
@@ -469,19 +469,19 @@ class BaseRunner(metaclass=MetaRunner):
         """Load only the model of a checkpoint."""
         raise _unimplemented(self, "load_pretrained")
 
-    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load model weights by name."""
         raise _unimplemented(self, "load_model")
 
-    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_ema(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Restore the averaged weights."""
         raise _unimplemented(self, "load_ema")
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer."""
         raise _unimplemented(self, "load_optimizer")
 
-    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+    def load_scheduler(self, state: Mapping[str, object]) -> None:
         """Restore the scheduler."""
         raise _unimplemented(self, "load_scheduler")
 
@@ -817,7 +817,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     # Saving
 
-    def manager_class(self) -> Any:
+    def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return the class of the checkpoint manager."""
         asked = self.config.checkpoint.backend
         return backend_named("file" if asked == "auto" else asked).manager()
@@ -894,7 +894,7 @@ class BaseRunner(metaclass=MetaRunner):
             StatePart.by_index(self, "results"),
         ]
 
-    def _load_attempts(self, stored: Mapping[str, Any]) -> None:
+    def _load_attempts(self, stored: Mapping[str, object]) -> None:
         self.state.load_elastic(stored)
         self._data.plan.hold_at_most(self.state.elastic.micro_batch_size)
 
@@ -1011,7 +1011,7 @@ class BaseRunner(metaclass=MetaRunner):
             )
             self.saver.note_loaded()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, counters, and the random streams last.
 
         Args:
@@ -1033,7 +1033,7 @@ class BaseRunner(metaclass=MetaRunner):
             streams, step = payload["state"].get("rng", {}), self.state.train.global_step
             self._streams.resume(streams, step=step, speaks=self.is_main_process)
 
-    def load_components(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
+    def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore what `component_states` returned; a stack of your own overrides both.
 
         Args:

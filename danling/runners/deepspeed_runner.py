@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from danling.checkpoints import DeepSpeedCheckpointManager
+from danling.checkpoints import CheckpointManager, DeepSpeedCheckpointManager
 from danling.config import RunnerConfig
 from danling.deepspeed import engine as engines
 from danling.deepspeed.engine_config import EngineFacts, clip_norm, engine_config, uses_bf16_weights, zero_stage
@@ -53,7 +53,7 @@ class DeepSpeedRunner(TorchRunner):
     deepspeed: Any = None
     _max_norm: float | None = None
 
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         super().__init__(config)
         if self.deepspeed is None:
             raise ValueError(
@@ -176,7 +176,7 @@ class DeepSpeedRunner(TorchRunner):
 
     model_states: EngineModelStates
 
-    def manager_class(self) -> Any:
+    def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return what builds the checkpoint manager: tags of the engine under the library's names. Called on all ranks."""
         return partial(DeepSpeedCheckpointManager, engine=EngineFiles(self.engine, self.preparation.stage))
 

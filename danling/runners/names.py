@@ -246,16 +246,16 @@ def explain_property(runner: object, error: AttributeError) -> AttributeError | 
 _MISSING = object()
 
 
-def _fits(name: str, value: object, original: Any) -> bool:
+def _fits(name: str, value: object, original: object) -> bool:
     return name in _REPLACEABLE and isinstance(value, type(original))
 
 
-def _is_cached(value: object, original: Any) -> bool:
+def _is_cached(value: object, original: object) -> bool:
     """Whether a value is what the library's own cached property has put there."""
     return isinstance(original, functools.cached_property) and type(value).__module__.startswith("danling.")
 
 
-def _overrides(value: object, original: Any, *, private: bool = False) -> bool:
+def _overrides(value: object, original: object, *, private: bool = False) -> bool:
     """Whether a value may stand where the library has one: a method for a method, plain data for plain data."""
     if private or original is _MISSING:
         return False

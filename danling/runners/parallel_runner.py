@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from danling.checkpoints import FileCheckpointManager, TorchDistributedCheckpointManager
+from danling.checkpoints import CheckpointManager, FileCheckpointManager, TorchDistributedCheckpointManager
 from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
@@ -363,7 +363,7 @@ class ParallelRunner(TorchRunner):
         keep_kinds_apart(optimizer)
         return optimizer
 
-    def manager_class(self) -> Any:
+    def manager_class(self) -> Callable[..., CheckpointManager]:
         """Return the class of the checkpoint manager: DCP, or files where every rank holds the whole model. Called on all ranks.
 
         Raises:
@@ -439,7 +439,7 @@ class ParallelRunner(TorchRunner):
             gradient_sync=self.config.fsdp.gradient_sync if self.pipeline is None else None,
         )
 
-    def _loss_context(self) -> AbstractContextManager[Any]:
+    def _loss_context(self) -> AbstractContextManager[object]:
         return loss_context(self.topology)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:

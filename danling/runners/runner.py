@@ -42,14 +42,14 @@ class Runner(_Base):
     _unjoined: ClassVar[Any] = None
     """The user's class, before it was joined with that of a stack."""
 
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         # Here the configuration is known for certain, and nothing of a stack has been set up yet.
         own_class = self._unjoined or type(self)
         self.__class__ = join_stack(own_class, _stack_of(config, self.config_class))  # type: ignore[assignment]
         super().__init__(config)
 
 
-def _stack_of(config: RunnerConfig | Mapping[str, Any] | None, kind: type[RunnerConfig]) -> str:
+def _stack_of(config: RunnerConfig | Mapping[str, object] | None, kind: type[RunnerConfig]) -> str:
     if isinstance(config, RunnerConfig):
         return config.stack_name()
     with warnings.catch_warnings():

@@ -87,7 +87,7 @@ class TorchRunner(BaseRunner):
     preparation: ModelPreparation
     _parts: TorchParts
 
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         super().__init__(config)
         self.model_states: ModelStates = self.build_model_states()
         parts = self._parts = TorchParts(self)
@@ -254,7 +254,7 @@ class TorchRunner(BaseRunner):
         settings = self.config.get("scheduler", None) or {}
         return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs)
 
-    def forward_context(self) -> Any:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Return the context of a forward: autocast of `config.precision`. Called on all ranks."""
         return self.precision.autocast()
 
@@ -590,7 +590,7 @@ class TorchRunner(BaseRunner):
             unreduced=self._parts.unreduced,
         )
 
-    def train_context(self) -> Any:
+    def train_context(self) -> AbstractContextManager[object]:
         """Return the context of the forward and backward of one micro-batch; gradients are reduced on the last one only."""
         return self.reduction.context(last=self.window.reduces)
 
@@ -882,7 +882,7 @@ class TorchRunner(BaseRunner):
             StatePart.stateful("scaler", lambda: self.precision.scaler),
         ]
 
-    def _load_counters(self, stored: Mapping[str, Any]) -> None:
+    def _load_counters(self, stored: Mapping[str, object]) -> None:
         self.state.load_train(stored)
         self.window.agreed_reference = self.state.train.weight_reference
 
@@ -926,7 +926,7 @@ class TorchRunner(BaseRunner):
         payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint, template=template)
         return payload
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, counters, and the random streams last. Called on all ranks.
 
         Args:
@@ -937,7 +937,7 @@ class TorchRunner(BaseRunner):
         """
         super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
-    def load_components(self, payload: Mapping[str, Any], excluded: set[str]) -> None:
+    def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore model, criterion, averages, optimizer and scheduler, in this order. Called on all ranks.
 
         Args:
@@ -955,7 +955,7 @@ class TorchRunner(BaseRunner):
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
 
-    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load model weights by canonical name into the bare model. Called on all ranks.
 
         Args:
@@ -967,7 +967,7 @@ class TorchRunner(BaseRunner):
         """
         self.model_states.load_model(state, partial=partial)
 
-    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_ema(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Restore the averaged weights. Called on all ranks.
 
         Args:
@@ -979,7 +979,7 @@ class TorchRunner(BaseRunner):
         """
         self.model_states.load_ema(state, partial=partial)
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer's state by parameter name. Called on all ranks.
 
         Args:
@@ -987,7 +987,7 @@ class TorchRunner(BaseRunner):
         """
         self.model_states.load_optimizer(state)
 
-    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+    def load_scheduler(self, state: Mapping[str, object]) -> None:
         """Restore the scheduler. Called on all ranks.
 
         Args:

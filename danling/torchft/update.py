@@ -182,7 +182,7 @@ class ReplicatedReduction:
         """See `GradientReduction.begin`."""
         self.inner.begin(first=first)
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[object]:
         """See `GradientReduction.context`."""
         return self.inner.context(last=last)
 

@@ -32,10 +32,10 @@ class LossHooks(Protocol):
     def window(self) -> Window:
         """The window of micro-batches."""
 
-    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+    def compute_loss(self, pred: object, target: object) -> Tensor:
         """Return the loss of a prediction."""
 
-    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+    def batch_weight(self, data: object, target: object) -> float | Tensor:
         """Return what the loss of a batch is averaged over."""
 
 

@@ -23,16 +23,16 @@ class Components(Protocol):
     def optimizer_state_dict(self) -> dict[str, object]:
         """Return the optimizer's state by parameter name."""
 
-    def load_model(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights; `partial` allows names to be missing."""
 
-    def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    def load_ema(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Restore averaged weights; `partial` allows names to be missing."""
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer."""
 
-    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+    def load_scheduler(self, state: Mapping[str, object]) -> None:
         """Restore the scheduler."""
 
 

@@ -28,19 +28,19 @@ EvaluationMode = Literal["evaluate", "infer"]
 class EvaluationHooks(Protocol):
     """What an evaluation asks of a run. It is looked up anew each time, since a user may override it."""
 
-    def evaluate_step(self, data: Any) -> Any:
+    def evaluate_step(self, data: object) -> object:
         """Return the prediction of a batch and its loss."""
 
-    def infer_step(self, data: Any) -> Any:
+    def infer_step(self, data: object) -> object:
         """Return the prediction of a batch."""
 
     def summarize(self, split: str, totals: Meters) -> Mapping[str, float]:
         """Return the figures of an evaluation."""
 
-    def to_device(self, data: Any) -> Any:
+    def to_device(self, data: object) -> object:
         """Return the data of a batch on the device."""
 
-    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+    def batch_weight(self, data: object, target: object) -> float | Tensor:
         """Return what the mean-reduced loss of a batch is averaged over."""
 
 
@@ -239,7 +239,7 @@ class Evaluator:
 
     # Called alone
 
-    def alone(self, mode: EvaluationMode, call: Callable[[Any], Any], data: object) -> Any:
+    def alone(self, mode: EvaluationMode, call: Callable[[Any], object], data: object) -> object:
         """Run a step that nobody has prepared as in an evaluation: in its mode, without gradients, on the device.
 
         Args:

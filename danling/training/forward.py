@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .batches import call_model, is_pair, unpack_batch
 
-ForwardContext = Callable[[], "AbstractContextManager[Any] | None"]
+ForwardContext = Callable[[], "AbstractContextManager[object] | None"]
 
 
 @dataclass(kw_only=True, eq=False)

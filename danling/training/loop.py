@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from danling.data import BatchSource
 from danling.reporting import Reporter
@@ -52,13 +52,13 @@ class LoopHooks(Protocol):
     @property
     def state(self) -> Progress: ...
 
-    def train_epoch(self, split: str) -> Any:
+    def train_epoch(self, split: str) -> object:
         """Train a pass over a split and return its metrics."""
 
-    def evaluate_epoch(self, split: str) -> Any:
+    def evaluate_epoch(self, split: str) -> object:
         """Evaluate a split."""
 
-    def evaluate_steps(self, split: str) -> Any:
+    def evaluate_steps(self, split: str) -> object:
         """Evaluate the first batches of a split."""
 
     def source(self, split: str) -> BatchSource:

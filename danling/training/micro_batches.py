@@ -44,16 +44,16 @@ class MicroBatchHooks(Protocol):
     def reduction(self) -> GradientReduction:
         """Is told where an update begins."""
 
-    def train_step(self, data: Any) -> object:
+    def train_step(self, data: object) -> object:
         """Run forward and backward of a batch on the device."""
 
-    def to_device(self, data: Any) -> Any:
+    def to_device(self, data: object) -> object:
         """Return the data of a batch on the device."""
 
-    def batch_weight(self, data: Any, target: Any) -> float | Tensor:
+    def batch_weight(self, data: object, target: object) -> float | Tensor:
         """Return what the mean-reduced loss of a batch is averaged over."""
 
-    def count_tokens(self, data: Any) -> float:
+    def count_tokens(self, data: object) -> float:
         """Return the tokens of a batch that was not moved yet."""
 
 
@@ -86,7 +86,7 @@ class MicroBatches:
         self._reporter = reporter
         self._session = session
 
-    def run(self, batch: Batch, step: Callable[[Any], Any] | None = None) -> None:
+    def run(self, batch: Batch, step: Callable[[object], object] | None = None) -> None:
         """Run forward and backward of a micro-batch of the open window.
 
         Args:
@@ -121,7 +121,7 @@ class MicroBatches:
             step: The step.
             data: The batch.
         """
-        returned: list[Any] = []
+        returned: list[object] = []
         self.run(Batch(data, None, None), lambda moved: returned.append(step(moved)))
         return returned[0]
 

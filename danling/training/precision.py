@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -40,7 +39,7 @@ class Precision:
             raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
         self.device = device
         self.dtype = _DTYPES.get(key) if key is not None else None
-        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.dtype is not None:
             self.autocast = partial(torch.autocast, device.type, dtype=self.dtype)
         self.scaler = torch.amp.GradScaler(device.type) if self.dtype is torch.float16 else None

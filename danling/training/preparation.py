@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.distributed import Domain
+from danling.utils.protocols import SteppedOptimizer
 
 from .ema import EMA
 
@@ -126,7 +127,7 @@ class ModelPreparation:
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         return "SyncBatchNorm" if synced and self.world.size > 1 else None
 
-    def optimized_parameters(self, optimizer: Any) -> list[nn.Parameter]:
+    def optimized_parameters(self, optimizer: SteppedOptimizer) -> list[nn.Parameter]:
         """Return what the optimizer updates of the model that the user made, and besides. May be called on one rank."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.distributed import StepTotals
-from danling.utils.protocols import ReductionDomain
+from danling.utils.protocols import ReductionDomain, SteppedOptimizer
 
 from .gradients import (
     average_gradients,
@@ -27,7 +27,7 @@ from .window import Window
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the names, free of wrapper prefixes, and parameters of model and criterion."""
 
-_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+_NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
 class GradientReduction(Protocol):
@@ -50,7 +50,7 @@ class GradientReduction(Protocol):
     def begin(self, *, first: bool) -> None:
         """Do what has to be done before the first forward of an update; `first` is the first update of the run in this process."""
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context of forward and backward of a micro-batch; `last` is the one on which gradients are reduced."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -109,7 +109,7 @@ class LocalReduction:
     """
 
     def __init__(
-        self, optimizer: Any, named_parameters: NamedParameters, scaler: torch.amp.GradScaler | None = None
+        self, optimizer: SteppedOptimizer, named_parameters: NamedParameters, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         self.optimizer = optimizer
         self.named_parameters = named_parameters
@@ -144,7 +144,7 @@ class LocalReduction:
     def begin(self, *, first: bool) -> None:
         """Nothing has to be done."""
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return an empty context."""
         return _NO_CONTEXT
 
@@ -226,7 +226,7 @@ class DDPReduction(LocalReduction):
 
     def __init__(
         self,
-        optimizer: object,
+        optimizer: SteppedOptimizer,
         named_parameters: NamedParameters,
         scaler: torch.amp.GradScaler | None = None,
         *,
@@ -240,7 +240,7 @@ class DDPReduction(LocalReduction):
         self.mean_over = domain.size
         self.unreduced = unreduced
 
-    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context in which gradients stay on this rank, but for the last micro-batch."""
         return _NO_CONTEXT if last else self.model.no_sync()
 

@@ -60,7 +60,7 @@ class RestoredRun(Protocol):
     def load_pretrained(self, checkpoint: str | Path) -> None:
         """Load the model only."""
 
-    def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
+    def config_differences(self, payload: Mapping[str, object]) -> list[str]:
         """Return how the configuration of a checkpoint differs in what changes the result."""
 
 

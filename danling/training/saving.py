@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Position(Protocol):
@@ -18,11 +18,11 @@ class Manager(Protocol):
     """What writes a full state; see `danling.checkpoints.CheckpointManager`."""
 
     def save_checkpoint(
-        self, payload: Mapping[str, Any], *, epoch: int, global_step: int, history: bool, best: bool
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int, history: bool, best: bool
     ) -> None:
         """Save a full state."""
 
-    def export_model(self, payload: Mapping[str, Any], *, epoch: int, global_step: int) -> None:
+    def export_model(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Write weights."""
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from danling.distributed import StepSync, StepTotals
 from danling.metrics import Meters
+from danling.utils.protocols import SteppedOptimizer, SteppedSchedule
 
 from .decision import UpdateDecision
 from .ema import EMA
@@ -58,9 +59,9 @@ class UpdateHooks(Protocol):
     @property
     def reduction(self) -> GradientReduction: ...
     @property
-    def optimizer(self) -> Any: ...
+    def optimizer(self) -> SteppedOptimizer: ...
     @property
-    def scheduler(self) -> Any: ...
+    def scheduler(self) -> SteppedSchedule | None: ...
     @property
     def ema(self) -> EMA | None: ...
     @property
