@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 
-def own_share(items: Sequence[WriteItem], state: Mapping[str, Any]) -> list[WriteItem]:
+def own_share(items: Sequence[WriteItem], state: Mapping[str, object]) -> list[WriteItem]:
     """Return what this rank writes of the parts that it and its replicas hold.
 
     Along the axes of a mesh that do not divide a tensor, ranks hold equal parts of it and plan the same. Every one of them gives the

@@ -42,7 +42,7 @@ _NEVER = frozenset(
 )
 
 
-def may_look_at_streams(roots: Mapping[str, Any]) -> bool:
+def may_look_at_streams(roots: Mapping[str, object]) -> bool:
     """Return whether reading may look at a random stream, or make a generator, as far as its code tells.
 
     The methods of what the roots hold are followed from those that Python calls (`__getitem__`, `__call__`) and `forward` by the names
@@ -74,7 +74,7 @@ something else by then.
 """
 
 
-def _kind_of(value: Any) -> Any:
+def _kind_of(value: object) -> Any:
     """Return what the code of an object stands in: its class; a function's own; a class, a module or a routine of C itself."""
     if isinstance(value, types.FunctionType):
         return value.__code__
@@ -97,13 +97,13 @@ class _Reached:
         """Modules that something holds; whoever holds one may call what it names of it."""
         self._unknown = False
 
-    def walk(self, roots: Mapping[str, Any]) -> None:
+    def walk(self, roots: Mapping[str, object]) -> None:
         """Take note of what a walk from the roots meets."""
         held = held_objects(roots)
         self._unknown |= held is None
         self.take(held or ())
 
-    def take(self, held: Iterable[Any]) -> None:
+    def take(self, held: Iterable[object]) -> None:
         """Take note of what is held: functions may be called, and the methods of objects by their names."""
         for value in held:
             if isinstance(value, types.ModuleType):
@@ -115,7 +115,7 @@ class _Reached:
                 self.call(value)
                 self.hold(type(value))
 
-    def call(self, value: Any) -> None:
+    def call(self, value: object) -> None:
         """Take note of something that may be called."""
         function = _function_of(value)
         self._unknown |= _is_suspect(value) or _is_suspect(function)
@@ -140,7 +140,7 @@ class _Reached:
             for name, value in () if foreign else list(vars(base).items()):
                 self._hold_method(name, value)
 
-    def _hold_method(self, name: str, value: Any) -> None:
+    def _hold_method(self, name: str, value: object) -> None:
         function = _function_of(value)
         if function is None:
             self._meet(value, self._names)
@@ -170,7 +170,7 @@ class _Reached:
                     continue
         return self._unknown
 
-    def _follow(self, variables: Mapping[str, Any], names: frozenset[str]) -> None:
+    def _follow(self, variables: Mapping[str, object], names: frozenset[str]) -> None:
         for name in names - self._names:
             for method in self._methods.pop(name, ()):
                 self.call(method)
@@ -205,7 +205,7 @@ class _Reached:
             else:
                 self._meet(found, names)
 
-    def _meet(self, value: Any, names: AbstractSet[str]) -> None:
+    def _meet(self, value: object, names: AbstractSet[str]) -> None:
         if isinstance(value, types.ModuleType):
             self._meet_in_module(value, names)
         elif isinstance(value, type):
@@ -215,7 +215,7 @@ class _Reached:
             if not isinstance(value, types.FunctionType):
                 self._meet_object(value)
 
-    def _meet_object(self, value: Any) -> None:
+    def _meet_object(self, value: object) -> None:
         if id(value) not in self._objects and not isinstance(value, (type, types.ModuleType)):
             self.walk({"met": value})
             self._objects[id(value)] = value
@@ -225,7 +225,7 @@ def _is_foreign(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] in _FOREIGN and module != "__main__"
 
 
-def _is_suspect(value: Any) -> bool:
+def _is_suspect(value: object) -> bool:
     """Whether a value is a suspect of another package, under whatever name it was imported or is held."""
     value = value.__func__ if isinstance(value, (staticmethod, classmethod, types.MethodType)) else value
     if not (inspect.isroutine(value) or isinstance(value, type)):
@@ -241,7 +241,7 @@ def _find_module(name: str, package: str | None) -> types.ModuleType | None:
     return next((module for module in found if module is not None), None)
 
 
-def _function_of(value: Any) -> types.FunctionType | None:
+def _function_of(value: object) -> types.FunctionType | None:
     """Return the function of Python's that a method, a property or a decorated function ends in, `None` for none."""
     for _ in range(8):
         if isinstance(value, types.FunctionType):
@@ -259,7 +259,7 @@ def _function_of(value: Any) -> types.FunctionType | None:
     return None
 
 
-def _wrapped(value: Any) -> Any:
+def _wrapped(value: object) -> Any:
     """Return what `functools.lru_cache` and `cached_property` wrap, without asking an object for attributes it makes up."""
     held = getattr(type(value), "__module__", None)
     if held != "functools":

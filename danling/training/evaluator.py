@@ -239,7 +239,7 @@ class Evaluator:
 
     # Called alone
 
-    def alone(self, mode: EvaluationMode, call: Callable[[Any], object], data: object) -> object:
+    def alone(self, mode: EvaluationMode, call: Callable[[object], object], data: object) -> object:
         """Run a step that nobody has prepared as in an evaluation: in its mode, without gradients, on the device.
 
         Args:
