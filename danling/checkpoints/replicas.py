@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
