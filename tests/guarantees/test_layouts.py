@@ -5,6 +5,7 @@ The data has targets that are ignored, unequally over samples; every update accu
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,8 @@ import torch
 from support.layouts import run_layout
 from support.processes import run_processes
 from torch import Tensor
+
+from danling.mesh.axes import axes_with
 
 TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-5
@@ -103,7 +106,7 @@ def _run(root: Path, layout: dict[str, Any], *, samples: int = 40, **settings: A
     alone = {key: value for key, value in settings.items() if key != "dataloader"}
     one = _one_process(repr({**alone, **layout.get("one", {})}), repr(model), samples)
     world = 2 if -1 in axes.values() else torch.tensor(list(axes.values())).prod().item()
-    replicas = (2 if axes.get("shard") == -1 else axes.get("shard", 1)) * axes.get("replicate", 1)
+    replicas = math.prod(2 if axes.get(axis) == -1 else axes.get(axis, 1) for axis in axes_with(reads_data=True))
     config = _config(
         str(root),
         stack="parallel",
