@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from danling.distributed import LaunchEnvironment
 
-from .settings import AccelerateSettings
+from .settings import AccelerateSettings, check_arguments
 
 _users = 0
 """How many runners of this process use Accelerate's shared state; the last one resets it."""
@@ -46,7 +46,8 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
         more: Further arguments of `Accelerator`.
 
     Raises:
-        ValueError: If the program has an accelerator already, or Accelerate takes this process for another one than it is.
+        ValueError: If the program has an accelerator already, an argument is the library's to decide, or Accelerate takes this process
+            for another one than it is.
     """
     global _users
     accelerate = import_accelerate()
@@ -55,6 +56,7 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
             "Expected the runner to make the Accelerator of this process, whose state all of them share. Received: one that was made "
             "before. Use runner.accelerator instead of it."
         )
+    check_arguments(more)
     with _own_place(launch):
         accelerator = accelerate.Accelerator(
             cpu=settings.cpu or torch.accelerator.current_accelerator(check_available=True) is None,

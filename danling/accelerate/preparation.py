@@ -86,7 +86,15 @@ class AcceleratePreparation(ModelPreparation):
 
         Args:
             optimizer: The runner's.
+
+        Raises:
+            ValueError: If nothing was bound, so that the model is not wrapped either.
         """
+        if not self._is_bound:
+            raise ValueError(
+                "Expected `bind_optimizer` to let Accelerate prepare model and optimizer. Received: neither prepared. Call "
+                "super().bind_optimizer() in it."
+            )
         if self._stepped is None or optimizer is not self._optimizer:
             self._optimizer, self._stepped = optimizer, self._prepared(optimizer)[0]
         return self._stepped

@@ -63,6 +63,13 @@ _DISTRIBUTED_TYPES = {
     "XLA": "Set stack='ddp' on another device: the collectives of an update go through torch.distributed, of which XLA has none here.",
     "TPU": "Set stack='ddp' on another device: the collectives of an update go through torch.distributed, of which XLA has none here.",
 }
+_HANDLERS = {
+    "AutocastKwargs": "Set precision, or override `forward_context`.",
+    "GradScalerKwargs": "Set precision='fp16', whose scaler is runner.precision.scaler.",
+    "InitProcessGroupKwargs": "Set backend, init_method or comm.init_timeout_seconds.",
+    "ProfileKwargs": "Set profiling.enabled.",
+}
+"""Handlers of what Accelerate is not asked for here, which it would take and never use."""
 _NEUTRAL = ("", "no", "none", "false", "0", "1", "{}", "[]")
 """What a setting of the library's may be under Accelerate's name: nothing that it would do."""
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -130,6 +137,33 @@ def read_settings(
         cpu=any(map(_asks, (section.get("cpu"), section.get("use_cpu"), environment.get("ACCELERATE_USE_CPU")))),
         num_processes=None if processes in (None, -1) else int(str(processes)),
     )
+
+
+def check_arguments(arguments: Mapping[str, object]) -> None:
+    """Refuse further arguments of `Accelerator` that the library decides, or that would have no effect.
+
+    Args:
+        arguments: What `accelerate_kwargs` returned.
+
+    Raises:
+        ValueError: If there are some.
+    """
+    for name, value in arguments.items():
+        if name in ("cpu", "mixed_precision"):
+            raise ValueError(
+                f"Expected accelerate.{name} in the configuration. Received: {name}={value!r} from accelerate_kwargs. Set it there."
+            )
+        if name in _OF_THE_LIBRARY and name != "kwargs_handlers":
+            raise ValueError(
+                f"Expected the library to decide this. Received: {name} from accelerate_kwargs. {_OF_THE_LIBRARY[name]}"
+            )
+    handlers = arguments.get("kwargs_handlers")
+    for handler in handlers if isinstance(handlers, (list, tuple)) else ():
+        kind = type(handler).__name__
+        if kind in _HANDLERS:
+            raise ValueError(
+                f"Expected handlers of what Accelerate does here. Received: {kind} from accelerate_kwargs. {_HANDLERS[kind]}"
+            )
 
 
 def _check_known(section: Mapping[str, object]) -> None:

@@ -539,7 +539,7 @@ class TorchParts:
         self.report.begin(
             name=runner.config.experiment,
             peak_flops=runner.peak_flops(),
-            countable=runner.stack == "ddp" and not runner.config.compile.enable,
+            countable=runner.stack in ("ddp", "accelerate") and not runner.config.compile.enable,
             seconds_between_lines=runner.config.log_seconds,
             profiler=runner.build_profiler(),
             description=self.description,

@@ -47,6 +47,8 @@ def test_until_it_is_bound_the_model_is_as_it_is(accelerator: Any) -> None:
     model = nn.Linear(2, 2)
     assert preparation.wrap(model, {}) is model
     assert accelerator._models == []
+    with pytest.raises(ValueError, match=r"Call super\(\).bind_optimizer\(\) in it"):
+        preparation.stepped(torch.optim.SGD(model.parameters(), lr=1.0))
     preparation.bind(None)
     assert preparation.wrap(model, {}) is model
     assert accelerator._models == [model]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from danling.accelerate.settings import AccelerateSettings, check_launch, read_settings
+from danling.accelerate.settings import AccelerateSettings, check_arguments, check_launch, read_settings
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 WRITTEN = {
     # As `accelerate config` writes it for one machine with two processes.
@@ -92,6 +92,28 @@ def test_precisions_that_contradict_each_other(said: str) -> None:
         read({}, {"ACCELERATE_MIXED_PRECISION": said}, precision="bf16")
     with pytest.raises(ValueError, match=f"accelerate.mixed_precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'"):
         read({"mixed_precision": "bf16"}, {"ACCELERATE_MIXED_PRECISION": said})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mend"),
+    [
+        ({"gradient_accumulation_steps": 2}, "Set accum_steps"),
+        ({"fsdp_plugin": object()}, "parallel.axes.shard"),
+        ({"deepspeed_plugin": object()}, "stack='deepspeed'"),
+        ({"cpu": True}, "accelerate.cpu in the configuration"),
+        ({"mixed_precision": "bf16"}, "accelerate.mixed_precision in the configuration"),
+        ({"kwargs_handlers": [accelerate.utils.GradScalerKwargs()]}, "GradScalerKwargs .* Set precision='fp16'"),
+        ({"kwargs_handlers": [accelerate.utils.InitProcessGroupKwargs()]}, "Set backend"),
+    ],
+)
+def test_arguments_that_are_not_accelerates_to_take(arguments: dict[str, Any], mend: str) -> None:
+    with pytest.raises(ValueError, match=mend):
+        check_arguments(arguments)
+
+
+def test_arguments_that_are() -> None:
+    check_arguments({})
+    check_arguments({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]})
 
 
 def test_another_number_of_processes_than_the_file_says() -> None:
