@@ -136,7 +136,7 @@ def measure_starts(kinds: list[str], *, small: bool, backend: str) -> dict[str, 
         with tempfile.TemporaryDirectory() as place:
             for which in STARTS:
                 folder = "elsewhere" if which == "portable" else "code"
-                words = [kind, f"{place}/{folder}", f"{place}/portable", str(int(which == "portable"))]
+                words = [kind, f"{place}/{folder}", f"{place}/portable.bin", str(int(which == "portable"))]
                 command = [
                     sys.executable,
                     __file__,
