@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("checkpoint", help="a checkpoint, or a directory with a latest one")
     parser.add_argument("output", type=Path, help="file or directory to write")
+    parser.add_argument(
+        "--format",
+        choices=("hf",),
+        help="hf: a directory that from_pretrained of transformers reads, with the configuration of the model",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating tensors")
     parser.add_argument(
         "--ema",
@@ -68,6 +73,11 @@ def run(options: argparse.Namespace) -> int:
             f"Expected a directory as the output with --max-shard-size. Received: {str(options.output)!r}, which is one file. "
             "Leave its ending out, or the option."
         )
+    if options.format == "hf" and options.output.suffix:
+        raise ValueError(
+            f"Expected a directory as the output with --format hf. Received: {str(options.output)!r}, which is one file. "
+            "Leave its ending out."
+        )
     _check_place(options.output, options.checkpoint)
     model, ema, step = read_weights(options.checkpoint, options.ema, trust=options.trust)
     import torch
@@ -75,6 +85,11 @@ def run(options: argparse.Namespace) -> int:
     from danling.checkpoints.exchange import export_weights
 
     dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
+    described = {}
+    if options.format == "hf":
+        from danling.checkpoints.pretrained import DESCRIPTION, read_description, write_description
+
+        described = read_description(_run_of(options.checkpoint) / "metadata" / DESCRIPTION, model, dtype)
     written = export_weights(
         options.output,
         model,
@@ -83,6 +98,9 @@ def run(options: argparse.Namespace) -> int:
         max_shard_bytes=options.max_shard_size,
         metadata={} if step is None else {"step": str(step)},
     )
+    if described:
+        write_description(described, options.output)
+        written += [options.output / name for name in described]
     sizes = {str(path): path.stat().st_size for path in written}
     if options.json:
         print_json({"files": sizes, "tensors": len(model), "step": step})
@@ -90,6 +108,12 @@ def run(options: argparse.Namespace) -> int:
         for name, size in sizes.items():
             print(f"{name}: {as_bytes(size)}")
     return OK
+
+
+def _run_of(checkpoint: str) -> Path:
+    """Return the directory of the run that a checkpoint lies in."""
+    path = Path(os.path.realpath(locate(checkpoint)[1]))
+    return next((parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent)
 
 
 def _check_place(output: Path, checkpoint: str) -> None:

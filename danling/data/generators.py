@@ -383,6 +383,9 @@ def _held_by_object(path: str, value: object) -> Iterator[Place]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         yield from (Place(f"{path}.{name}" if path else name, held, name) for name in list(held))
+    if isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
+        # A model that a collator asks for its inputs draws from torch's own stream; its methods name what makes and loads its weights.
+        return
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] in ("builtins", "torch", "typing", "abc", "collections"):
             continue

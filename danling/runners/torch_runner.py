@@ -15,6 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.checkpoints import exclude, read_model
+from danling.checkpoints.pretrained import (
+    DESCRIPTION,
+    check_pretrained,
+    describe_model,
+    save_pretrained,
+    write_description,
+)
 from danling.config import RunnerConfig
 from danling.data import move_to_device
 from danling.distributed import StepTotals
@@ -122,6 +129,8 @@ class TorchRunner(BaseRunner):
         """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
         super().__post_init__()
         self.preparation.note_constructed(self.model)
+        if self.is_main_process:
+            write_description(describe_model(self.unwrapped_model), self.workspace.metadata_dir / DESCRIPTION)
         self._parts.readiness.check_schedule(evaluates=bool(self.evaluate_splits))
         if self.is_main_process:
             warn_of(self.idle_settings)
@@ -228,6 +237,29 @@ class TorchRunner(BaseRunner):
                 weights are divided, and differs from rank to rank where they are not.
         """
         return self.preparation.whole_weights(self.unwrapped_model, modify=modify)
+
+    def save_pretrained(self, directory: str | Path, *, averaged: bool = False, **options: Any) -> None:
+        """Write the model as `from_pretrained` of transformers or peft reads it: the main process calls its `save_pretrained`.
+
+        Of a model with adapters, these and what is trained beside them are written. Call on all ranks.
+
+        Args:
+            directory: Where to.
+            averaged: Write the averaged weights instead of the trained ones.
+            options: Further arguments of the model's own `save_pretrained`, such as `max_shard_size`.
+
+        Raises:
+            TypeError: If the model has no `save_pretrained`.
+            ValueError: If averaged weights are asked for and there are none.
+        """
+        model = check_pretrained(self.unwrapped_model)
+        if averaged and self.ema is None:
+            raise ValueError("Expected averaged weights. Received: ema.enabled=False. Leave averaged=True out.")
+        weights = self.preparation.averaged(self.ema) if averaged else nullcontext()
+        with weights, self.whole_weights():
+            if self.is_main_process:
+                save_pretrained(model, directory, **options)
+        self.world.barrier()
 
     def broadcast_buffers(self) -> None:
         """Give the ranks that share a part of the model the buffers of the first of them. Call on all ranks.
@@ -674,9 +706,9 @@ class TorchRunner(BaseRunner):
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
         """Return what the mean-reduced loss of a batch is averaged over; override it where the criterion is your own.
 
-        The default counts the targets that the criterion does not ignore, see `danling.training.criterion_weight`; where the model
-        computes the loss itself, the labels that it counts, see `danling.training.model_weight`; else samples. Called on every rank
-        for every batch, before its forward.
+        The default counts the targets that the criterion does not ignore, see `danling.training.criterion_weight`; without a criterion,
+        the labels that the loss of the model counts, see `danling.training.model_weight`, which a `compute_loss` of your own is taken
+        to count too; else samples. Called on every rank for every batch, before its forward.
 
         Args:
             data: The batch, on the device.
@@ -685,7 +717,7 @@ class TorchRunner(BaseRunner):
         Returns:
             A float, or a 0-dim tensor on the device that need not be waited for.
         """
-        if self.criterion is None and not self._parts.loss.own_loss:
+        if self.criterion is None:
             return self._parts.loss.weight(data, target)
         return criterion_weight(self.criterion, target, data)
 

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target, shifts_labels
 
+_ALIGNED = "shift_labels"
+"""Labels that a model of transformers is handed shifted already."""
+
 
 def is_pair(data: Any) -> bool:
     """Whether a batch is a plain `(input, target)`: by far the most are, and the checks of abstract types are slow."""
@@ -180,7 +183,7 @@ def model_weight(model: object, target: object, data: object, *, shifts: bool | 
 
     Integer labels other than -100 count, as in `torch.nn.functional.cross_entropy`; of a model that shifts its labels, those of
     `labels[:, 1:]`; see `danling.training.shifts_labels`. Of labels in floating point all elements count, and without labels the
-    samples.
+    samples. Where the batch has `shift_labels`, which models of transformers take in the place of `labels`, these count as they are.
 
     Args:
         model: The model, out of the wrapper of its stack.
@@ -191,6 +194,9 @@ def model_weight(model: object, target: object, data: object, *, shifts: bool | 
     Returns:
         A float, or a 0-dim tensor on the device of the labels that has not been waited for.
     """
+    aligned = data.get(_ALIGNED) if isinstance(data, Mapping) else None
+    if isinstance(aligned, Tensor):
+        return _count(aligned, IGNORED_LABEL)
     if not isinstance(target, Tensor):
         return float(count_samples(data))
     if target.is_floating_point():

@@ -1,0 +1,302 @@
+"""transformers: its batches, collators and models train, evaluate and infer without an override, as one large batch would."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch import Tensor, nn
+
+import danling as dl
+from danling.cli.main import main
+
+pytest.importorskip("transformers")
+
+from support.language_models import SIZE, collator_of, model_of, rows_of, tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForLanguageModeling
+from transformers.trainer_pt_utils import LabelSmoother
+
+KINDS = ["causal", "masked", "classes", "seq2seq"]
+
+
+class HFRunner(dl.Runner):
+    """Nothing is overridden but what looks at the gradient."""
+
+    def __init__(self, config: dict[str, Any], kind: str, model: Any = None) -> None:
+        super().__init__(config)
+        self.model = model_of(kind).double() if model is None else model
+        self.datasets = {"train": rows_of(kind, 20), "val": rows_of(kind, 7, seed=3)}
+        self.config.dataloader.collate_fn = collator_of(kind, self.model)
+        self.gradients: dict[str, Tensor] = {}
+
+    def optimizer_step(self) -> None:
+        named = self.unwrapped_model.named_parameters()
+        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        super().optimizer_step()
+
+
+def settings(root: Path | str, micro_batch: int = 4, accum_steps: int = 1, **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {"steps": 1, "seed": 0, "workspace_root": str(root), "log": False}
+    config |= {"accum_steps": accum_steps, "optim": {"type": "sgd", "lr": 0.1}}
+    return {**config, "dataloader": {"batch_size": micro_batch, "shuffle": False, "drop_last": False}, **more}
+
+
+def updated(root: str, kind: str, micro_batch: int, accum_steps: int) -> dict[str, Any]:
+    with HFRunner(settings(root, micro_batch, accum_steps), kind) as runner:
+        runner.train()
+        val = runner.evaluate("val")["val"]["loss"]
+        return {"gradients": runner.gradients, "loss": runner.results[1]["train"]["loss"], "val": val}
+
+
+def updated_of_all(root: str, micro_batch: int, accum_steps: int) -> dict[str, Any]:
+    return {kind: updated(f"{root}/{kind}", kind, micro_batch, accum_steps) for kind in KINDS}
+
+
+def by_hand(kind: str) -> dict[str, Any]:
+    """One batch of all samples, a loop of one step."""
+    model = model_of(kind).double()
+    collate = collator_of(kind, model)
+    loss = model(**collate(rows_of(kind, 20))).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.eval()
+    with torch.no_grad():
+        val = float(model(**collate(rows_of(kind, 7, seed=3))).loss)
+    return {"gradients": gradients, "loss": float(loss.detach()), "val": val}
+
+
+def assert_same_update(made: dict[str, Any], expected: dict[str, Any]) -> None:
+    """transformers computes losses in float32, so a rounding of 1e-7 is its own."""
+    assert made["gradients"].keys() == expected["gradients"].keys()
+    scale = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(made["gradients"][name], gradient, rtol=1e-6, atol=1e-6 * scale, msg=name)
+    assert made["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert made["val"] == pytest.approx(expected["val"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_of_micro_batches_is_that_of_one_large_batch(kind: str, tmp_path: Path) -> None:
+    expected = by_hand(kind)
+    for micro_batch, accum_steps in ((20, 1), (3, 7)):
+        assert_same_update(updated(str(tmp_path), kind, micro_batch, accum_steps), expected)
+
+
+@pytest.mark.slow
+def test_an_update_of_two_ranks_is_that_of_one_large_batch(tmp_path: Path) -> None:
+    expected = {kind: by_hand(kind) for kind in KINDS}
+    for rank in run_processes(updated_of_all, str(tmp_path), 2, 5, world_size=2, timeout=120):
+        for kind in KINDS:
+            assert_same_update(rank[kind], expected[kind])
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """A metric is handed the logits, not the output."""
+    return (logits.argmax(-1) == labels).double().mean()
+
+
+def test_metrics_a_criterion_and_predictions_are_handed_logits(tmp_path: Path) -> None:
+    with HFRunner(settings(tmp_path, 3, 7), "classes") as plain:
+        plain.train()
+
+    class Own(HFRunner):
+        def __init__(self, config: dict[str, Any], kind: str) -> None:
+            super().__init__(config, kind)
+            self.criterion = nn.CrossEntropyLoss()
+            self.metrics = {"acc": hits}
+
+    with Own(settings(tmp_path, 3, 7), "classes") as runner:
+        runner.train()
+        for name, gradient in plain.gradients.items():
+            torch.testing.assert_close(runner.gradients[name], gradient, rtol=1e-12, atol=1e-14)
+        figures, predicted = runner.evaluate("val")["val"], runner.infer("val")
+        rows = rows_of("classes", 7, seed=3)
+        right = sum(int(p["logits"].argmax()) == row["label"] for p, row in zip(predicted, rows))
+        assert figures["acc"] == pytest.approx(right / 7)
+
+
+def test_what_a_model_keeps_for_generation_is_no_prediction(tmp_path: Path) -> None:
+    """Two layers keep what looks like an entry for each of two samples."""
+    with HFRunner(settings(tmp_path, 2), "causal") as runner:
+        predicted = runner.infer("val")
+        assert [sorted(p) for p in predicted] == [["logits"]] * 7
+        model, collate = runner.unwrapped_model.eval(), collator_of("causal")
+        alone = model(**collate(rows_of("causal", 7, seed=3)[2:4])).logits
+        torch.testing.assert_close(predicted[2]["logits"], alone[0].detach())
+
+
+class Smoothed(HFRunner):
+    """The loss of `TrainingArguments(label_smoothing_factor=0.1)`."""
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        loss: Tensor = LabelSmoother(epsilon=0.1)(pred, target, shift_labels=True)
+        return loss
+
+
+def test_smoothed_labels_of_a_causal_model_weigh_what_they_are_averaged_over(tmp_path: Path) -> None:
+    model, collate = model_of("causal").double(), collator_of("causal")
+    batch = collate(rows_of("causal", 20))
+    LabelSmoother(epsilon=0.1)(model(**batch), batch["labels"], shift_labels=True).backward()
+    with Smoothed(settings(tmp_path, 3, 7), "causal") as runner:
+        runner.train()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(runner.gradients[name], parameter.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_labels_that_are_shifted_already_weigh_as_they_are(tmp_path: Path) -> None:
+    """As sequence parallelism and packing hand them over: transformers takes `shift_labels` in the place of `labels`."""
+
+    def collate(rows: list[dict[str, Any]]) -> Any:
+        batch = collator_of("causal")(rows)
+        batch["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+        batch["shift_labels"][0, ::2] = -100
+        return batch
+
+    class Shifted(HFRunner):
+        def __init__(self, config: dict[str, Any], kind: str) -> None:
+            super().__init__(config, kind)
+            self.config.dataloader.collate_fn = collate
+
+    model = model_of("causal").double()
+    rows = rows_of("causal", 20)
+    batches = [collate(rows[begin : begin + 3]) for begin in range(0, 20, 3)]
+    counts = [int((batch["shift_labels"] != -100).sum()) for batch in batches]
+    for batch, count in zip(batches, counts):
+        (model(**batch).loss * count / sum(counts)).backward()
+    with Shifted(settings(tmp_path, 3, 7), "causal") as runner:
+        runner.train()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(runner.gradients[name], parameter.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+    expected = by_hand("llama")
+    model = model_of("llama").double()
+    model.gradient_checkpointing_enable()
+    with HFRunner(settings(tmp_path, 3, 7), "llama", model) as runner:
+        runner.train()
+        assert runner.unwrapped_model.is_gradient_checkpointing
+        for name, gradient in expected["gradients"].items():
+            torch.testing.assert_close(runner.gradients[name], gradient, rtol=1e-6, atol=1e-6)
+
+
+class Masking(dl.Runner):
+    """Masks are drawn where batches are made, from the stream of the process or from a generator of the collator's own."""
+
+    def __init__(self, config: dict[str, Any], own_seed: int | None) -> None:
+        super().__init__(config)
+        self.model = model_of("masked", hidden_dropout_prob=0.1)
+        self.datasets = {"train": [{"input_ids": row["input_ids"]} for row in rows_of("causal", 24)]}
+        collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4, seed=own_seed)
+        self.config.dataloader.collate_fn = collate
+        self.seen: list[Tensor] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.seen.append(data["labels"].flatten())
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("own_seed", [None, 5])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_masks_are_those_of_the_uninterrupted_run(own_seed: int | None, workers: int, tmp_path: Path) -> None:
+    loader = {"batch_size": 3, "num_workers": workers}
+    common: dict[str, Any] = {"seed": 1, "log": False, "optim": {"type": "adamw", "lr": 1e-2}, "dataloader": loader}
+    with Masking({**common, "steps": 12, "dir": str(tmp_path / "whole")}, own_seed) as whole:
+        whole.train()
+    with Masking({**common, "steps": 5, "dir": str(tmp_path / "parts")}, own_seed) as first:
+        first.train()
+    with Masking({**common, "steps": 12, "dir": str(tmp_path / "parts"), "auto_resume": True}, own_seed) as second:
+        second.train()
+        assert all(map(torch.equal, [*first.seen, *second.seen], whole.seen)) and len(whole.seen) == 12
+        assert len({tuple(seen.tolist()) for seen in whole.seen}) == 12
+        for name, weight in whole.unwrapped_model.state_dict().items():
+            assert torch.equal(second.unwrapped_model.state_dict()[name], weight), name
+
+
+def trained(tmp_path: Path, kind: str, model: Any = None, **more: Any) -> HFRunner:
+    runner = HFRunner(settings(tmp_path, dir=str(tmp_path / "run"), **more), kind, model)
+    runner.train()
+    return runner
+
+
+def assert_loads_as(auto: Any, directory: Path, model: Any, **options: Any) -> Any:
+    loaded, report = auto.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight) and loaded.state_dict()[name].dtype == weight.dtype, name
+    return loaded
+
+
+@pytest.mark.parametrize("road", ["save_pretrained", "export"])
+@pytest.mark.parametrize(("kind", "auto"), [("causal", AutoModelForCausalLM), ("seq2seq", AutoModelForSeq2SeqLM)])
+def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str, tmp_path: Path) -> None:
+    """Tied weights, resized embeddings and the precision come back."""
+    model = model_of(kind).to(torch.bfloat16)
+    model.resize_token_embeddings(SIZE + 3)
+    with trained(tmp_path, kind, model) as runner:
+        out = tmp_path / "out"
+        if road == "save_pretrained":
+            runner.save_pretrained(out)
+        else:
+            runner.checkpoint_manager.wait()
+            assert main(["export", str(tmp_path / "run"), str(out), "--format", "hf"]) == 0
+        loaded = assert_loads_as(auto, out, runner.unwrapped_model)
+        assert type(loaded) is type(model) and loaded.config.vocab_size == SIZE + 3
+        assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+        assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
+
+
+def test_averaged_weights_and_another_precision_are_exported(tmp_path: Path) -> None:
+    with trained(tmp_path, "llama", ema={"enabled": True, "decay": 0.5}) as runner:
+        runner.checkpoint_manager.wait()
+        runner.save_pretrained(tmp_path / "averaged", averaged=True)
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--ema"]) == 0
+        with runner.ema.applied():
+            assert_loads_as(AutoModelForCausalLM, tmp_path / "averaged", runner.unwrapped_model)
+            assert_loads_as(AutoModelForCausalLM, tmp_path / "out", runner.unwrapped_model)
+        options = ["--format", "hf", "--dtype", "bf16"]
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "bf16"), *options]) == 0
+        assert_loads_as(AutoModelForCausalLM, tmp_path / "bf16", runner.unwrapped_model.to(torch.bfloat16))
+
+
+def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Plain(dl.Runner):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
+            self.datasets = {"train": [(torch.ones(2), torch.ones(1))] * 4}
+
+    with Plain(settings(tmp_path, dir=str(tmp_path / "run"))) as runner:
+        runner.train()
+        with pytest.raises(TypeError, match=r"with `save_pretrained`.*Received: Linear"):
+            runner.save_pretrained(tmp_path / "out")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 2
+    assert "Expected a run of a model of transformers" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pth"), "--format", "hf"]) == 2
+    assert "Expected a directory" in capsys.readouterr().err
+
+
+def saved_by_shards(root: str) -> None:
+    more = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}, "dir": f"{root}/run"}
+    with HFRunner(settings(root, 2, 5, **more), "causal", model_of("causal")) as runner:
+        runner.train()
+        runner.save_pretrained(f"{root}/out")
+        runner.checkpoint_manager.wait()
+
+
+@pytest.mark.slow
+def test_a_divided_model_is_written_whole(tmp_path: Path) -> None:
+    run_processes(saved_by_shards, str(tmp_path), world_size=2, timeout=120)
+    with trained(tmp_path / "alone", "causal", model_of("causal"), accum_steps=5) as runner:
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported"), "--format", "hf"]) == 0
+        assert_loads_as(AutoModelForCausalLM, tmp_path / "exported", saved)
+        assert Counter(map(type, [saved])) == {type(runner.unwrapped_model): 1}
+        for name, weight in runner.unwrapped_model.state_dict().items():
+            torch.testing.assert_close(saved.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
