@@ -206,7 +206,7 @@ def differences(
     return lines
 
 
-def compile_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def compile_differences(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return how two whole configurations differ in what is compiled, one line a key; empty where neither compiles anything.
 
     Compiled code rounds, and draws random numbers, otherwise than what it was compiled of. The folder that it comes from is no
@@ -223,7 +223,7 @@ def compile_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> li
     return [f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}" for key in keys]
 
 
-def _compiled(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _compiled(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return what decides on compiled code, by dotted key."""
     whole = str(settings.get("stack")).lower() == "graph"
     flat = {name: value for name, value in flatten(settings).items() if name.startswith("compile.")}

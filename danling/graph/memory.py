@@ -84,7 +84,7 @@ class MemoryPolicy:
 
 
 def _then(following: Callable[..., GraphModule] | None) -> Callable[..., GraphModule]:
-    def passes(graph: GraphModule, inputs: Any) -> GraphModule:
+    def passes(graph: GraphModule, inputs: object) -> GraphModule:
         graph = keep_random_operations(graph, inputs)
         return graph if following is None else following(graph, inputs)
 

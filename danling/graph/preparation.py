@@ -27,13 +27,13 @@ class GraphPreparation(ModelPreparation):
         self._whole_loss = whole_loss
         self._function: WholeLoss | None = None
 
-    def wrap(self, model: nn.Module, options: Mapping[str, Any], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model, or the function that trains it in DistributedDataParallel when there are several ranks."""
         self._function = self._whole_loss(model)
         wrapped = super().wrap(self._function, options, reduces_later=reduces_later)
         return model if wrapped is self._function else wrapped
 
-    def unwrap(self, model: Any) -> Any:
+    def unwrap(self, model: object) -> Any:
         """Return the user's module out of the model that training calls. May be called on one rank."""
         bare = super().unwrap(model)
         return bare.model if isinstance(bare, WholeLoss) else bare

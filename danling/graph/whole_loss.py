@@ -31,7 +31,7 @@ class WholeLoss(nn.Module):
         self._loss = loss
         self._compiled = compilation.function(_forward_and_loss)
 
-    def forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor | None]:
+    def forward(self, inputs: object, target: object) -> tuple[Any, Tensor | None]:
         """Return the prediction, and its loss unless that is found outside.
 
         Args:
@@ -42,6 +42,6 @@ class WholeLoss(nn.Module):
         return found
 
 
-def _forward_and_loss(model: Any, loss: Any, inputs: Any, target: Any) -> Any:
+def _forward_and_loss(model: object, loss: Any, inputs: object, target: Any) -> Any:
     pred = call_model(model, inputs)
     return pred, None if loss is None else loss(pred, target)

@@ -155,7 +155,7 @@ class BaseRunner(metaclass=MetaRunner):
     device: torch.device
     _parts: TorchParts | None = None
 
-    def __init__(self, config: RunnerConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         self._closers = Closers()
         self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
@@ -216,7 +216,7 @@ class BaseRunner(metaclass=MetaRunner):
         # Building a model may be what hangs.
         self._begin_heartbeat()
 
-    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+    def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner.
 
         Args:

@@ -45,7 +45,7 @@ class GraphRunner(TorchRunner):
     compilation: GraphCompilation | None = None
     preparation: GraphPreparation
 
-    def adopt_config(self, config: RunnerConfig | Mapping[str, Any] | None) -> RunnerConfig:
+    def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config`, in which compilation is switched on.
 
         Args:

@@ -38,7 +38,7 @@ class Compilation:
         options: Mapping[str, Any] | None = None,
         *,
         optimize_ddp: str | bool | None = None,
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.options = dict(options or {})
         self.optimize_ddp = optimize_ddp
@@ -59,7 +59,7 @@ class Compilation:
         settings: Mapping[str, Any],
         *,
         distributed: bool,
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Compilation:
         """Return what the section `compile` of a configuration asks for.
 
