@@ -711,13 +711,11 @@ class TorchParts:
             *args: What it was called with.
             **kwargs: The same by name.
         """
-        runs: dict[str, Callable[..., Any]] = {
-            "train_epoch": self._train_epoch_alone,
-            "train_step": self._train_step_alone,
-            "evaluate_step": partial(self.evaluator.alone, "evaluate"),
-            "infer_step": partial(self.evaluator.alone, "infer"),
-        }
-        return runs[verb](call, *args, **kwargs)
+        if verb == "train_epoch":
+            return self._train_epoch_alone(call, *args, **kwargs)
+        if verb == "train_step":
+            return self._train_step_alone(call, *args, **kwargs)
+        return self.evaluator.alone("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
 
     def _train_step_alone(self, call: Callable[[Any], Any], data: object) -> Any:
         runner = self.runner

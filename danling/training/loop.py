@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from danling.data import BatchSource
@@ -41,6 +41,7 @@ class LoopHooks(Protocol):
         epochs: Number of epochs after which training ends, `None` in step mode.
         steps: Number of updates after which training ends, `None` when it is not known.
         state: Where the run stands.
+        results: What was recorded by epoch or update.
     """
 
     @property
@@ -51,6 +52,8 @@ class LoopHooks(Protocol):
     def steps(self) -> int | None: ...
     @property
     def state(self) -> Progress: ...
+    @property
+    def results(self) -> Mapping[int, object]: ...
 
     def train_epoch(self, split: str) -> object:
         """Train a pass over a split and return its metrics."""
@@ -249,7 +252,7 @@ class TrainingLoop:
             if self.boundaries.evaluation_due(step, final=final):
                 self._results.open[split] = self._trained_metrics()
                 self._validate(evaluated)
-            elif self.boundaries.checkpoint_due(step) or self._results.is_recorded(step):
+            elif self.boundaries.checkpoint_due(step) or step in self._run.results:
                 self._save_if_due(step, final=False)
         return final
 

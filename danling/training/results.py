@@ -235,10 +235,6 @@ class RunResults:
         self._write()
         self._report(result)
 
-    def is_recorded(self, index: int) -> bool:
-        """Whether an epoch or update was recorded."""
-        return index in self._run.results
-
     def has_best_at(self, index: int) -> bool:
         """Whether an epoch or update was recorded and has the best score so far."""
         return index in self._run.results and self.facts.is_best_at(index)

@@ -1,0 +1,93 @@
+"""The data of a run without a runner."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+
+from danling.data.run_data import RunData
+from danling.distributed import LocalDomain, Placement
+
+
+class Settings(dict[str, Any]):
+    """A configuration of plain values."""
+
+    accum_steps = 3
+
+
+class Run:
+    """What a run is asked for its data."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = Settings({"dataloader": {"batch_size": 2}, "accum_steps": 3, **settings})
+        self.state = SimpleNamespace(train=SimpleNamespace(epoch=0))
+        self.placement = Placement.alike(LocalDomain())
+        self.world_size, self.device, self.seed, self.mode = 1, torch.device("cpu"), 1, "train"
+        points = TensorDataset(torch.arange(8.0))
+        self.datasets: dict[str, Any] = {"train": points, "val": points}
+        self.dataloaders: dict[str, Any] = {}
+        self.train_splits, self.evaluate_splits, self.accum_steps = ["train"], ["val"], 5
+        self.sampler: Any = None
+        self.data = RunData(self)
+
+    def build_datasampler(self, split: str, dataset: Any) -> Any:
+        return self.sampler
+
+    def build_dataloaders(self) -> None:
+        for split, dataset in self.datasets.items():
+            self.dataloaders.setdefault(split, self.data.build_loader(split, dataset))
+
+
+def test_loaders_are_built_opened_and_scored_by_the_first_evaluated_split() -> None:
+    run = Run()
+    run.build_dataloaders()
+    assert run.data.open_all() == "val" and list(run.data.sources) == ["train", "val"]
+    assert [len(batch.data[0]) for batch in run.data.of("train").batches()] == [2, 2, 2, 2]
+    run.data.agree_lengths(run.placement.optimizer)
+    assert run.data.splits.lengths == {"train": 2}  # four batches in updates of three
+    run.evaluate_splits = []
+    assert run.data.open_all() is None
+
+
+def test_micro_batches_of_an_update_are_those_of_the_setting_unless_a_program_says_its_own() -> None:
+    run = Run()
+    assert run.data.undivided() == 3
+    run.config.accum_steps = 4  # type: ignore[misc]
+    assert run.data.undivided() == 4 and run.data.plan.undivided() == 4
+    assert RunData(run, own_accum_steps=True).undivided() == 5
+
+
+def test_a_share_is_that_of_training_while_the_run_trains() -> None:
+    run = Run()
+    third = LocalDomain()
+    third.rank, third.size = 2, 4
+    run.placement = Placement(data=third, optimizer=third, metrics=third)
+    assert run.data.place("train") == run.placement.share(trained=True) == (2, 4)
+    assert run.data.place("val") == run.placement.share(trained=False)
+
+
+def test_a_sampler_of_the_users_own_gives_the_order() -> None:
+    run = Run()
+    run.sampler = SequentialSampler(run.datasets["train"])
+    source = run.data.open("train", run.data.build_loader("train", run.datasets["train"]))
+    assert torch.cat([batch.data[0] for batch in source.batches()]).tolist() == list(range(8))
+    assert source.kind == "sampled"
+
+
+def test_data_that_is_added_or_replaced_is_taken_in_and_an_unknown_split_is_refused() -> None:
+    run = Run()
+    run.build_dataloaders()
+    run.data.open_all()
+    first = run.data.of("train")
+    assert run.data.of("train") is first
+    run.dataloaders["train"] = DataLoader(run.datasets["train"], batch_size=4)
+    assert run.data.of("train") is not first and run.data.of("train").num_batches == 2
+    run.datasets["more"] = TensorDataset(torch.arange(2.0))
+    assert run.data.of("more").num_batches == 1
+    with pytest.raises(ValueError, match="'nowhere'"):
+        run.data.of("nowhere")
+    run.data.sources.close()

@@ -1,0 +1,126 @@
+"""Which checkpoint a run begins from, without a runner."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from danling.checkpoints import CheckpointDamaged, CheckpointMismatch
+from danling.config import RunnerConfig
+from danling.data.rank_streams import RankStreams
+from danling.distributed import LocalDomain
+from danling.training.restoring import RunRestorer, best_left_behind
+from danling.training.run_state import RunState
+
+
+class Begun:
+    """A run that writes down what its beginning asks of it."""
+
+    def __init__(self, *, latest: str | None = None, damaged: int = 0, **settings: Any) -> None:
+        self.config = RunnerConfig(**settings)
+        self.asked: list[str] = []
+        self.damaged = damaged
+        self.checkpoint_manager = SimpleNamespace(
+            tidy=lambda: self.asked.append("tidy"),
+            check_directory=lambda: self.asked.append("check"),
+            find_latest=lambda: latest,
+            refuse_lost=lambda: self.asked.append("refuse lost"),
+        )
+        self.run_state = RunState([], [], excluded=lambda: None)
+        self.placement: Any = SimpleNamespace(keeps_streams=False, optimizer=LocalDomain())
+        self.dataloaders: dict[str, Any] = {}
+        self.train_splits: list[str] = []
+        self.differences: list[str] = []
+        streams = RankStreams(
+            place=lambda: 0,
+            number=lambda: 1,
+            layout=lambda: {"data": 2},
+            seed=lambda: 1,
+            device=lambda: torch.device("cpu"),
+        )
+        self.restorer = RunRestorer(self, streams)
+
+    def load_checkpoint(self, checkpoint: str | Path) -> None:
+        self.asked.append(f"load {checkpoint}")
+        if self.damaged:
+            self.damaged -= 1
+            raise CheckpointDamaged("replaced meanwhile")
+
+    def load_pretrained(self, checkpoint: str | Path) -> None:
+        self.asked.append(f"pretrained {checkpoint}")
+
+    def config_differences(self, payload: Any) -> list[str]:
+        return self.differences
+
+    def restore(self) -> list[str]:
+        self.restorer.restore(Path("here"))
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "latest", "expected"),
+    [
+        ({}, "latest", []),
+        ({"resume": "a", "auto_resume": True, "pretrained": "b"}, "latest", ["load a"]),
+        ({"auto_resume": True, "pretrained": "b"}, "latest", ["load latest"]),
+        ({"auto_resume": True, "pretrained": "b"}, None, ["refuse lost", "pretrained b"]),
+        ({"pretrained": "b"}, None, ["pretrained b"]),
+    ],
+)
+def test_a_named_checkpoint_comes_before_the_runs_own_and_that_before_weights(
+    settings: dict[str, Any], latest: str | None, expected: list[str]
+) -> None:
+    assert Begun(latest=latest, **settings).restore() == ["tidy", "check", *expected]
+
+
+def test_a_run_that_only_looks_leaves_the_directory_as_it_is() -> None:
+    assert Begun(checkpoint={"load_only": True}, resume="a").restore() == ["load a"]
+
+
+def test_what_another_replica_group_has_replaced_meanwhile_is_looked_for_again() -> None:
+    groups = {"ft": {"enabled": True, "group_size": 2}, "auto_resume": True}
+    begun = Begun(latest="latest", damaged=2, **groups)
+    assert begun.restore() == ["check", *["load latest"] * 3]  # nothing is tidied: another one may be writing
+    with pytest.raises(CheckpointDamaged):
+        Begun(latest="latest", damaged=3, **groups).restore()
+    with pytest.raises(CheckpointDamaged):
+        Begun(latest="latest", damaged=1, auto_resume=True).restore()
+
+
+def test_a_checkpoint_of_another_run_is_refused() -> None:
+    begun = Begun()
+    begun.restorer.check({})
+    begun.differences = ["optim.lr: 0.1 then, 0.2 now"]
+    with pytest.raises(CheckpointMismatch, match=r"optim\.lr: 0\.1 then, 0\.2 now"):
+        begun.restorer.check({})
+
+
+def test_other_random_numbers_are_refused_unless_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    # A stream that is not where it began: the forward has drawn.
+    payload = {"state": {"elastic": {"streams": {"data": 4}}, "rng": {"0": {"torch": torch.zeros(2)}}}}
+    begun = Begun()
+    begun.restorer.check(payload)  # its streams are nobody's concern
+    begun.placement = SimpleNamespace(keeps_streams=True, optimizer=LocalDomain())
+    assert not begun.restorer.goes_on_inexactly()
+    with pytest.raises(CheckpointMismatch):
+        begun.restorer.check(payload)
+    begun.config.parallel.allow_degree_change = True
+    with caplog.at_level(logging.WARNING, "danling"):
+        begun.restorer.check(payload)
+    assert begun.restorer.goes_on_inexactly() and caplog.messages
+
+
+def test_a_best_that_lies_elsewhere_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "danling"):
+        assert best_left_behind(tmp_path, None, None, "there") is None
+        assert best_left_behind(tmp_path, 4, 0.5, "there", speaks=False) == 4
+        assert not caplog.messages
+        assert best_left_behind(tmp_path, 4, 0.5, "there") == 4
+    assert "0.5000 at 4, was kept beside there" in caplog.text
+    (tmp_path / "best.pth").touch()
+    assert best_left_behind(tmp_path, 4, 0.5, "there") is None
