@@ -5,12 +5,15 @@ A stack runs its whole program in one pair of processes, and dies in another one
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.processes import ProcessFailure, run_outcomes, run_processes
+from support.processes import run_outcomes, run_processes
 from support.stacks import (
     KILLED_IN,
     STACKS,
@@ -28,43 +31,64 @@ from support.toys import differences
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stacks")
-
-
 class Ran:
-    """What the program of a stack left, by rank; it is run when a test first asks."""
+    """What the program of a stack left, by rank; it is run when a test first asks, once for all workers of a session.
+
+    Args:
+        root: A directory that they share.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.found: dict[str, list[dict[str, Any]]] = {}
-        self.deaths: dict[str, list[Any]] = {}
-        self.elsewhere: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.root.mkdir(exist_ok=True)
+        self._read: dict[str, Any] = {}
 
     def of(self, name: str) -> list[dict[str, Any]]:
-        """Return it."""
-        if name not in self.found:
-            place = str(self.root / name)
-            self.deaths[name] = run_outcomes(die, name, f"{place}/killed", timeout=100)
-            self.found[name] = run_processes(exercise, name, place, timeout=300)
-        return self.found[name]
+        """Return what a stack's program left."""
+        self.death(name)
+        found: list[dict[str, Any]] = self._once(
+            f"{name}.ran", lambda: run_processes(exercise, name, str(self.root / name), timeout=300)
+        )
+        return found
+
+    def death(self, name: str) -> dict[int, tuple[int | None, str]]:
+        """Return exit code and error of each rank of the run in which one is killed."""
+        killed = str(self.root / name / "killed")
+        ended: dict[int, tuple[int | None, str]] = self._once(
+            f"{name}.died",
+            lambda: {
+                outcome.rank: (outcome.exit_code, repr(outcome.error))
+                for outcome in run_outcomes(die, name, killed, timeout=100)
+            },
+        )
+        return ended
 
     def on_another(self, source: str, target: str) -> list[dict[str, Any]]:
         """Return how a run of one stack ended on another."""
-        if not self.elsewhere:
-            here = [name for name, stack in STACKS.items() if stack.is_here]
-            for name in here:
-                self.of(name)
-            pairs = [(a, b) for a in here for b in here if a != b and not excuse(b, f"from {a}")]
-            ranks = run_processes(continue_elsewhere, pairs, str(self.root), timeout=300)
-            self.elsewhere = {pair: [rank[index] for rank in ranks] for index, pair in enumerate(pairs)}
-        return self.elsewhere[source, target]
+        here = [name for name, stack in STACKS.items() if stack.is_here]
+        for name in here:
+            self.of(name)
+        pairs = [(a, b) for a in here for b in here if a != b and not excuse(b, f"from {a}")]
+        ranks = self._once("exchange", lambda: run_processes(continue_elsewhere, pairs, str(self.root), timeout=300))
+        return [rank[pairs.index((source, target))] for rank in ranks]
+
+    def _once(self, what: str, make: Callable[[], Any]) -> Any:
+        if what not in self._read:
+            file = self.root / f"{what}.pt"
+            with open(self.root / f"{what}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not file.exists():
+                    file.with_suffix(".failed").touch(exist_ok=False)  # a program that fails is run once
+                    torch.save(make(), file)
+                self._read[what] = torch.load(file, weights_only=False)
+        return self._read[what]
 
 
 @pytest.fixture(scope="module")
-def ran(root: Path) -> Ran:
-    return Ran(root)
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    base = tmp_path_factory.getbasetemp()
+    # Each worker of pytest-xdist has a directory of its own in that of the session.
+    return Ran((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "every-stack")
 
 
 def excuse(name: str, check: str) -> str | None:
@@ -178,9 +202,9 @@ def test_killed_in_an_update_and_resumed(name: str, ran: Ran) -> None:
         assert UPDATES - KILLED_IN + 1 <= made <= UPDATES
         assert resumed["trace"] == whole["trace"][-made:]
         assert differences(resumed["state"], whole["state"]) == []
-    killed = {outcome.rank: outcome for outcome in ran.deaths[name]}
-    assert isinstance(killed[1].error, ProcessFailure) and killed[1].exit_code == -9
-    assert killed[0].error is not None, "the other rank went on alone"
+    first, second = ran.death(name)[0], ran.death(name)[1]
+    assert second[0] == -9 and "ProcessFailure" in second[1]
+    assert first[1] != "None", "the other rank went on alone"
 
 
 def test_it_is_the_stack_that_was_asked_for(name: str, ran: Ran) -> None:
