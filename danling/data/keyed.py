@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,23 +82,28 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         """Return the item of one key, its randomness seeded."""
-        return self._read_settled([key], single=True)
+        return self.settled(lambda: self.read([key], True))
 
     def __getitems__(self, keys: Sequence[Key]) -> object:
         """Return the items of a batch of keys of one epoch."""
         # Of most datasets nobody keeps a state, nor a generator.
-        return self._read_settled(keys) if self._states or self._roots else self.read(keys, False)
+        return self.settled(lambda: self.read(keys, False)) if self._states or self._roots else self.read(keys, False)
 
-    def _read_settled(self, keys: Sequence[Key], *, single: bool = False) -> object:
-        self.prepare()
-        data = self.read(keys, single)
-        while self.found_generators():
-            data = self.read(keys, single)
+    def settled(self, read: Callable[[], Any]) -> Any:
+        """Return what is read of a batch once all generators that it draws from are known: those that it brings about are keyed too.
+
+        Args:
+            read: Reads the batch.
+        """
+        self._prepare()
+        data = read()
+        while self._found_generators():
+            data = read()
         return data
 
     # The steps of reading
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Look for generators, and put the dataset of a worker into the state that it has there, before the first batch."""
         if self._states:
             self._take_over_state()
@@ -111,7 +116,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         """Whether there are generators, or reading may look at a stream without moving it."""
         return self._looks_at_streams or bool(self._generators)
 
-    def found_generators(self) -> bool:
+    def _found_generators(self) -> bool:
         """Return whether reading has brought about generators, or objects that may make some: then what was read is not keyed."""
         if self._generators is None or not self._generators.changed():
             return False

@@ -66,18 +66,11 @@ class WatchedReading(WorkersView, Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         """Return the item of one key."""
-        return self._settled([key], single=True)
+        return self.keyed.settled(lambda: self._read([key], True))
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """Return the items of a batch of keys, or what the `collate_fn` makes of them."""
-        return self._settled(keys)
-
-    def _settled(self, keys: Sequence[Key], *, single: bool = False) -> Any:
-        self.keyed.prepare()
-        data = self._read(keys, single)
-        while self.keyed.found_generators():
-            data = self._read(keys, single)
-        return data
+        return self.keyed.settled(lambda: self._read(keys, False))
 
     def _read(self, keys: Sequence[Key], single: bool) -> Any:
         if not keys or not self._may_watch or self.keyed.has_own_randomness:
