@@ -81,10 +81,12 @@ def test_workers_go_on_from_what_was_consumed_not_from_what_was_fetched() -> Non
     held.begin(first=True)
     batches = held.unwrapped(iter([(0, {"read": 1}, "a"), (1, {"read": 2}, "b"), (0, {"read": 3}, "c")]))
     assert list(batches) == ["a", "b", "c"]
-    held.advance(2)
+    # New workers begin with the first one, which gives the next batch.
+    held.advance(1)
+    assert held.state_dict()["workers"] == {"1": {"read": 1}}
+    held.advance(1)
     assert held.state_dict()["workers"] == {"0": {"read": 1}, "1": {"read": 2}}
     held.advance(1)
-    # New workers begin with the first one, which gives the next batch.
     assert held.state_dict()["workers"] == {"0": {"read": 2}, "1": {"read": 3}}
 
 
