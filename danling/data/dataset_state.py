@@ -9,24 +9,28 @@ from typing import Any
 from torch.utils.data import ConcatDataset, StackDataset, Subset, get_worker_info
 
 from .mixture import Mixture
-from .plain_state import check_savable, from_plain, is_stateful, to_plain
-from .sampler_state import is_equal
+from .plain_state import check_savable, from_plain, is_equal, is_stateful, to_plain
+
+
+def parts_of(dataset: Any) -> dict[str, Any] | None:
+    """Return what one of torch's wrappers, or a `Mixture`, reads, by how it is reached; `None` for any other dataset."""
+    kind = type(dataset)
+    if kind is Subset:
+        return {".dataset": dataset.dataset}
+    if kind in (ConcatDataset, StackDataset, Mixture):
+        held = dataset.sources if kind is Mixture else dataset.datasets
+        return {
+            f".datasets[{key!r}]": part for key, part in (held.items() if isinstance(held, dict) else enumerate(held))
+        }
+    return None
 
 
 def stateful_parts(dataset: Any, path: str = "dataset") -> dict[str, object]:
     """Return what has a state in a dataset, by path: itself, or what torch's wrappers hold."""
-    kind = type(dataset)
-    if kind is Subset:
-        return stateful_parts(dataset.dataset, f"{path}.dataset")
-    if kind in (ConcatDataset, StackDataset, Mixture):
-        held = dataset.sources if kind is Mixture else dataset.datasets
-        parts = held.items() if isinstance(held, dict) else enumerate(held)
-        return {
-            name: part
-            for key, value in parts
-            for name, part in stateful_parts(value, f"{path}.datasets[{key!r}]").items()
-        }
-    return {path: dataset} if is_stateful(dataset) else {}
+    parts = parts_of(dataset)
+    if parts is None:
+        return {path: dataset} if is_stateful(dataset) else {}
+    return {name: held for way, part in parts.items() for name, held in stateful_parts(part, f"{path}{way}").items()}
 
 
 class DatasetState:

@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 
-from .dataset_state import set_states, stateful_parts
+from .dataset_state import parts_of, set_states, stateful_parts
 from .generators import Generators
 from .host_streams import HOST_STREAMS
-from .mixture import Mixture
 from .randomness import derive_seed, mix_seed
 from .reading_code import may_look_at_streams
 from .workers import WorkersView
@@ -217,19 +216,8 @@ def draws_nothing(dataset: object) -> bool:
         return True
     parts = parts_of(dataset)
     if parts is not None:
-        return all(draws_nothing(part) for part in parts)
+        return all(map(draws_nothing, parts.values()))
     return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
-
-
-def parts_of(dataset: Any) -> list[object] | None:
-    """Return what one of torch's wrappers, or a `Mixture`, reads; `None` for any other dataset."""
-    kind = type(dataset)
-    if kind is Subset:
-        return [dataset.dataset]
-    if kind in (ConcatDataset, StackDataset, Mixture):
-        held = dataset.sources if kind is Mixture else dataset.datasets
-        return list(held.values() if isinstance(held, dict) else held)
-    return None
 
 
 def declared_draws(dataset: object) -> bool | None:
@@ -237,7 +225,7 @@ def declared_draws(dataset: object) -> bool | None:
     said = own_word(dataset)
     if said is not None:
         return said
-    return True if True in map(declared_draws, parts_of(dataset) or ()) else None
+    return True if True in map(declared_draws, (parts_of(dataset) or {}).values()) else None
 
 
 def own_word(dataset: object) -> bool | None:

@@ -16,6 +16,30 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def is_array(value: object) -> bool:
+    """Return whether something is an array or a scalar of NumPy."""
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tolist")
+
+
+def is_equal(first: Any, second: Any) -> bool:
+    """Return whether two plain values are the same, tensors and arrays with their dtypes."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if is_array(first):
+        return first.dtype == second.dtype and first.shape == second.shape and bool((first == second).all())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and (first == second if _flat(first) else all(map(is_equal, first, second)))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
+    return bool(first == second)
+
+
+def _flat(values: Any) -> bool:
+    return all(type(value) in (int, float, str, bool) for value in values)
+
+
 def to_plain(value: Any, path: str = "state") -> object:
     """Return a copy as tensors and plain values; arrays of NumPy become tensors that `from_plain` turns back.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .plain_state import is_equal
 from .randomness import (
     capture_random_state,
     derive_seed,
@@ -134,10 +135,3 @@ def resume_stream(stored: Mapping[str, Any], index: int, *, seed: int, step: int
         seed_streams(derive_seed(seed, "resumed", step, index))
     else:
         seed_streams(derive_seed(seed, "forward", index))
-
-
-def is_equal(first: object, second: Any) -> bool:
-    """Whether two nested states of random streams are equal."""
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(is_equal(value, second[key]) for key, value in first.items())
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from .generators import Generators, is_generator
-from .plain_state import from_plain, to_plain
+from .plain_state import from_plain, is_array, is_equal, to_plain
 
 _DEPTH = 3
 """How deep lists are looked into: a bucket sampler has lists of lists."""
@@ -87,14 +87,10 @@ def _belongs_to_others(held: object) -> bool:
     return isinstance(held, nn.Module) or (isinstance(held, Dataset) and not isinstance(held, IterableDataset))
 
 
-def _is_array(value: object) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tolist")
-
-
 def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
     if isinstance(value, (type(None), bool, int, float, str, Tensor)):
         return True
-    if _is_array(value):
+    if is_array(value):
         return bool(value.dtype.kind in "biuf")
     if type(value) in (list, tuple):
         return depth > 0 and all(type(item) in (int, float) or _is_plain(item, depth - 1) for item in value)
@@ -107,30 +103,11 @@ def _copy(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def is_equal(first: Any, second: Any) -> bool:
-    """Return whether two plain values are the same, tensors and arrays bitwise."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if _is_array(first):
-        return first.dtype == second.dtype and first.shape == second.shape and bool((first == second).all())
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and (first == second if _flat(first) else all(map(is_equal, first, second)))
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
-    return bool(first == second)
-
-
-def _flat(values: Any) -> bool:
-    return all(type(value) in (int, float, str, bool) for value in values)
-
-
 def _to_saved(value: object) -> Any:
     """Return a copy for a checkpoint: long lists of integers as tensors, arrays as tensors."""
     if isinstance(value, Tensor):
         return {"tensor": value.detach().clone()}
-    if _is_array(value):
+    if is_array(value):
         return {"array": to_plain(value)}
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return {"tensor": torch.tensor(value), "list": True}
@@ -152,7 +129,7 @@ def _from_saved(saved: Mapping[str, Any], current: Any) -> object:
         return tuple(items) if saved["tuple"] else _refilled(current, items)
     if "array" in saved:
         array = from_plain(saved["array"])
-        if _is_array(current) and getattr(current, "shape", None) == array.shape and array.ndim:
+        if is_array(current) and getattr(current, "shape", None) == array.shape and array.ndim:
             current[...] = array
             return current
         return array
