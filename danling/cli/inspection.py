@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 from danling.checkpoints.outline import Outline
-from danling.workspace.runs import flatten
+from danling.utils.plain import flatten
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, as_text, print_json, print_table
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         print_table(("tensor", "dtype", "shape", "size", "pieces"), lines)
     if options.config:
         print()
-        for name, value in flatten(contents.plain.get("runner", {})).items():
+        for name, value in flatten(contents.plain.get("runner", {}), keeps_empty=True).items():
             print(f"{name}: {value}")
     return OK
 
@@ -71,7 +71,7 @@ def _last_result(results: dict[str, Any]) -> str | None:
     if not results:
         return None
     index = max(results, key=int)
-    figures = flatten(results[index])
+    figures = flatten(results[index], keeps_empty=True)
     return f"at {index}: " + ", ".join(
         f"{name.replace('.', '/', 1)} {as_text(value)}" for name, value in figures.items()
     )

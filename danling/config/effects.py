@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .identity import flatten
+from danling.utils.plain import flatten
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig

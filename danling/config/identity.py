@@ -12,6 +12,7 @@ from enum import Enum
 from os import PathLike, fspath
 from typing import Any
 
+from danling.utils.plain import flatten
 from danling.utils.secrets import without_secrets
 
 from .updates import is_update_key, size_differences, update_sizes, with_update_sizes
@@ -162,17 +163,6 @@ def changed(settings: Mapping[str, object], usual: Mapping[str, object]) -> dict
         elif name not in usual or value != before:
             result[name] = value
     return result
-
-
-def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings with dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def differences(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from chanfig.utils import Null
 
+from danling.utils.plain import flatten as flattened
 from danling.utils.secrets import hide_secrets, without_secrets
 from danling.utils.warn import warn_user
 
@@ -514,7 +515,7 @@ class RunnerConfig(ClosedSection):
     def dict(self, flatten: bool = False) -> Any:
         """Return the contents as plain values; `flatten` joins the keys of nested sections by dots. All of them count as read."""
         self._note_iteration()
-        return identity.flatten(self.plain()) if flatten else self.plain()
+        return flattened(self.plain()) if flatten else self.plain()
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:
         """Return the configuration as JSON; infinities become strings, which number keys read back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 
 def to_plain(value: object) -> object:
@@ -28,3 +29,20 @@ def to_plain(value: object) -> object:
     if hasattr(value, "tolist"):
         return to_plain(value.tolist())
     return str(value)
+
+
+def flatten(values: Mapping[str, object], prefix: str = "", *, keeps_empty: bool = False) -> dict[str, Any]:
+    """Return nested mappings as one, by dotted key.
+
+    Args:
+        values: The mappings.
+        prefix: Dotted key that they lie under, with a dot at its end.
+        keeps_empty: Whether a mapping without entries is a value of its own; else it is left out.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and (value or not keeps_empty):
+            flat.update(flatten(value, f"{prefix}{name}.", keeps_empty=keeps_empty))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
@@ -14,6 +14,7 @@ import yaml
 
 from danling.reporting.trackers import read_jsonl
 from danling.utils.nesting import parse_json, parse_yaml
+from danling.utils.plain import flatten
 
 from .series import natural_key
 
@@ -43,12 +44,12 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The whole configuration, by dotted key."""
-        return flatten(self._read("metadata/config.full.yaml", _parse_yaml))
+        return flatten(self._read("metadata/config.full.yaml", _parse_yaml), keeps_empty=True)
 
     @cached_property
     def canonical(self) -> dict[str, Any]:
         """What of the configuration changes the result, by dotted key."""
-        return flatten(self._read("metadata/config.canonical.yaml", _parse_yaml))
+        return flatten(self._read("metadata/config.canonical.yaml", _parse_yaml), keeps_empty=True)
 
     @cached_property
     def git(self) -> dict[str, Any]:
@@ -228,17 +229,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def _seeds(run: Run) -> dict[str, object]:
     # Budgets and seeds may change in a resumed run, so they are not canonical everywhere; they do tell runs apart.
     return {key: run.config[key] for key in ("seed", "steps", "epochs") if key in run.config}
-
-
-def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _is_number(value: object) -> TypeGuard[float]:
