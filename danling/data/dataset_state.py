@@ -12,7 +12,7 @@ from .mixture import Mixture
 from .plain_state import check_savable, from_plain, is_equal, is_stateful, to_plain
 
 
-def parts_of(dataset: Any) -> dict[str, Any] | None:
+def parts_of(dataset: Any) -> dict[str, object] | None:
     """Return what one of torch's wrappers, or a `Mixture`, reads, by how it is reached; `None` for any other dataset."""
     kind = type(dataset)
     if kind is Subset:

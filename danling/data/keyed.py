@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
@@ -16,6 +16,8 @@ from .host_streams import HOST_STREAMS
 from .randomness import derive_seed, mix_seed
 from .reading_code import may_look_at_streams
 from .workers import WorkersView
+
+T = TypeVar("T")
 
 ALL_STREAMS = tuple(range(len(HOST_STREAMS.all)))
 """The streams of the process by their places in `HOST_STREAMS`."""
@@ -88,7 +90,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         # Of most datasets nobody keeps a state, nor a generator.
         return self.settled(lambda: self.read(keys, False)) if self._states or self._roots else self.read(keys, False)
 
-    def settled(self, read: Callable[[], Any]) -> Any:
+    def settled(self, read: Callable[[], T]) -> T:
         """Return what is read of a batch once all generators that it draws from are known: those that it brings about are keyed too.
 
         Args:
