@@ -20,7 +20,7 @@ from .host_streams import HOST_STREAMS
 from .keyed import KeyedDataset, draws_nothing, reading_roots
 from .mixture import Mixture
 from .reading_code import may_look_at_streams
-from .watched import SeenDraws, WatchedReading, as_is
+from .watched_reading import SeenDraws, WatchedReading, as_is
 from .workers import WorkerInit, end_with_process, quiet_torchdata, shut_down_workers
 
 logger = logging.getLogger("danling")

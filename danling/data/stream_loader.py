@@ -11,10 +11,10 @@ from torch.utils.data import IterableDataset, IterDataPipe
 from torch.utils.data._utils.collate import default_collate, default_convert
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .keyed_stream import KeyedStream, generator_origins
 from .plain_state import check_savable, is_stateful
 from .sampled_loader import TAKEN, is_plain_loader
 from .sampler_state import SamplerState
-from .streams import KeyedStream, generator_origins
 from .workers import WorkerInit, end_with_process, quiet_torchdata
 
 logger = logging.getLogger("danling")

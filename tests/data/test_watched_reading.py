@@ -24,7 +24,7 @@ from danling.data import DataLoader, KeyedDataset, preserved_random_state
 from danling.data.host_streams import HOST_STREAMS
 from danling.data.keyed import declared_draws
 from danling.data.reading_code import may_look_at_streams
-from danling.data.watched import SeenDraws, WatchedReading
+from danling.data.watched_reading import SeenDraws, WatchedReading
 
 TORCH, PYTHON, NUMPY = 0, 1, 2
 
