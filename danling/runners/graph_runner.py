@@ -76,7 +76,10 @@ class GraphRunner(TorchRunner):
         return GraphPreparation(self.world, whole_loss=self._whole_loss)
 
     def _whole_loss(self, model: nn.Module) -> WholeLoss:
-        assert self.compilation is not None, "made in `compile_modules`, before anything is wrapped"
+        if self.compilation is None:
+            # `materialize_model` is the user's, or `compile_modules`.
+            GraphRunner.compile_modules(self, [model])
+        assert self.compilation is not None
         return WholeLoss(model, lambda: self.compute_loss if self._has_own_loss else None, self.compilation)
 
     @property

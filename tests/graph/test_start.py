@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.processes import run_processes
+from torch import nn
 
+from danling.graph.artifacts import ArtifactDirectory
+from danling.graph.compilation import GraphCompilation
 from danling.graph.compiler import cxx_command
+from danling.graph.memory import MemoryPolicy
+from danling.graph.whole_loss import WholeLoss
 
 JOB = Path(__file__).with_name("start_job.py")
 
@@ -80,3 +87,42 @@ def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
     assert again == first
     third, compiled = starts.start()
     assert compiled == 0 and third == first
+
+
+def compile_once(root: str, *, fills: bool) -> tuple[bool, float, int]:
+    """Return whether a portable file was loaded, the loss of a forward, and how many graphs came out of a cache."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    artifacts = ArtifactDirectory(Path(root), {"model": "a"}, title="default", portable=True)
+    section = dict.fromkeys(("backend", "fullgraph", "dynamic", "mode", "options"))
+    compilation = GraphCompilation(
+        {**section, "optimize_ddp": False},
+        distributed=False,
+        policy=MemoryPolicy(),
+        artifacts=artifacts,
+        recomputation=None,
+        barrier=lambda: None,
+        leads=True,
+    )
+    artifacts.open()
+    with compilation.settings():
+        loaded = fills and artifacts.load_portable()
+    function = WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation)
+    loss = function(torch.ones(2, 4), torch.zeros(2, 4))[1]
+    loss.backward()
+    compilation.close()
+    return loaded, loss.item(), counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_a_portable_file_fills_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    ((loaded, first, hits),) = run_processes(compile_once, f"{tmp_path}/a", fills=True, world_size=1, timeout=400)
+    assert not loaded and hits == 0
+    (folder,) = (path for path in (tmp_path / "a").iterdir() if path.is_dir())
+    (tmp_path / "b" / folder.name).mkdir(parents=True)
+    for name in ("portable.bin", "portable.sha256"):
+        shutil.copy(folder / name, tmp_path / "b" / folder.name / name)
+    ((loaded, second, hits),) = run_processes(compile_once, f"{tmp_path}/b", fills=True, world_size=1, timeout=400)
+    assert loaded and hits == 1 and second == first

@@ -364,6 +364,18 @@ def test_a_step_of_ones_own_is_refused(tmp_path: Path) -> None:
         Apart(config(tmp_path))
 
 
+class Bare(Toy):
+    """Leaves out what the library does with the model."""
+
+    def materialize_model(self) -> None:
+        """Do nothing."""
+
+
+def test_hooks_that_do_nothing_leave_a_run_that_trains(tmp_path: Path) -> None:
+    found = outcome(config(tmp_path, ema={}), runner_class=Bare)
+    assert found["graphs"] == 2 and len(found["losses"]) == 12
+
+
 def wrap_by_hand(settings: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as caught:
         Wrapping(settings)
