@@ -317,3 +317,34 @@ def test_platform_accelerate_is_this_stack(tmp_path: Path) -> None:
         config = dl.RunnerConfig({"platform": "accelerate", "dir": str(tmp_path / "run")})
     with Plain(config) as runner:
         assert isinstance(runner, dl.AccelerateRunner)
+
+
+def test_the_class_may_be_subclassed_directly(tmp_path: Path) -> None:
+    class Direct(dl.AccelerateRunner):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.model = nn.Linear(2, 2)
+
+    with Direct({"dir": str(tmp_path / "run")}) as runner:
+        assert runner.accelerator.num_processes == 1
+    with pytest.raises(ValueError, match="Expected a configuration for the stack 'accelerate'"):
+        Direct({"dir": str(tmp_path / "other"), "stack": "ddp"})
+
+
+def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match="Expected the package accelerate for stack='accelerate'"):
+        construct({"stack": "accelerate", "dir": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_configuration_keeps_of_accelerates_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The precision is the run's own from then on, so that a resume compares it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("mixed_precision: bf16\nuse_cpu: true\nnum_processes: 1\n")
+    given = dl.RunnerConfig({"stack": "accelerate", "dir": str(tmp_path / "run"), "accelerate": str(file)})
+    with Plain(given) as runner:
+        assert runner.config.precision == "bf16"
+        assert runner.precision.dtype is torch.bfloat16
+    assert given.precision is None, "the caller's configuration is left alone"
