@@ -7,8 +7,9 @@ every call, since a user may override it, and a setting may change while a run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.checkpoints import FileCheckpointManager
-from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.effects import endless_streams, idle_settings
-from danling.data import Batch, derive_seed
-from danling.distributed import StepSync, set_collective_timeout
+from danling.data import derive_seed
+from danling.distributed import StepSync
 from danling.metrics import MetricSet
 from danling.optim.building import scheduler_interval
-from danling.reporting import describe_batches, describe_parameters, describe_training
 from danling.reporting.run_report import ReportFacts, RunReport
-from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
+from danling.supervision import is_out_of_memory
 from danling.torchft import (
     Healing,
     QuorumError,
@@ -35,7 +34,7 @@ from danling.torchft import (
     WaitAbandonedError,
     position_owner,
 )
-from danling.training import BatchWeights, Boundaries, Evaluation, MemoryRetry, criterion_setting, written_by_forward
+from danling.training import BatchWeights, Evaluation, MemoryRetry, criterion_setting, written_by_forward
 from danling.training.batch_loss import BatchLoss
 from danling.training.component_checks import misnamed_overrides
 from danling.training.coverage import ungraded, ungraded_names
@@ -44,12 +43,14 @@ from danling.training.evaluator import EvaluatedRun, EvaluationMode, EvaluationS
 from danling.training.gradients import normalization_statistics
 from danling.training.loop import TrainingLoop
 from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
-from danling.training.model_states import weights_to_export
 from danling.training.readiness import Readiness
 from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
 from danling.training.rollback import buffers_of, remember_forwards
+from danling.training.run_state import StatePart
 from danling.training.safeguard import TrainedKeeper
 from danling.training.update import UpdateStep
+
+from .driving import TrainingDriver
 
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
@@ -303,19 +304,6 @@ class TorchParts:
             logger.warning("%s", ungraded(names))
         self.loss.agree(runner.world.gather_objects)
 
-    def begin_updates(self) -> None:
-        """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
-        runner, update = self.runner, self.update
-        runner._bind_reduction()
-        if runner.fault_tolerance is not None:
-            runner.fault_tolerance.begin_training()
-        runner.window.reduces = True
-        runner.window.sum_reduced = self.sums_loss()
-        update.log_every = runner.log_interval
-        update.steps_scheduler = runner.scheduler is not None and self.scheduler_interval() == "step"
-        if not runner.model.training:
-            runner.model.train()
-
     # Evaluation
 
     @cached_property
@@ -375,23 +363,12 @@ class TorchParts:
             finally:
                 runner.model, runner.mode = before
 
-    def between_batches(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to go on."""
-        session, reporter, train = self.runner._session, self.runner._reporter, self.runner.state.train
-        if not session.running:
-            yield from batches
-            return
-
-        def seen(number: int) -> None:
-            reporter.doing(f"{split} {number}")
-            session.beat(train.global_step, train.epoch)
-
-        with reporter.aside():
-            pending = self.update.sync.take_pending_requests()
-            domain = self.runner.placement.optimizer
-            yield from session.between_batches(batches, domain=domain, pending=pending, seen=seen)
-
     # Loops
+
+    @cached_property
+    def driver(self) -> TrainingDriver:
+        """What drives a training: where it begins, what is due within it, where it ends."""
+        return TrainingDriver(self.runner, self)
 
     @cached_property
     def loop(self) -> TrainingLoop:
@@ -410,52 +387,16 @@ class TorchParts:
         )
         return TrainingLoop(
             runner,
-            updates=runner._updates,
+            updates=self.driver.updates,
             session=runner._session,
             results=self.results,
             reporter=runner._reporter,
             save_if_failing=keeper.make_ready,
-            trained_metrics=self.trained_metrics,
-            first_update=self.first_update,
+            trained_metrics=self.driver.trained_metrics,
+            first_update=self.driver.first_update,
             log_update=self.report.log_update,
             passing=(WaitAbandonedError,),
         )
-
-    def boundaries(self) -> Boundaries:
-        """Return what is due between the updates of one training."""
-        runner = self.runner
-        every = runner.checkpoint_interval
-        return Boundaries(
-            log_every=runner.log_interval,
-            evaluate_every=runner.config.evaluate_interval or every,
-            checkpoint_every=every,
-            save=lambda **options: runner.save_checkpoint(**options),
-            is_best=self.results.has_best_at,
-        )
-
-    def trained_metrics(self) -> dict[str, float]:
-        """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
-        runner, losses = self.runner, self.update.losses
-        self.update.raise_pending_error()
-        metrics = losses.averages()
-        # Always, since what this rank has seen says nothing of the others.
-        totals = runner.meters.totals(runner.placement.metrics)
-        if runner.fault_tolerance is not None:
-            totals = runner.fault_tolerance.sum_totals(totals)
-        metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
-        losses.reset()
-        runner.meters.reset()
-        return metrics
-
-    def first_update(self) -> None:
-        """Do after the first update of a process what it has shown to be due, everywhere."""
-        runner = self.runner
-        if runner.compilation is not None:
-            runner.compilation.after_first_update(speaks=runner.is_main_process)
-        limit = runner.config.comm.train_timeout_seconds
-        if limit is not None and runner.distributed:
-            runner.world.barrier()
-            set_collective_timeout(limit, runner.placement.groups())
 
     @cached_property
     def results(self) -> RunResults:
@@ -485,25 +426,10 @@ class TorchParts:
             facts=facts,
             schedule=schedule,
             session=runner._session,
-            write=self.write_results,
+            write=self.driver.write_results,
             report=lambda result: self.report.log_result(result),
             speaks=runner.is_main_process,
         )
-
-    def write_results(self) -> None:
-        """Write the metrics of the run, its last ones and its best ones, on the main process."""
-        runner = self.runner
-        if runner.is_main_process:
-            weights = "trained" if runner.ema is None else "averaged"
-            latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
-            best = {
-                "index": runner.best_index,
-                "weights": weights,
-                "score": runner.best_score,
-                "result": runner.best_result,
-            }
-            is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
-            runner.workspace.write_results(runner.results, latest, best if is_here else None)
 
     # Report
 
@@ -533,48 +459,45 @@ class TorchParts:
             device=runner.device,
         )
 
-    def begin_report(self) -> None:
-        """Begin to report a training."""
-        runner = self.runner
-        self.report.begin(
-            name=runner.config.experiment,
-            peak_flops=runner.peak_flops(),
-            countable=runner.stack in ("ddp", "accelerate") and not runner.config.compile.enable,
-            seconds_between_lines=runner.config.log_seconds,
-            profiler=runner.build_profiler(),
-            description=self.description,
-        )
-
-    def description(self) -> str:
-        """Return what is going to be trained, in one line."""
-        runner = self.runner
-        train, size = runner.state.train, runner.world_size
-        return describe_training(
-            step=train.global_step,
-            epoch=train.epoch,
-            budget=f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}",
-            processes=f"{size} {runner.device.type} process{'es' if size > 1 else ''}",
-            stack=f"{runner.stack}, {runner.config.precision or 'fp32'}",
-            parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in runner.named_parameters()),
-            batches=describe_batches(
-                runner.batch_size, runner.accum_steps, runner._data.plan.division(), distributed=runner.distributed
-            ),
-            directory=runner.workspace.dir,
-        )
-
-    def profiler(self) -> Profiler | None:
-        """Return the profiler of the configuration, `None` when it is off."""
-        runner = self.runner
-        settings = dict(runner.config.profiling.items())
-        if not settings.pop("enabled"):
-            return None
-        directory = runner.workspace.dir / settings.pop("trace_dir")
-        if settings["profile_memory"] and runner.device.type == "cuda":
-            # Where blocks were allocated, for the snapshot of a run that is out of memory.
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
-        return Profiler(directory, rank=runner.rank, **settings)
-
     # Saving and ending
+
+    def progress_parts(self) -> list[StatePart]:
+        """Return what a training adds to the entry `state` of a checkpoint, in the order in which it is restored."""
+        runner = self.runner
+
+        def load_counters(stored: Mapping[str, object]) -> None:
+            runner.state.load_train(stored)
+            runner.window.agreed_reference = runner.state.train.weight_reference
+
+        return [
+            StatePart(
+                "train",
+                lambda: {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference},
+                lambda stored, _: load_counters(stored),
+            ),
+            StatePart(
+                "open_result",
+                lambda: dict(self.results.open),
+                lambda stored, _: self.results.reopen(stored),
+                default=dict,
+            ),
+            StatePart(
+                "bare",
+                lambda: self.weights.targetless,
+                lambda known, _: setattr(self.weights, "targetless", known),
+                default=lambda: None,
+            ),
+            StatePart(
+                "meters",
+                lambda: runner.meters.state_dict(),
+                # Sums over all ranks were saved: one of those that add up takes them over.
+                lambda sums, _: runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {}),
+                default=dict,
+            ),
+            StatePart.stateful("losses", lambda: self.update.losses, resets=True),
+            StatePart.stateful("scores", lambda: runner.standing.board),
+            StatePart.stateful("scaler", lambda: runner.precision.scaler),
+        ]
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -597,49 +520,16 @@ class TorchParts:
             domain=runner.placement.optimizer,
             counters=lambda: runner.state.train,
             manager=lambda: runner.checkpoint_manager,
-            pending=self.pending_requests,
+            pending=self.driver.pending_requests,
             save=lambda: runner.save_checkpoint(),
-            export=self.export_at_end,
-            write_results=self.write_results,
+            export=self.driver.export_at_end,
+            write_results=self.driver.write_results,
             say=lambda ending: self.report.say_ending(ending),
-            note=self.note_failure,
-            close=self.close_training,
+            note=self.driver.note_failure,
+            close=self.driver.close_training,
             abandons=(WaitAbandonedError,),
             lost=(QuorumError,),
         )
-
-    def pending_requests(self) -> frozenset[str]:
-        """Raise what the last update left to be raised, and return what was asked for in it."""
-        self.update.raise_pending_error()
-        return self.update.sync.take_pending_requests()
-
-    def export_at_end(self) -> None:
-        """Write the weights, and the averaged ones, cast to `checkpoint.export_dtype`, where that is asked for. Called on all ranks."""
-        runner, settings = self.runner, self.runner.config.checkpoint
-        if settings.last_save_model_only:
-            config = runner.config.public()
-            runner.saver.export(
-                lambda: weights_to_export(
-                    config, runner.model_state_dict(), runner.ema, dtype=settings.export_dtype, version=FORMAT_VERSION
-                )
-            )
-
-    def note_failure(self, error: Exception) -> None:
-        """Write down where the memory of a device went that ran out."""
-        runner = self.runner
-        if is_out_of_memory(error):
-            directory = runner.workspace.dir / runner.config.profiling.trace_dir
-            step = runner.state.train.global_step
-            write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
-
-    def close_training(self) -> None:
-        """Close what was opened for a training."""
-        runner = self.runner
-        runner._reporter.end()
-        runner._reporter.flush()
-        if runner.fault_tolerance is not None:
-            # A group that stays and does not train would hold the others up.
-            runner.fault_tolerance.leave()
 
     # Replica groups
 
@@ -727,13 +617,13 @@ class TorchParts:
                     "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
                 )
             if runner.window.count == 0:
-                self.begin_updates()
+                self.driver.begin_updates()
         return self.micro_batches.run_alone(call, data)
 
     def _train_epoch_alone(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
         runner = self.runner
-        runner._check_trainable()
+        self.driver.check_trainable()
         runner._data.splits.check(split)
         runner._data.agree_lengths(runner.placement.optimizer)
-        with runner._training(whole=False):
+        with self.driver.training(whole=False):
             return self.loop.train_epoch_alone(split, partial(call, split, *args, **kwargs), runner.train_splits)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -48,7 +47,6 @@ from danling.training import (
     is_pair,
     prediction_of,
     unpack_batch,
-    updates_of_pass,
 )
 from danling.training.component_checks import check_metrics, warn_of
 from danling.training.component_parts import component_parts
@@ -60,8 +58,7 @@ from danling.training.run_state import StatePart
 from danling.utils.names import canonical_name
 
 from .assembly import TorchParts
-from .base_runner import RESERVED_FIGURES, BaseRunner, Results, SplitNames
-from .meta import check_settings_are_read
+from .base_runner import RESERVED_FIGURES, BaseRunner, Results
 
 logger = logging.getLogger("danling")
 
@@ -95,9 +92,10 @@ class TorchRunner(BaseRunner):
     _parts: TorchParts
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
+        # First, since the parts of a checkpoint are named in the `__init__` of the base.
+        parts = self._parts = TorchParts(self)
         super().__init__(config)
         self.model_states: ModelStates = self.build_model_states()
-        parts = self._parts = TorchParts(self)
         # First of all: what an update left to be checked must not be saved.
         self.saver.before.insert(0, lambda: parts.update.raise_pending_error())
         self.saver.around = parts.saving
@@ -330,7 +328,7 @@ class TorchRunner(BaseRunner):
             NonFiniteError: If an update is not finite and must not be skipped.
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
-        to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
+        to_train, to_evaluate = self._parts.driver.check_ready(train_splits, evaluate_splits)
         if self.is_step_mode:
             raise ValueError(
                 f"Expected a budget of epochs for `train_epochs`. Received: steps={self.steps}. Call `train()` or `train_steps()`, or set "
@@ -338,9 +336,7 @@ class TorchRunner(BaseRunner):
             )
         if self._parts.loop.is_done():
             return self.results
-        with self._training():
-            if not self._parts.results.open:
-                self._try_evaluations(to_evaluate)
+        with self._parts.driver.training(tries=to_evaluate):
             self._parts.loop.train_epochs(to_train, to_evaluate)
         return self.results
 
@@ -376,7 +372,7 @@ class TorchRunner(BaseRunner):
             NonFiniteError: If an update is not finite and must not be skipped.
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
-        to_train, to_evaluate = self._check_ready(train_splits, evaluate_splits)
+        to_train, to_evaluate = self._parts.driver.check_ready(train_splits, evaluate_splits)
         if not self.is_step_mode:
             raise ValueError(
                 f"Expected a budget of steps for `train_steps`. Received: epochs={self.epochs}. Call `train()` or `train_epochs()`, or set "
@@ -384,84 +380,13 @@ class TorchRunner(BaseRunner):
             )
         if self._parts.loop.is_done():
             return self.results
-        with self._training():
-            if not self._parts.results.open:
-                self._try_evaluations(to_evaluate)
+        with self._parts.driver.training(tries=to_evaluate):
             self._parts.loop.train_steps(to_train, to_evaluate)
         return self.results
-
-    def _check_ready(self, train_splits: SplitNames, evaluate_splits: SplitNames) -> tuple[list[str], list[str]]:
-        self._check_trainable()
-        if self.epochs is None and self.steps is None:
-            raise ValueError(
-                "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
-            )
-        to_train = self._data.splits.choose(train_splits, self.train_splits, "train on")
-        if not (self.evaluate_splits if evaluate_splits is None else evaluate_splits):
-            self._parts.readiness.check_schedule(evaluates=False)
-            return to_train, []
-        return to_train, self._data.splits.choose(evaluate_splits, self.evaluate_splits, "evaluate")
-
-    def _check_trainable(self) -> None:
-        """Refuse settings that nobody has read, and an optimizer that does not take the gradient as it is. Called on all ranks."""
-        if self._closers.closed:
-            raise ValueError(
-                "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
-                "auto_resume goes on from its last checkpoint."
-            )
-        check_settings_are_read(type(self), self.config, self.world, made_of_mapping=self._made_of_mapping)
-        self._parts.readiness.check_optimizer()
-
-    def _updates(self, split: str) -> Iterator[UpdateOutcome]:
-        """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
-        source, forwards = self.source(split), self._parts.forwards
-        self._bind_reduction()
-        return updates_of_pass(
-            source,
-            agreement=forwards.agreement,
-            timed=self._reporter.timed,
-            state_replaced=self._takes_state_over if self.fault_tolerance is not None else None,
-            is_over=partial(self._parts.loop.jumps_out_of, split),
-            run=partial(forwards.run, source),
-            step=self.step,
-        )
 
     def build_agreement(self) -> PassAgreement:
         """Return what keeps the ranks together in their passes; a stack whose ranks read the same data brings its own."""
         return PassAgreement(self.placement.optimizer, self.data_domain)
-
-    def _takes_state_over(self) -> bool:
-        """Agree with the other replica groups on the next update; tell whether the state is that of another group now."""
-        if self.fault_tolerance is None or not self.fault_tolerance.open_update():
-            return False
-        self._reporter.forget_samples(self.state.train.samples)
-        return True
-
-    def _try_evaluations(self, splits: Sequence[str]) -> None:
-        """Evaluate one batch of each split before the first update; evaluations of the user's own are left out."""
-        verb = "evaluate_steps" if self.is_step_mode else "evaluate_epoch"
-        if self.config.try_evaluation and not (self._overrides(verb) or self._overrides("evaluate")):
-            self._parts.evaluator.try_once(splits, self._parts.results.judge_trial)
-
-    @contextmanager
-    def _training(self, *, whole: bool = True) -> Iterator[None]:
-        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved.
-
-        Args:
-            whole: Whether the run ends here; a verb that was called alone saves only where it was asked to stop.
-        """
-        session, parts = self._session, self._parts
-        with self._reporter.speaking(), session.collecting():
-            parts.begin_updates()
-            self.model.train()
-            session.begin(max_seconds=self.config.max_time_seconds())
-            parts.loop.boundaries = parts.boundaries()
-            self.open_trackers()
-            self.init_signal_handlers()
-            parts.begin_report()
-            opened = session.opened(parts.end.of_session(), domain=self.placement.optimizer, whole=whole)
-            with parts.evaluator.evaluation.watched(parts.between_batches), opened:
-                yield
 
     def stop(self) -> None:
         """Ask all ranks to stop after an update: at the next boundary they save the full state and `train` returns.
@@ -516,7 +441,7 @@ class TorchRunner(BaseRunner):
 
     def build_profiler(self) -> Profiler | None:
         """Return the profiler of `config.profiling`, `None` when it is off. Called on all ranks."""
-        return self._parts.profiler()
+        return self._parts.driver.profiler()
 
     # One update
 
@@ -883,40 +808,7 @@ class TorchRunner(BaseRunner):
 
     def progress_parts(self) -> list[StatePart]:
         """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
-        return [
-            *super().progress_parts(),
-            StatePart(
-                "train",
-                lambda: {**asdict(self.state.train), "weight_reference": self.window.agreed_reference},
-                lambda stored, _: self._load_counters(stored),
-            ),
-            StatePart(
-                "open_result",
-                lambda: dict(self._parts.results.open),
-                lambda stored, _: self._parts.results.reopen(stored),
-                default=dict,
-            ),
-            StatePart(
-                "bare",
-                lambda: self._parts.weights.targetless,
-                lambda known, _: setattr(self._parts.weights, "targetless", known),
-                default=lambda: None,
-            ),
-            StatePart(
-                "meters",
-                lambda: self.meters.state_dict(),
-                # Sums over all ranks were saved: one of those that add up takes them over.
-                lambda sums, _: self.meters.load_state_dict(sums if self.placement.metrics.rank == 0 else {}),
-                default=dict,
-            ),
-            StatePart.stateful("losses", lambda: self._parts.update.losses, resets=True),
-            StatePart.stateful("scores", lambda: self.standing.board),
-            StatePart.stateful("scaler", lambda: self.precision.scaler),
-        ]
-
-    def _load_counters(self, stored: Mapping[str, object]) -> None:
-        self.state.load_train(stored)
-        self.window.agreed_reference = self.state.train.weight_reference
+        return [*super().progress_parts(), *self._parts.progress_parts()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.

@@ -149,7 +149,7 @@ def test_updates_begin_with_what_is_there_now(tmp_path: Path) -> None:
     held.model.eval()
     held.criterion = nn.MSELoss(reduction="sum")
     held.window.reduces = False
-    held.parts.begin_updates()
+    held.parts.driver.begin_updates()
     assert held.wrapped == 1 and held.model.training and held.window.reduces and held.window.sum_reduced
     assert held.parts.update.log_every == 3 and not held.parts.update.steps_scheduler
 
@@ -165,7 +165,7 @@ def test_a_step_of_the_optimizer_is_refused_within_a_train_step_alone(tmp_path: 
 
 def test_boundaries_are_those_of_the_settings_and_save_by_the_hook(tmp_path: Path) -> None:
     held = Held(tmp_path, evaluate_interval=3)
-    found = held.parts.boundaries()
+    found = held.parts.driver.boundaries()
     assert (found.log_every, found.evaluate_every, found.checkpoint_every) == (3, 3, 2)
     found.save_if_due(4)
     assert held.saved == [{"history": True}]

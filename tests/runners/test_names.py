@@ -48,7 +48,7 @@ NAMES = (
     "add_tracker",
     "device",
     "mode",
-    "_training",
+    "_bind_reduction",
     "_data",
 )
 
@@ -87,7 +87,7 @@ def test_a_name_of_the_librarys_is_refused_where_it_is_set(name: str, tmp_path: 
 
 def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None:
     class Private(Named):
-        def _training(self, text: str) -> None:
+        def _bind_reduction(self, text: str) -> None:
             """Be called by the library, with something else."""
 
     class Hidden(Named):
@@ -101,7 +101,12 @@ def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None
     Made = type("Made", (Named,), {"window": 3})  # without a class statement, which would note the module
 
     assert Made.__module__ == __name__
-    for runner_class, name in ((Private, "_training"), (Hidden, "window"), (Plain, "train_step"), (Made, "window")):
+    for runner_class, name in (
+        (Private, "_bind_reduction"),
+        (Hidden, "window"),
+        (Plain, "train_step"),
+        (Made, "window"),
+    ):
         with pytest.raises(AttributeError, match=f"{name} of the class {runner_class.__name__}, where '{name}'"):
             runner_class(settings(tmp_path))
 

@@ -1,0 +1,285 @@
+"""How a training of a torch runner is driven: where it begins, what is due within it, where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.data import Batch
+from danling.distributed import set_collective_timeout
+from danling.reporting import describe_batches, describe_parameters, describe_training
+from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
+from danling.training import Boundaries, UpdateOutcome, updates_of_pass
+from danling.training.model_states import weights_to_export
+
+from .meta import check_settings_are_read
+
+if TYPE_CHECKING:
+    from .assembly import TorchParts
+    from .base_runner import SplitNames
+    from .torch_runner import TorchRunner
+
+
+class TrainingDriver:
+    """Drives one training after the other, by what the parts of a runner do and the hooks that a user may have overridden.
+
+    Args:
+        runner: The runner.
+        parts: Its parts.
+    """
+
+    def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
+        self.runner = runner
+        self.parts = parts
+
+    # Before it
+
+    def check_ready(self, train_splits: SplitNames, evaluate_splits: SplitNames) -> tuple[list[str], list[str]]:
+        """Return the splits to train on and to evaluate, of a run that is ready to train. Called on all ranks.
+
+        Args:
+            train_splits: As given to a verb.
+            evaluate_splits: As given to a verb.
+
+        Raises:
+            ValueError: If there is no budget, no optimizer, or nothing to train on.
+        """
+        runner = self.runner
+        self.check_trainable()
+        if runner.epochs is None and runner.steps is None:
+            raise ValueError(
+                "Expected a budget: `steps` (optimizer updates) or `epochs`. Received: steps=None, epochs=None. Set one of them."
+            )
+        to_train = runner._data.splits.choose(train_splits, runner.train_splits, "train on")
+        if not (runner.evaluate_splits if evaluate_splits is None else evaluate_splits):
+            self.parts.readiness.check_schedule(evaluates=False)
+            return to_train, []
+        return to_train, runner._data.splits.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
+
+    def check_trainable(self) -> None:
+        """Refuse settings that nobody has read, and an optimizer that does not take the gradient as it is. Called on all ranks."""
+        runner = self.runner
+        if runner._closers.closed:
+            raise ValueError(
+                "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
+                "auto_resume goes on from its last checkpoint."
+            )
+        check_settings_are_read(type(runner), runner.config, runner.world, made_of_mapping=runner._made_of_mapping)
+        self.parts.readiness.check_optimizer()
+
+    # One training
+
+    @contextmanager
+    def training(self, *, tries: Sequence[str] | None = None, whole: bool = True) -> Iterator[None]:
+        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved.
+
+        Args:
+            tries: Splits of which one batch is evaluated first, unless an evaluation is under way; `None` leaves that out.
+            whole: Whether the run ends here; a verb that was called alone saves only where it was asked to stop.
+        """
+        runner, parts = self.runner, self.parts
+        session = runner._session
+        with runner._reporter.speaking(), session.collecting():
+            self.begin_updates()
+            runner.model.train()
+            session.begin(max_seconds=runner.config.max_time_seconds())
+            parts.loop.boundaries = self.boundaries()
+            runner.open_trackers()
+            runner.init_signal_handlers()
+            self.begin_report()
+            opened = session.opened(parts.end.of_session(), domain=runner.placement.optimizer, whole=whole)
+            with parts.evaluator.evaluation.watched(self.between_batches), opened:
+                if tries is not None and not parts.results.open:
+                    self.try_evaluations(tries)
+                yield
+
+    def try_evaluations(self, splits: Sequence[str]) -> None:
+        """Evaluate one batch of each split before the first update; evaluations of the user's own are left out."""
+        runner = self.runner
+        verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
+        if runner.config.try_evaluation and not (runner._overrides(verb) or runner._overrides("evaluate")):
+            self.parts.evaluator.try_once(splits, self.parts.results.judge_trial)
+
+    def updates(self, split: str) -> Iterator[UpdateOutcome]:
+        """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
+        runner = self.runner
+        source, forwards = runner.source(split), self.parts.forwards
+        runner._bind_reduction()
+        return updates_of_pass(
+            source,
+            agreement=forwards.agreement,
+            timed=runner._reporter.timed,
+            state_replaced=self.takes_state_over if runner.fault_tolerance is not None else None,
+            is_over=partial(self.parts.loop.jumps_out_of, split),
+            run=partial(forwards.run, source),
+            step=runner.step,
+        )
+
+    def takes_state_over(self) -> bool:
+        """Agree with the other replica groups on the next update; tell whether the state is that of another group now."""
+        runner = self.runner
+        if runner.fault_tolerance is None or not runner.fault_tolerance.open_update():
+            return False
+        runner._reporter.forget_samples(runner.state.train.samples)
+        return True
+
+    # Within it
+
+    def begin_updates(self) -> None:
+        """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
+        runner, update = self.runner, self.parts.update
+        runner._bind_reduction()
+        if runner.fault_tolerance is not None:
+            runner.fault_tolerance.begin_training()
+        runner.window.reduces = True
+        runner.window.sum_reduced = self.parts.sums_loss()
+        update.log_every = runner.log_interval
+        update.steps_scheduler = runner.scheduler is not None and self.parts.scheduler_interval() == "step"
+        if not runner.model.training:
+            runner.model.train()
+
+    def boundaries(self) -> Boundaries:
+        """Return what is due between the updates of one training."""
+        runner = self.runner
+        every = runner.checkpoint_interval
+        return Boundaries(
+            log_every=runner.log_interval,
+            evaluate_every=runner.config.evaluate_interval or every,
+            checkpoint_every=every,
+            save=lambda **options: runner.save_checkpoint(**options),
+            is_best=self.parts.results.has_best_at,
+        )
+
+    def between_batches(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to go on."""
+        session, reporter, train = self.runner._session, self.runner._reporter, self.runner.state.train
+        if not session.running:
+            yield from batches
+            return
+
+        def seen(number: int) -> None:
+            reporter.doing(f"{split} {number}")
+            session.beat(train.global_step, train.epoch)
+
+        with reporter.aside():
+            pending = self.parts.update.sync.take_pending_requests()
+            domain = self.runner.placement.optimizer
+            yield from session.between_batches(batches, domain=domain, pending=pending, seen=seen)
+
+    def trained_metrics(self) -> dict[str, float]:
+        """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
+        runner, losses = self.runner, self.parts.update.losses
+        self.parts.update.raise_pending_error()
+        metrics = losses.averages()
+        # Always, since what this rank has seen says nothing of the others.
+        totals = runner.meters.totals(runner.placement.metrics)
+        if runner.fault_tolerance is not None:
+            totals = runner.fault_tolerance.sum_totals(totals)
+        metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
+        losses.reset()
+        runner.meters.reset()
+        return metrics
+
+    def first_update(self) -> None:
+        """Do after the first update of a process what it has shown to be due, everywhere."""
+        runner = self.runner
+        if runner.compilation is not None:
+            runner.compilation.after_first_update(speaks=runner.is_main_process)
+        limit = runner.config.comm.train_timeout_seconds
+        if limit is not None and runner.distributed:
+            runner.world.barrier()
+            set_collective_timeout(limit, runner.placement.groups())
+
+    def write_results(self) -> None:
+        """Write the metrics of the run, its last ones and its best ones, on the main process."""
+        runner = self.runner
+        if runner.is_main_process:
+            weights = "trained" if runner.ema is None else "averaged"
+            latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
+            best = {
+                "index": runner.best_index,
+                "weights": weights,
+                "score": runner.best_score,
+                "result": runner.best_result,
+            }
+            is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
+            runner.workspace.write_results(runner.results, latest, best if is_here else None)
+
+    def begin_report(self) -> None:
+        """Begin to report a training."""
+        runner = self.runner
+        self.parts.report.begin(
+            name=runner.config.experiment,
+            peak_flops=runner.peak_flops(),
+            countable=runner.stack in ("ddp", "accelerate") and not runner.config.compile.enable,
+            seconds_between_lines=runner.config.log_seconds,
+            profiler=runner.build_profiler(),
+            description=self.description,
+        )
+
+    def description(self) -> str:
+        """Return what is going to be trained, in one line."""
+        runner = self.runner
+        train, size = runner.state.train, runner.world_size
+        return describe_training(
+            step=train.global_step,
+            epoch=train.epoch,
+            budget=f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}",
+            processes=f"{size} {runner.device.type} process{'es' if size > 1 else ''}",
+            stack=f"{runner.stack}, {runner.config.precision or 'fp32'}",
+            parameters=describe_parameters((p.numel(), p.requires_grad) for _, p in runner.named_parameters()),
+            batches=describe_batches(
+                runner.batch_size, runner.accum_steps, runner._data.plan.division(), distributed=runner.distributed
+            ),
+            directory=runner.workspace.dir,
+        )
+
+    def profiler(self) -> Profiler | None:
+        """Return the profiler of the configuration, `None` when it is off."""
+        runner = self.runner
+        settings = dict(runner.config.profiling.items())
+        if not settings.pop("enabled"):
+            return None
+        directory = runner.workspace.dir / settings.pop("trace_dir")
+        if settings["profile_memory"] and runner.device.type == "cuda":
+            # Where blocks were allocated, for the snapshot of a run that is out of memory.
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return Profiler(directory, rank=runner.rank, **settings)
+
+    def pending_requests(self) -> frozenset[str]:
+        """Raise what the last update left to be raised, and return what was asked for in it."""
+        self.parts.update.raise_pending_error()
+        return self.parts.update.sync.take_pending_requests()
+
+    def export_at_end(self) -> None:
+        """Write the weights, and the averaged ones, cast to `checkpoint.export_dtype`, where that is asked for. Called on all ranks."""
+        runner, settings = self.runner, self.runner.config.checkpoint
+        if settings.last_save_model_only:
+            config = runner.config.public()
+            runner.saver.export(
+                lambda: weights_to_export(
+                    config, runner.model_state_dict(), runner.ema, dtype=settings.export_dtype, version=FORMAT_VERSION
+                )
+            )
+
+    def note_failure(self, error: Exception) -> None:
+        """Write down where the memory of a device went that ran out."""
+        runner = self.runner
+        if is_out_of_memory(error):
+            directory = runner.workspace.dir / runner.config.profiling.trace_dir
+            step = runner.state.train.global_step
+            write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
+
+    def close_training(self) -> None:
+        """Close what was opened for a training."""
+        runner = self.runner
+        runner._reporter.end()
+        runner._reporter.flush()
+        if runner.fault_tolerance is not None:
+            # A group that stays and does not train would hold the others up.
+            runner.fault_tolerance.leave()
