@@ -62,6 +62,8 @@ class CheckpointConfig(ClosedSection):
     """Epochs or steps between periodic saves; none: each epoch, or a twentieth of the steps."""
     before_evaluation: bool = True
     """Save before each evaluation where a save takes all ranks, so that one that fails loses nothing."""
+    trainable_only: bool = False
+    """Save what is trained, and of frozen parameters a digest by which a resume knows them."""
     keep_latest_k: NonNegativeInt = 0
     """History checkpoints to keep; 0 keeps all."""
     load_only: bool = False

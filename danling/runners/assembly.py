@@ -40,6 +40,7 @@ from danling.training.component_checks import misnamed_overrides
 from danling.training.coverage import ungraded, ungraded_names
 from danling.training.ending import TrainingEnd
 from danling.training.evaluator import EvaluatedRun, EvaluationMode, EvaluationSources, Evaluator
+from danling.training.frozen import FrozenWeights
 from danling.training.gradients import normalization_statistics
 from danling.training.loop import TrainingLoop
 from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
@@ -49,6 +50,7 @@ from danling.training.rollback import buffers_of, remember_forwards
 from danling.training.run_state import StatePart
 from danling.training.safeguard import TrainedKeeper
 from danling.training.update import UpdateStep
+from danling.utils.names import canonical_name
 
 from .driving import TrainingDriver
 
@@ -117,6 +119,35 @@ class TorchParts:
             runner.model = runner.unwrap(runner.model)
             self.wrap_model()
             runner.preparation.note_constructed(runner.model)
+
+    @property
+    def saved_without(self) -> FrozenWeights | None:
+        """What leaves frozen weights out of checkpoints, `None` where all are saved."""
+        return self.frozen if self.runner.config.checkpoint.trainable_only else None
+
+    def check_saving(self) -> None:
+        """Refuse to leave frozen weights out of checkpoints where what writes them cannot.
+
+        Raises:
+            ValueError: If that is asked for.
+        """
+        runner = self.runner
+        if not runner.config.checkpoint.trainable_only:
+            return
+        several = int(runner.config.parallel.axes.pipeline) != 1 and runner.stack == "parallel"
+        if several or runner.stack == "deepspeed":
+            received = "parallel.axes.pipeline above 1" if several else "stack='deepspeed'"
+            raise ValueError(
+                "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
+                f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
+            )
+
+    @cached_property
+    def frozen(self) -> FrozenWeights:
+        runner = self.runner
+        return FrozenWeights(
+            lambda: ((canonical_name(name), p) for name, p in runner.unwrapped_model.named_parameters())
+        )
 
     @cached_property
     def readiness(self) -> Readiness:

@@ -108,6 +108,7 @@ class TorchRunner(BaseRunner):
 
         Bad input is refused before the first file is written.
         """
+        self._parts.check_saving()
         self.preparation = self.build_preparation()
         check_components(self, vars(self), reserved=RESERVED_FIGURES)
         self.init_fault_tolerance()
@@ -804,7 +805,7 @@ class TorchRunner(BaseRunner):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, averages, optimizer and scheduler, in the order in which they are restored."""
-        return component_parts(self)
+        return component_parts(self, lambda: self._parts.saved_without)
 
     def progress_parts(self) -> list[StatePart]:
         """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""

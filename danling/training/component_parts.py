@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from .frozen import FrozenWeights
 from .model_states import criterion_state, load_criterion, remainder_of_optimizer
 from .run_state import StatePart
 
@@ -36,18 +37,43 @@ class Components(Protocol):
         """Restore the scheduler."""
 
 
-def component_parts(held: Components) -> list[StatePart]:
+def component_parts(held: Components, frozen: Callable[[], FrozenWeights | None] = lambda: None) -> list[StatePart]:
     """Return model, criterion, averages, optimizer and scheduler, in the order in which they are restored.
 
     Args:
         held: What has them; it is asked anew each time.
+        frozen: What is left out of them and known by a digest, which comes first: what returns it, or `None` where all weights are saved.
     """
 
+    def model_state() -> Mapping[str, object]:
+        state = held.model_state_dict()
+        kept = frozen()
+        return state if kept is None else kept.without(state)
+
+    def ema_state() -> Mapping[str, object]:
+        state = held.ema.state_dict()
+        kept = frozen()
+        return state if kept is None else {**state, "weights": kept.without(state["weights"])}
+
+    def frozen_state() -> dict[str, object]:
+        kept = frozen()
+        return {} if kept is None else kept.identity()
+
+    def check_frozen(state: Mapping[str, Any], _: Collection[str]) -> None:
+        kept = frozen()
+        if kept is not None:
+            kept.check(state)
+
     def load_model(state: Mapping[str, object], excluded: Collection[str]) -> None:
+        kept = frozen()
+        state = state if kept is None else kept.completed(state, held.model_state_dict())
         held.load_model(state, partial=any(path.startswith("model.") for path in excluded))
 
     def load_ema(state: Mapping[str, object], excluded: Collection[str]) -> None:
-        averages = {"weights": {}, "num_updates": held.ema.num_updates, **state}
+        averages: dict[str, Any] = {"weights": {}, "num_updates": held.ema.num_updates, **state}
+        kept = frozen()
+        if kept is not None:
+            averages["weights"] = kept.completed(averages["weights"], held.ema.weights)
         held.load_ema(averages, partial=any(path.startswith("ema.weights") for path in excluded))
 
     def load_optimizer(state: Mapping[str, object], excluded: Collection[str]) -> None:
@@ -58,14 +84,15 @@ def component_parts(held: Components) -> list[StatePart]:
         held.load_scheduler({**kept, **state})
 
     return [
-        StatePart("model", lambda: held.model_state_dict(), load_model),
+        StatePart("frozen", frozen_state, check_frozen, exists=lambda: frozen() is not None),
+        StatePart("model", model_state, load_model),
         StatePart(
             "criterion",
             lambda: criterion_state(held.criterion),
             lambda state, _: load_criterion(held.criterion, state),
             exists=lambda: bool(criterion_state(held.criterion)),
         ),
-        StatePart("ema", lambda: held.ema.state_dict(), load_ema, exists=lambda: held.ema is not None),
+        StatePart("ema", ema_state, load_ema, exists=lambda: held.ema is not None),
         StatePart(
             "optimizer",
             lambda: held.optimizer_state_dict(),

@@ -73,6 +73,7 @@ CONTRACT_DEFAULTS: dict[str, Any] = {
     "checkpoint.backend": "auto",
     "checkpoint.interval": None,
     "checkpoint.before_evaluation": True,
+    "checkpoint.trainable_only": False,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_only": False,
     "checkpoint.verify": "full",

@@ -1,0 +1,136 @@
+"""Weights that are not trained: left out of checkpoints, and known again by a digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.utils.tensors import local_part, whole
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 2**26
+"""Bytes that are looked at in one piece."""
+
+
+class FrozenWeights:
+    """Tells what of a model is trained from what is frozen.
+
+    A parameter that required a gradient at any save of the run counts as trained, also where it was frozen afterwards; so do buffers. What
+    is frozen must stay as it is: every save compares a sum over the bits, which costs one reading of the weights.
+
+    Args:
+        named_parameters: Returns the parameters of the model by canonical name.
+    """
+
+    def __init__(self, named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+        self._named_parameters = named_parameters
+        self._trained: set[str] = set()
+        self._sums: dict[str, int] = {}
+        self._digest: tuple[frozenset[str], str] | None = None
+
+    def without(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a state that are not frozen.
+
+        Args:
+            state: Weights by canonical name.
+        """
+        frozen = self._frozen()
+        # Another name of a frozen weight, as that of a tied one, is as frozen.
+        tied = {local_part(value).data_ptr() for value in frozen.values() if local_part(value).numel()}
+        return {name: value for name, value in state.items() if name not in frozen and not _is_one_of(value, tied)}
+
+    def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `without` returned, with what is frozen as it is here.
+
+        Args:
+            state: Weights by canonical name.
+            here: All weights of the model.
+        """
+        kept = self.without(here)
+        return {**{name: value for name, value in here.items() if name not in kept}, **state}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks.
+
+        Raises:
+            ValueError: If weights that are frozen were changed since the first save.
+        """
+        frozen = self._frozen()
+        sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
+        changed = [name for name, value in sums.items() if self._sums.get(name, value) != value]
+        if changed:
+            raise ValueError(
+                "Expected weights without a gradient to stay as they are with checkpoint.trainable_only=true. Received: other values of "
+                f"{', '.join(changed[:5])} ({len(changed)} in all) than at the first save. Make what is changed by hand, such as a "
+                "teacher, a buffer, or set checkpoint.trainable_only=false."
+            )
+        self._sums = sums
+        names = frozenset(frozen)
+        if self._digest is None or self._digest[0] != names:
+            self._digest = names, digest_of(frozen)
+        return {"sha256": self._digest[1], "trained": sorted(self._trained)}
+
+    def check(self, stored: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that was made on other frozen weights. Called on all ranks.
+
+        Args:
+            stored: What `identity` returned.
+
+        Raises:
+            CheckpointMismatch: If they are others.
+        """
+        trained = set(stored["trained"])
+        frozen = {name: value for name, value in self._parameters().items() if name not in trained}
+        found = digest_of(frozen)
+        if found != stored["sha256"]:
+            raise CheckpointMismatch(
+                f"Expected the frozen weights that the checkpoint was made on, with the SHA-256 {stored['sha256'][:12]}. Received: "
+                f"{found[:12]} over {len(frozen)} weights. checkpoint.trainable_only=true has kept what was trained alone: make the model "
+                "from the same base, in the same precision, with the same parts frozen."
+            )
+        self._trained |= trained
+        self._sums, self._digest = {}, (frozenset(frozen), found)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._named_parameters()}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        self._trained |= {name for name, parameter in self._named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in self._parameters().items() if name not in self._trained}
+
+
+def _is_one_of(value: object, places: set[int]) -> bool:
+    return isinstance(value, Tensor) and bool(local_part(value).numel()) and local_part(value).data_ptr() in places
+
+
+def digest_of(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and bits, the same in every layout. Called on all ranks.
+
+    Args:
+        weights: By name; of a sharded one all parts are gathered.
+    """
+    total = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = whole(weights[name]).detach().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        bits = tensor.reshape(-1).view(torch.uint8)
+        for begin in range(0, bits.numel(), _AT_ONCE):
+            piece: Any = bits[begin : begin + _AT_ONCE].cpu().numpy()
+            total.update(piece)
+    return total.hexdigest()
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the sum of the bits of a tensor read as integers: what tells that values have changed.
+
+    Args:
+        tensor: On whatever device; of a sharded one the part of this rank is read.
+    """
+    flat = local_part(tensor).detach().contiguous().reshape(-1)
+    integers = _INTEGERS.get(flat.element_size())
+    return int(flat.view(torch.uint8 if integers is None else integers).sum(dtype=torch.int64))
