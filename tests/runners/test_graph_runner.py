@@ -110,8 +110,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("policy", ["default", "recompute"])
-@pytest.mark.parametrize("build", ["sequential", "own"])
+@pytest.mark.parametrize(("build", "policy"), [("sequential", "default"), ("own", "recompute")])
 def test_one_graph_for_each_size_and_the_same_run_as_ddp(build: str, policy: str, tmp_path: Path) -> None:
     expected = outcome(config(tmp_path / "ddp", "ddp"), build)
     found = outcome(config(tmp_path / "graph", compile={"memory_policy": policy}), build)
@@ -142,6 +141,7 @@ def train_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
     return [outcome(*case, Buckets) for case in cases]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_on_ddp(tmp_path: Path) -> None:
     # The wide model is cut at its buckets; where layers are computed again, nothing is.
     policies = {"own": "recompute", "wide": "default"}
