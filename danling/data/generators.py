@@ -191,7 +191,7 @@ class _Walk:
                 self._visit(place)
             if isinstance(value, (dict, list)) and len(value) <= _WIDTH:
                 self.containers.append(value)
-            held = getattr(value, "__dict__", None)
+            held = attribute_of(value, "__dict__")
             if isinstance(held, dict) and not isinstance(value, types.FunctionType):
                 self.holders.append((path, value))
                 self.containers.append(held)
@@ -379,8 +379,16 @@ def _held_by_function(path: str, function: types.FunctionType) -> Iterator[Place
             yield Place(f"{function.__module__}.{name}", function.__globals__, name)
 
 
+def attribute_of(value: Any, name: str) -> Any:
+    """Return an attribute of an object, `None` where it has none, or answers with an error of its own, as placeholders of pydantic do."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
 def _held_by_object(path: str, value: object) -> Iterator[Place]:
-    held = getattr(value, "__dict__", None)
+    held = attribute_of(value, "__dict__")
     if isinstance(held, dict):
         yield from (Place(f"{path}.{name}" if path else name, held, name) for name in list(held))
     if isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
@@ -391,8 +399,9 @@ def _held_by_object(path: str, value: object) -> Iterator[Place]:
             continue
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                yield Place(f"{path}.{name}", {name: getattr(value, name)}, name)
+            held_there = attribute_of(value, name)
+            if held_there is not None:
+                yield Place(f"{path}.{name}", {name: held_there}, name)
         for name, found in list(vars(kind).items()):
             if isinstance(found, types.FunctionType) or is_generator(found):
                 yield Place(f"{path}.{name}", vars(kind), name)

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .generators import LEAVES, held_objects
+from .generators import LEAVES, attribute_of, held_objects
 
 SUSPECTS = frozenset(
     (
@@ -230,7 +230,7 @@ def _is_suspect(value: object) -> bool:
     value = value.__func__ if isinstance(value, (staticmethod, classmethod, types.MethodType)) else value
     if not (inspect.isroutine(value) or isinstance(value, type)):
         return False
-    return getattr(value, "__name__", None) in SUSPECTS and _is_foreign(getattr(value, "__module__", None))
+    return attribute_of(value, "__name__") in SUSPECTS and _is_foreign(attribute_of(value, "__module__"))
 
 
 def _find_module(name: str, package: str | None) -> types.ModuleType | None:
@@ -264,7 +264,7 @@ def _wrapped(value: object) -> Any:
     held = getattr(type(value), "__module__", None)
     if held != "functools":
         return None
-    return getattr(value, "__wrapped__", None) or getattr(value, "func", None)
+    return attribute_of(value, "__wrapped__") or attribute_of(value, "func")
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
