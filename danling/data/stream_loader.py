@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .keyed_stream import KeyedStream, generator_origins
 from .plain_state import check_savable, is_stateful
+from .replayed import Replayed
 from .sampled_loader import TAKEN, is_plain_loader
 from .sampler_state import SamplerState
 from .workers import WorkerInit, end_with_process, quiet_torchdata
@@ -52,7 +53,9 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         collate_fn = settings.get("collate_fn")
         self._collate = None if collate_fn in (default_collate, default_convert) else collate_fn
         self.origins = generator_origins(dataset, self._collate)
-        self._state = None if is_stateful(dataset) else SamplerState(dataset, None)
+        # A pass of `datasets` is a function of seed and epoch: what moves inside of it is made anew by the next one.
+        held = () if isinstance(dataset, Replayed) else dataset
+        self._state = None if is_stateful(dataset) else SamplerState(held, None)
         self._found: tuple[int, Mapping[str, Any]] | None = None
         self._resumed: Mapping[str, Any] | None = None
         """What the dataset was like when the run was saved, until the pass goes on from there."""
