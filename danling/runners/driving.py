@@ -75,11 +75,10 @@ class TrainingDriver:
     # One training
 
     @contextmanager
-    def training(self, *, tries: Sequence[str] | None = None, whole: bool = True) -> Iterator[None]:
+    def training(self, *, whole: bool = True) -> Iterator[None]:
         """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved.
 
         Args:
-            tries: Splits of which one batch is evaluated first, unless an evaluation is under way; `None` leaves that out.
             whole: Whether the run ends here; a verb that was called alone saves only where it was asked to stop.
         """
         runner, parts = self.runner, self.parts
@@ -94,13 +93,14 @@ class TrainingDriver:
             self.begin_report()
             opened = session.opened(parts.end.of_session(), domain=runner.placement.optimizer, whole=whole)
             with parts.evaluator.evaluation.watched(self.between_batches), opened:
-                if tries is not None and not parts.results.open:
-                    self.try_evaluations(tries)
                 yield
 
     def try_evaluations(self, splits: Sequence[str]) -> None:
-        """Evaluate one batch of each split before the first update; evaluations of the user's own are left out."""
+        """Evaluate one batch of each split before the first update, unless an evaluation is under way; evaluations of the user's own
+        are left out."""
         runner = self.runner
+        if self.parts.results.open:
+            return
         verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
         if runner.config.try_evaluation and not (runner._overrides(verb) or runner._overrides("evaluate")):
             self.parts.evaluator.try_once(splits, self.parts.results.judge_trial)

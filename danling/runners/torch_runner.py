@@ -337,7 +337,8 @@ class TorchRunner(BaseRunner):
             )
         if self._parts.loop.is_done():
             return self.results
-        with self._parts.driver.training(tries=to_evaluate):
+        with self._parts.driver.training():
+            self._parts.driver.try_evaluations(to_evaluate)
             self._parts.loop.train_epochs(to_train, to_evaluate)
         return self.results
 
@@ -381,7 +382,8 @@ class TorchRunner(BaseRunner):
             )
         if self._parts.loop.is_done():
             return self.results
-        with self._parts.driver.training(tries=to_evaluate):
+        with self._parts.driver.training():
+            self._parts.driver.try_evaluations(to_evaluate)
             self._parts.loop.train_steps(to_train, to_evaluate)
         return self.results
 
