@@ -70,6 +70,8 @@ class DataHooks(Protocol):
     @property
     def evaluate_splits(self) -> Sequence[str]: ...
     @property
+    def score_split(self) -> str | None: ...
+    @property
     def accum_steps(self) -> int: ...
 
     def build_dataloaders(self) -> None:
@@ -147,7 +149,7 @@ class RunData:
             ValueError: If `score_split` names none that is evaluated.
         """
         self.sources.open_all()
-        scored = self.splits.to_score(self._run.evaluate_splits)
+        scored = self._run.score_split
         if scored is not None:
             self.splits.check_scored(scored, trained=self._run.train_splits, evaluated=self._run.evaluate_splits)
         return scored

@@ -34,6 +34,10 @@ class Run:
         self.sampler: Any = None
         self.data = RunData(self)
 
+    @property
+    def score_split(self) -> str | None:
+        return self.data.splits.to_score(self.evaluate_splits)
+
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         return self.sampler
 

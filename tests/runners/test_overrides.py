@@ -441,6 +441,25 @@ def test_a_split_that_is_only_trained_on_is_no_score(tmp_path: Path) -> None:
         assert runner.latest_score == pytest.approx(evaluated, rel=1e-5)
 
 
+class ScoredByTest(Line):
+    """Says itself which split is scored."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets["test"] = points(4)
+
+    @property
+    def score_split(self) -> str:
+        """Return another split than the default, which is `val`."""
+        return "test"
+
+
+def test_the_score_is_of_the_split_that_a_property_of_the_users_own_names(tmp_path: Path) -> None:
+    with ScoredByTest(settings(tmp_path)) as runner:
+        results = runner.train()
+        assert runner.scores == {index: figures["test"]["loss"] for index, figures in results.items()}
+
+
 # Around a run
 
 
