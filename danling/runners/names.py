@@ -147,9 +147,12 @@ def noting(init: Callable[..., None], owner: str) -> Callable[..., None]:
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         record = vars(self).get(_RECORD)
         if record is None:
-            record = vars(self)[_RECORD] = LibraryNames(dict(vars(self)))
             # On the runner, not on the class: a method that happens to be called so is no component.
-            vars(self).update(dict.fromkeys(COMPONENTS))
+            for name in COMPONENTS:
+                own = getattr(type(self), name, None)
+                if not isinstance(own, property) or own.fset is not None:
+                    setattr(self, name, None)
+            record = vars(self)[_RECORD] = LibraryNames(dict(vars(self)))
         init(self, *args, **kwargs)
         record.note(vars(self), owner)
 

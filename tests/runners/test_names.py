@@ -230,6 +230,26 @@ def test_a_method_that_is_called_as_a_component_is_not_taken_for_it(name: str, t
         assert type(getattr(own, name)) is type(getattr(plain, name))
 
 
+@pytest.mark.parametrize("name", ["model", "ema", "criterion", "optimizer", "scheduler", "metrics"])
+def test_a_property_may_stand_for_a_component(name: str, tmp_path: Path) -> None:
+    def read(self: Any) -> Any:
+        return self.kept_component
+
+    def write(self: Any, value: Any) -> None:
+        self.kept_component = value
+
+    kept = type("Kept", (Named,), {name: property(read, write)})
+    with Named(settings(tmp_path / "plain")) as plain, kept(settings(tmp_path / "kept")) as runner:
+        assert type(getattr(runner, name)) is type(getattr(plain, name))
+        assert runner.train() == plain.train()
+
+
+def test_metrics_may_be_a_property_that_is_only_read(tmp_path: Path) -> None:
+    only_read = {"metrics": property(lambda self: {"twice": lambda pred, target: 2.0})}
+    with type("Read", (Named,), only_read)(settings(tmp_path)) as runner:
+        assert runner.evaluate("train")["train"]["twice"] == 2.0
+
+
 @pytest.mark.parametrize("name", sorted(FORMER_NAMES))
 def test_a_former_name_is_accepted_with_a_warning(name: str, tmp_path: Path) -> None:
     with Named(settings(tmp_path)) as runner:
