@@ -142,6 +142,11 @@ class TorchParts:
                 f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
             )
 
+    def note_trained(self) -> None:
+        """Count what requires a gradient at construction as trained, also where it is frozen before the first save."""
+        if self.saved_without is not None:
+            self.saved_without.note_trained()
+
     @cached_property
     def frozen(self) -> FrozenWeights:
         runner = self.runner

@@ -116,6 +116,7 @@ class TorchRunner(BaseRunner):
         self.window = Window(self.placement.optimizer, self.device)
         self._parts.choose_memory_retry()
         self.materialize_model()
+        self._parts.note_trained()
         if self.stack == "ddp":
             trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
             own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))

@@ -20,8 +20,8 @@ _AT_ONCE = 2**26
 class FrozenWeights:
     """Tells what of a model is trained from what is frozen.
 
-    A parameter that required a gradient at any save of the run counts as trained, also where it was frozen afterwards; so do buffers. What
-    is frozen must stay as it is: every save compares a sum over the bits, which costs one reading of the weights.
+    A parameter that required a gradient at construction or at any save of the run counts as trained, also where it was frozen afterwards;
+    so do buffers. What is frozen must stay as it is: every save compares a sum over the bits, which costs one reading of the weights.
 
     Args:
         named_parameters: Returns the parameters of the model by canonical name.
@@ -32,6 +32,10 @@ class FrozenWeights:
         self._trained: set[str] = set()
         self._sums: dict[str, int] = {}
         self._digest: tuple[frozenset[str], str] | None = None
+
+    def note_trained(self) -> None:
+        """Count what requires a gradient now as trained. May be called on one rank."""
+        self._trained |= {name for name, parameter in self._named_parameters() if parameter.requires_grad}
 
     def without(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state that are not frozen.
@@ -58,7 +62,7 @@ class FrozenWeights:
         """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks.
 
         Raises:
-            ValueError: If weights that are frozen were changed since the first save.
+            ValueError: If weights that are frozen were changed since the first save, or since the run was resumed.
         """
         frozen = self._frozen()
         sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
@@ -66,8 +70,8 @@ class FrozenWeights:
         if changed:
             raise ValueError(
                 "Expected weights without a gradient to stay as they are with checkpoint.trainable_only=true. Received: other values of "
-                f"{', '.join(changed[:5])} ({len(changed)} in all) than at the first save. Make what is changed by hand, such as a "
-                "teacher, a buffer, or set checkpoint.trainable_only=false."
+                f"{', '.join(changed[:5])} ({len(changed)} in all) than at the first save, or when the run was resumed. Make what is "
+                "changed by hand, such as a teacher, a buffer, or set checkpoint.trainable_only=false."
             )
         self._sums = sums
         names = frozenset(frozen)
@@ -94,13 +98,14 @@ class FrozenWeights:
                 "from the same base, in the same precision, with the same parts frozen."
             )
         self._trained |= trained
-        self._sums, self._digest = {}, (frozenset(frozen), found)
+        self._sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
+        self._digest = frozenset(frozen), found
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def _frozen(self) -> dict[str, Tensor]:
-        self._trained |= {name for name, parameter in self._named_parameters() if parameter.requires_grad}
+        self.note_trained()
         return {name: value for name, value in self._parameters().items() if name not in self._trained}
 
 

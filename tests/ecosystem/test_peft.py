@@ -91,6 +91,31 @@ def test_a_frozen_weight_that_is_changed_by_hand_is_named(tmp_path: Path) -> Non
             runner.save_checkpoint()
 
 
+def test_a_frozen_weight_that_is_changed_after_a_resume_is_named_at_its_first_save(tmp_path: Path) -> None:
+    with Adapting(settings(tmp_path, 2)) as runner:
+        runner.train()
+    with Adapting(settings(tmp_path, 4)) as runner:
+        runner.unwrapped_model.base_model.model.transformer.wpe.weight.data[0, 0] += 1
+        with pytest.raises(ValueError, match=r"to stay as they are.*Received: other values of .*wpe\.weight"):
+            runner.save_checkpoint()
+
+
+def test_what_is_frozen_before_the_first_save_is_still_saved(tmp_path: Path) -> None:
+    class Freezing(Adapting):
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            for name, parameter in self.unwrapped_model.named_parameters():
+                if "h.1." in name and "lora_A" in name:
+                    parameter.requires_grad_(False)
+
+    with Freezing(settings(tmp_path, 2)) as first:
+        first.train()
+        expected = weights_of(first)
+    with Freezing(settings(tmp_path, 4)) as second:
+        assert second.train_state.global_step == 2
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(second).items())
+
+
 def test_what_is_frozen_half_way_is_still_saved(tmp_path: Path) -> None:
     def freeze(runner: Any) -> None:
         for name, parameter in runner.unwrapped_model.named_parameters():
