@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
             "Leave its ending out."
         )
     _check_place(options.output, options.checkpoint)
-    model, ema, step = read_weights(options.checkpoint, options.ema, trust=options.trust)
+    model, ema, step = read_weights(
+        options.checkpoint, options.ema, trust=options.trust, complete=options.format == "hf"
+    )
     import torch
 
     from danling.checkpoints.exchange import export_weights
@@ -129,7 +131,7 @@ def _check_place(output: Path, checkpoint: str) -> None:
 
 
 def read_weights(
-    source: str, ema: str | None, *, trust: bool = False
+    source: str, ema: str | None, *, trust: bool = False, complete: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
     """Return the weights to write as the model, those to write beside them, and the step of a verified checkpoint.
 
@@ -137,10 +139,11 @@ def read_weights(
         source: See `locate`.
         ema: `"instead"`, `"beside"` or `None`.
         trust: See `read_payload`.
+        complete: Refuse a checkpoint that frozen weights were left out of.
 
     Raises:
         CheckpointDamaged: If it does not verify.
-        CheckpointMismatch: If it has no weights of the kind asked for.
+        CheckpointMismatch: If it has no weights of the kind asked for, or a part of them.
     """
     from danling.checkpoints.reading import moment, read_payload
 
@@ -148,7 +151,7 @@ def read_weights(
     store.verify(found, "full")
     target = store.target(found)
     alone = store.lacks_sums(found)
-    sections = ["model", *(["ema"] if ema else []), *(["state"] if alone else [])]
+    sections = ["model", *(["ema"] if ema else []), *(["state"] if alone else []), *(["frozen"] if complete else [])]
     payload = read_payload(target, sections=sections, trust=trust)
     model: Any = payload.get("model")
     averaged: Any = (payload.get("ema") or {}).get("weights")
@@ -157,6 +160,11 @@ def read_weights(
         # The payload has only what was asked for.
         held = sorted(payload if is_engine_target(target) else read_contents(found).sections())
         raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {held}.")
+    if "frozen" in payload:
+        raise CheckpointMismatch(
+            f"Expected all weights of the model for --format hf, since from_pretrained makes up what is missing. Received: {found}, which "
+            "checkpoint.trainable_only=true has left the frozen ones out of. Resume the run and call `runner.save_pretrained(directory)`."
+        )
     if alone:
         print(
             f"danling: {found} has no sums beside it: verified by those inside of it, {moment(payload)}",

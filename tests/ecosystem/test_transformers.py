@@ -252,6 +252,20 @@ def test_from_pretrained_loads_what_was_trained(kind: str, auto: Any, road: str,
         assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
 
 
+def test_a_checkpoint_without_the_frozen_weights_is_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("llama")
+    model.get_input_embeddings().weight.requires_grad_(False)
+    with trained(tmp_path, "llama", model, checkpoint={"trainable_only": True}) as runner:
+        runner.checkpoint_manager.wait()
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 2
+        assert "Expected all weights of the model for --format hf" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        runner.save_pretrained(tmp_path / "out")
+        assert_loads_as(AutoModelForCausalLM, tmp_path / "out", runner.unwrapped_model)
+
+
 def test_averaged_weights_and_another_precision_are_exported(tmp_path: Path) -> None:
     with trained(tmp_path, "llama", ema={"enabled": True, "decay": 0.5}) as runner:
         runner.checkpoint_manager.wait()
