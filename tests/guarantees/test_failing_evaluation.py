@@ -243,7 +243,7 @@ class Failing(TracingRunner):
         return dl.metrics.accuracy(pred, target)
 
     def _is_to_fail(self, where: str) -> bool:
-        at = self.at // self.data_replicas
+        at = self.at // self.placement.data_replicas
         mine = self.on_rank in (None, self.rank) and where == self.where
         return mine and self.failure is not None and self.state.train.global_step >= at
 
