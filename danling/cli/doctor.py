@@ -25,19 +25,9 @@ from typing import Any
 
 from danling.graph.compiler import cxx_command, cxx_version
 
-from .environment import installed
+from .environment import EXTRAS, installed
 from .output import DAMAGED, OK, add_json, print_json
 
-EXTRAS = (
-    "tensorboard",
-    "wandb",
-    "matplotlib",
-    "safetensors",
-    "torchmetrics",
-    "deepspeed",
-    "accelerate",
-    "torchft-nightly",
-)
 RANKS = 2
 
 HALT_AT = 11

@@ -20,13 +20,7 @@ from danling import __version__
 
 from .output import OK, add_json, print_json
 
-PACKAGES = (
-    "torch",
-    "torchdata",
-    "chanfig",
-    "pyyaml",
-    "tqdm",
-    "numpy",
+EXTRAS = (
     "tensorboard",
     "wandb",
     "matplotlib",
@@ -36,6 +30,8 @@ PACKAGES = (
     "accelerate",
     "torchft-nightly",
 )
+"""Packages that only parts of the library use."""
+PACKAGES = ("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy", *EXTRAS)
 _VARIABLES = re.compile(
     r"(OMP|MKL)_NUM_THREADS|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHFT|PYTORCH)_[A-Z0-9_]+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|DS_ACCELERATOR|ACCELERATE_[A-Z0-9_]+"
 )
