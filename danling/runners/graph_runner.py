@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -20,7 +19,6 @@ from danling.graph.memory import MemoryPolicy, Recomputation
 from danling.graph.preparation import GraphPreparation
 from danling.graph.whole_loss import WholeLoss
 from danling.mesh.fsdp import find_blocks
-from danling.training import is_pair, unpack_batch
 
 from .torch_runner import TorchRunner
 
@@ -28,9 +26,10 @@ from .torch_runner import TorchRunner
 class GraphRunner(TorchRunner):
     """Trains on one process, or on several with DistributedDataParallel, with forward and loss compiled as one function.
 
-    What becomes part of the graph is the model, and `compute_loss` with the criterion. The backward is compiled with them; weights of
-    micro-batches, the vote, clipping, optimizer and averages stay outside, as on every stack. Evaluation and inference run the model as
-    it is, uncompiled. `compile.enable` need not be set; `compile.fullgraph` is true and `compile.dynamic` false unless they are set.
+    What becomes part of the graph is the model, and `compute_loss` with the criterion; an override of `train_step` calls that of the
+    library, with what it makes of the batch. The backward is compiled with them; weights of micro-batches, the vote, clipping, optimizer
+    and averages stay outside, as on every stack. Evaluation and inference run the model as it is, uncompiled. `compile.enable` need not be
+    set; `compile.fullgraph` is true and `compile.dynamic` false unless they are set.
 
     `compile.memory_policy` says what is kept for the backward, `compile.precompile_artifact_dir` where compiled code is kept for the next
     start.
@@ -119,26 +118,9 @@ class GraphRunner(TorchRunner):
         parts = fingerprint(model, loss=loss, settings=settings, policy=policy.tag, device=self.device)
         return ArtifactDirectory(Path(root).absolute(), parts, title=str(policy), portable=self.device.type == "cuda")
 
-    def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Run one micro-batch forward and backward, compiled. Called on all ranks, `accum_steps` times an update.
-
-        An override calls this method, with what it makes of the batch; what the graph computes goes into the model, the criterion or
-        `compute_loss`.
-
-        Args:
-            data: The batch; within a loop it is on the device.
-
-        Returns:
-            The prediction and the loss.
-        """
-        inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
-        with self.train_context() or nullcontext():
-            with self.forward_context() or nullcontext():
-                pred, loss = self.preparation.function(self.model)(inputs, target)
-                if not self._has_own_loss:
-                    loss = self.compute_loss(pred, target)
-            self.backward(loss)
-        return pred, loss
+    def _forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
+        pred, loss = self.preparation.function(self.model)(inputs, target)
+        return pred, loss if self._has_own_loss else self.compute_loss(pred, target)
 
 
 def _check_train_step(kind: type) -> None:

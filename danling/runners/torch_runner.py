@@ -464,10 +464,14 @@ class TorchRunner(BaseRunner):
         inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
         with self.train_context() or nullcontext():
             with self.forward_context() or nullcontext():
-                pred = call_model(self.model, inputs)
-                loss = self.compute_loss(pred, target)
+                pred, loss = self._forward(inputs, target)
             self.backward(loss)
         return pred, loss
+
+    def _forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
+        """Return the prediction and the loss of a micro-batch to train on, for a stack that makes them in another way."""
+        pred = call_model(self.model, inputs)
+        return pred, self.compute_loss(pred, target)
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate the loss of the open micro-batch with its weight. Called on all ranks.

@@ -229,8 +229,8 @@ def steps_of(root: Path, **changes: Any) -> dict[str, Any]:
     return config(root, epochs=None, steps=9, accum_steps=1, auto_resume=True, checkpoint=checkpoint, **changes)
 
 
-def killed_and_resumed(root: Path, **changes: Any) -> None:
-    """Train whole and in two processes over ragged sizes, and compare bitwise."""
+def assert_goes_on_bitwise(root: Path, **changes: Any) -> None:
+    """Train whole, and killed and resumed in a fresh process, over ragged sizes; both end bitwise alike."""
     (whole,) = run_processes(train_killed, steps_of(root / "whole", **changes), None, world_size=1, timeout=280)
     settings = steps_of(root / "parts", **changes)
     with pytest.raises(ProcessFailure):
@@ -244,7 +244,7 @@ def killed_and_resumed(root: Path, **changes: Any) -> None:
 
 @pytest.mark.timeout(300)
 def test_killed_and_resumed_over_ragged_sizes(tmp_path: Path) -> None:
-    killed_and_resumed(tmp_path)
+    assert_goes_on_bitwise(tmp_path)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_killed_and_resumed_over_ragged_sizes(tmp_path: Path) -> None:
 def test_killed_and_resumed_with_inductor(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = {"precompile_artifact_dir": str(tmp_path / "code")} if kept else {}
-    killed_and_resumed(tmp_path, compile={"backend": "inductor", **folder})
+    assert_goes_on_bitwise(tmp_path, compile={"backend": "inductor", **folder})
 
 
 def test_another_compilation_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
