@@ -18,6 +18,7 @@ ROOMS = [
     "danling.metrics",
     "danling.optim",
     "danling.runners",
+    "danling.stream",
     "danling.checkpoints",
     "danling.supervision",
     "danling.training",

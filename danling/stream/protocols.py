@@ -1,0 +1,139 @@
+"""What a stream is made of: a store of features, and a log that says in which order they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .refs import SampleRef
+
+
+class FeatureStore(Protocol):
+    """Immutable objects, each the features of one sample. Safe for several processes where the store outlives one."""
+
+    def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
+        """Publish an object at once and whole; returns when every reader of the store would see it.
+
+        Args:
+            object_id: A name that was never used in this store.
+            tensors: The features, on any device.
+
+        Raises:
+            ValueError: If the name is taken by other bytes. The same bytes again are no error: a producer that was killed repeats itself.
+            BufferError: If the store would exceed its budget of bytes.
+            OSError: If it could not be written.
+        """
+
+    def get(self, ref: SampleRef) -> dict[str, Tensor]:
+        """Return the features of a sample, bit for bit, in memory that the caller owns, on the CPU.
+
+        Args:
+            ref: The sample.
+
+        Raises:
+            KeyError: If the object was discarded, or never there.
+            ValueError: If the object is damaged, or its names, shapes or dtypes are not those of the reference.
+        """
+
+    def discard(self, object_ids: Iterable[str]) -> None:
+        """Free objects; those that are gone already are passed over.
+
+        Args:
+            object_ids: Their names.
+        """
+
+    def usage(self) -> int:
+        """Return the bytes of all objects."""
+
+    def close(self) -> None:
+        """Let go of files, connections and buffers."""
+
+
+@dataclass(frozen=True)
+class StreamEnd:
+    """How the log of a stream ended.
+
+    Args:
+        kind: `complete` after the last sample, `failed` by an error of the producer, `stopped` by somebody's wish.
+        published: Samples in the log.
+        reason: The error, or who stopped it.
+    """
+
+    kind: str
+    published: int
+    reason: str = ""
+
+
+class RefChannel(Protocol):
+    """A log of samples in one order, each once, with the watermark up to which they are no longer needed."""
+
+    @property
+    def name(self) -> str:
+        """What messages call the channel: its path, for instance."""
+
+    def append(self, refs: Sequence[SampleRef]) -> int:
+        """Append those that are not in the log, durably, and return how many these were.
+
+        Args:
+            refs: Samples in their order.
+
+        Raises:
+            RuntimeError: If the log has ended.
+        """
+
+    def read(self, start: int, stop: int) -> list[SampleRef]:
+        """Return the samples at the places `start` to `stop`, fewer where the log holds fewer.
+
+        Args:
+            start: The first place.
+            stop: The place after the last.
+        """
+
+    def holds(self, sample_id: str) -> bool:
+        """Return whether a sample is in the log."""
+
+    def published(self) -> int:
+        """Return the number of samples in the log, those of other processes included."""
+
+    def committed(self) -> int:
+        """Return the watermark: samples that a durable checkpoint of the trainer lies behind."""
+
+    def commit(self, position: int) -> None:
+        """Move the watermark; it never goes back.
+
+        Args:
+            position: Samples from the beginning of the log.
+
+        Raises:
+            ValueError: If the log holds fewer.
+        """
+
+    def ended(self) -> StreamEnd | None:
+        """Return how the log ended, `None` while it is open."""
+
+    def end(self, kind: str = "complete", reason: str = "") -> None:
+        """End the log. A log that failed or was stopped goes on when a producer calls `reopen`.
+
+        Args:
+            kind: `complete`, `failed` or `stopped`.
+            reason: The error, or who stopped it.
+        """
+
+    def reopen(self) -> None:
+        """Go on after a failure or a stop, repairing what a killed producer left. One that is complete stays so."""
+
+    def claim(self, run: str) -> None:
+        """Take the live log for one trainer; the claim ends with the process.
+
+        Args:
+            run: The lineage of the run, which alone goes on with this log; a complete one may be read by anybody.
+
+        Raises:
+            RuntimeError: If another trainer reads it now, or if it belongs to another run.
+        """
+
+    def close(self) -> None:
+        """Let go of files and connections, and of the claim."""

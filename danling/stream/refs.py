@@ -1,0 +1,102 @@
+"""What the log of a stream holds of a sample: names, shapes and dtypes, never a tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor.
+
+    Args:
+        shape: Its sizes.
+        dtype: The name of its dtype as torch has it, such as `bfloat16`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"Expected the name of a dtype of torch, such as 'float32'. Received: {self.dtype!r}.")
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return shape and dtype of a tensor."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """One sample of a stream: what it is, and where its features lie.
+
+    Args:
+        id: Names the sample in the log, which holds each at most once: a producer that is started again leaves out the ids that are there.
+        object_id: Names the features in the store. No two objects of a store ever have the same.
+        tensors: Shape and dtype of each feature by name.
+        meta: What else is known of the sample, as JSON: the version of the weights that made it, its source.
+
+    Raises:
+        TypeError: If `meta` holds what is no JSON, such as a tensor.
+    """
+
+    id: str
+    object_id: str
+    tensors: Mapping[str, TensorSpec]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(dict(self.meta), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"Expected plain JSON in the metadata of sample {self.id!r}: the log of a stream holds no tensors. "
+                f"Received: {error}. Return tensors as features, which go to the store."
+            ) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def to_json(self) -> str:
+        """Return the reference as one line of JSON."""
+        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in self.tensors.items()}
+        plain = {"id": self.id, "object": self.object_id, "tensors": tensors, "meta": dict(self.meta)}
+        return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> SampleRef:
+        """Return the reference that `to_json` wrote.
+
+        Raises:
+            ValueError: If the line is no reference.
+        """
+        try:
+            plain = json.loads(line)
+            tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in plain["tensors"].items()}
+            return cls(plain["id"], plain["object"], tensors, plain["meta"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"Expected the reference of a sample as one line of JSON. Received: {line[:200]!r} ({error})."
+            ) from None

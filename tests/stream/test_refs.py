@@ -1,0 +1,37 @@
+"""References of samples go through the log unchanged, and hold no tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from danling.stream import SampleRef, TensorSpec
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float32, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_reference_comes_back_from_its_line(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape, dtype=dtype)
+    ref = SampleRef("prompt 7\n", "a1", {"hidden": TensorSpec.of(tensor)}, {"version": 3, "source": "naïve"})
+    assert "\n" not in ref.to_json()
+    assert SampleRef.from_json(ref.to_json()) == ref
+    assert ref.nbytes == tensor.nbytes and ref.tensors["hidden"].torch_dtype is dtype
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), float("nan"), {1, 2}, object()])
+def test_metadata_that_is_no_json_is_refused_with_the_sample(value: object) -> None:
+    with pytest.raises(TypeError, match="Expected plain JSON in the metadata of sample 'seven'"):
+        SampleRef("seven", "a1", {}, {"value": value})
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="Received: 'float31'"):
+        TensorSpec((1,), "float31")
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{}", '{"id":"a","object":"b","tensors":{"x":[[1],"float32"]}', '{"id":1}', "[]", "null"]
+)
+def test_a_line_that_is_no_reference_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="Expected the reference of a sample as one line of JSON"):
+        SampleRef.from_json(line)
