@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .channels import MemoryChannel
 from .protocols import FeatureStore, RefChannel, StreamEnd
 from .refs import SampleRef, TensorSpec
+from .stores import MemoryStore
 
-__all__ = ["FeatureStore", "RefChannel", "SampleRef", "StreamEnd", "TensorSpec"]
+__all__ = ["FeatureStore", "MemoryChannel", "MemoryStore", "RefChannel", "SampleRef", "StreamEnd", "TensorSpec"]

@@ -1,0 +1,72 @@
+"""What holds for the log of every stream, wherever it is written: what is refused, and in which words."""
+
+from __future__ import annotations
+
+from ..protocols import StreamEnd
+
+ENDS = ("complete", "failed", "stopped")
+
+
+def check_open(name: str, end: StreamEnd | None) -> None:
+    """Check that samples can be appended.
+
+    Raises:
+        RuntimeError: If the log has ended.
+    """
+    if end is None:
+        return
+    mend = (
+        "A complete log stays as it is: begin another stream."
+        if end.kind == "complete"
+        else "Call reopen to go on where it ended."
+    )
+    reason = f": {end.reason}" if end.reason else ""
+    raise RuntimeError(
+        f"Expected the log of stream {name} to be open. Received: it is {end.kind} after {end.published} samples{reason}. {mend}"
+    )
+
+
+def check_kind(kind: str) -> None:
+    """Check the word that says how a log ends.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if kind not in ENDS:
+        raise ValueError(f"Expected one of {', '.join(ENDS)} as the end of a stream. Received: {kind!r}.")
+
+
+def check_range(start: int, stop: int) -> None:
+    """Check two places in the log.
+
+    Raises:
+        ValueError: If they are negative or the wrong way round.
+    """
+    if not 0 <= start <= stop:
+        raise ValueError(f"Expected places of samples with 0 <= start <= stop. Received: start={start}, stop={stop}.")
+
+
+def check_watermark(name: str, position: int, published: int) -> None:
+    """Check a watermark.
+
+    Raises:
+        ValueError: If the log holds fewer samples.
+    """
+    if not 0 <= position <= published:
+        raise ValueError(
+            f"Expected a watermark between 0 and the {published} samples in the log of stream {name}. Received: {position}. "
+            "Resume a run with the log that it was trained on."
+        )
+
+
+def check_owner(name: str, owner: str, run: str) -> None:
+    """Check that a live log belongs to a run.
+
+    Raises:
+        RuntimeError: If it belongs to another.
+    """
+    if owner and owner != run:
+        raise RuntimeError(
+            f"Expected the live stream {name} to be read by the run that began it, {owner}. Received: run {run}. "
+            "Resume that run, wait until the stream is complete, or begin another stream."
+        )

@@ -1,0 +1,7 @@
+"""Where the features of a stream lie until a durable checkpoint no longer needs them."""
+
+from __future__ import annotations
+
+from .memory import MemoryStore
+
+__all__ = ["MemoryStore"]

@@ -1,0 +1,75 @@
+"""Features in the memory of one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..refs import SampleRef
+from .objects import check_against, check_budget, dense, missing, nbytes, owned, same_bytes, specs, taken
+
+
+class MemoryStore:
+    """A store for a producer and a trainer in one process, interleaved or in threads.
+
+    Args:
+        max_bytes: Bytes of features that it holds at most, no limit where it is left out.
+    """
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._objects: dict[str, dict[str, Tensor]] = {}
+        self._usage = 0
+        self._pid = os.getpid()
+
+    def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a copy of the tensors; see `FeatureStore.put`."""
+        copy = owned(dense(object_id, tensors))
+        with self._locked():
+            present = self._objects.get(object_id)
+            if present is not None:
+                if not same_bytes(present, copy):
+                    raise taken(object_id, "this store")
+                return
+            size = nbytes(copy)
+            check_budget(object_id, size, self._usage, self.max_bytes)
+            self._objects[object_id] = copy
+            self._usage += size
+
+    def get(self, ref: SampleRef) -> dict[str, Tensor]:
+        """Return a copy of the features of a sample; see `FeatureStore.get`."""
+        with self._locked():
+            found = self._objects.get(ref.object_id)
+        if found is None:
+            raise missing(ref, "the store in memory")
+        check_against(ref, specs(found), "the store in memory")
+        return owned(found)
+
+    def discard(self, object_ids: Iterable[str]) -> None:
+        """Free objects; see `FeatureStore.discard`."""
+        with self._locked():
+            for object_id in object_ids:
+                self._usage -= nbytes(self._objects.pop(object_id, {}))
+
+    def usage(self) -> int:
+        """Return the bytes of all objects."""
+        with self._locked():
+            return self._usage
+
+    def close(self) -> None:
+        """Do nothing: the objects stay for whoever else holds the store."""
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"Expected a MemoryStore to be used in the process that made it ({self._pid}). Received: process {os.getpid()}, "
+                "which would see a copy. Use a DirectoryStore between processes, such as the workers of a loader."
+            )
+        with self._lock:
+            yield

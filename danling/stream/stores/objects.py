@@ -1,0 +1,117 @@
+"""What every store does with the tensors of an object: check them, own them, compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..refs import SampleRef, TensorSpec
+
+
+def dense(object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an object, contiguous and on the CPU; those that are so already are not copied.
+
+    Args:
+        object_id: Name of the object, for messages.
+        tensors: Tensors by name, on any device.
+
+    Raises:
+        TypeError: If a name is no string, or a value no dense tensor.
+        ValueError: If the object has no name.
+    """
+    if not isinstance(object_id, str):
+        raise TypeError(f"Expected the name of an object as a string. Received: {type(object_id).__name__}.")
+    if not object_id:
+        raise ValueError("Expected an object with a name that no other object of the store has. Received: ''.")
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"Expected dense tensors by name in object {object_id!r}. Received: {name!r}: {kind}. "
+                "Return tensors from capture, and put what is no tensor into the metadata of the sample."
+            )
+        found[name] = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return found
+
+
+def owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors, bit for bit, in memory that nobody else holds."""
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+
+
+def specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Return shapes and dtypes by name."""
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
+def nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of the values of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, which share its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same_bytes(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two objects hold the same names, shapes, dtypes and bits; a NaN equals itself here."""
+    return specs(one) == specs(other) and all(torch.equal(as_bytes(one[name]), as_bytes(other[name])) for name in one)
+
+
+def check_against(ref: SampleRef, found: Mapping[str, TensorSpec], place: str) -> None:
+    """Check that an object is what the log says of it.
+
+    Args:
+        ref: The sample.
+        found: Shapes and dtypes of the object.
+        place: Where the object lies, for the message.
+
+    Raises:
+        ValueError: If names, shapes or dtypes differ.
+    """
+    expected = dict(ref.tensors)
+    if expected == dict(found):
+        return
+    differing = sorted({name for name in {**expected, **found} if expected.get(name) != found.get(name)})
+    name = differing[0]
+    raise ValueError(
+        f"Expected {_describe(expected.get(name))} as feature {name!r} of sample {ref.id!r}, as its reference in the log says. "
+        f"Received: {_describe(found.get(name))} in {place}. Read the log with the store that its producer wrote to."
+    )
+
+
+def _describe(spec: TensorSpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+
+
+def check_budget(object_id: str, size: int, usage: int, max_bytes: int | None) -> None:
+    """Check that an object fits into a store.
+
+    Raises:
+        BufferError: If it does not.
+    """
+    if max_bytes is not None and usage + size > max_bytes:
+        raise BufferError(
+            f"Expected at most {max_bytes} bytes in the store (max_bytes). Received: object {object_id!r} of {size} bytes beside "
+            f"{usage} that are in use. Raise max_bytes, or lower the number of samples that the producer may be ahead."
+        )
+
+
+def missing(ref: SampleRef, place: str) -> KeyError:
+    """Return the error for an object that is not there."""
+    return KeyError(
+        f"Expected the features of sample {ref.id!r} in {place}. Received: no object {ref.object_id!r}; "
+        "it was discarded after a commit, or never put there. Begin from the latest checkpoint of the run that owns the stream."
+    )
+
+
+def taken(object_id: str, place: str) -> ValueError:
+    """Return the error for a name that another object has."""
+    return ValueError(
+        f"Expected a name that no object of {place} has, since objects never change. Received: {object_id!r}, which holds other bytes. "
+        "Give each object a name of its own, for instance with the version of the weights that made it."
+    )

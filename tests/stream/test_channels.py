@@ -1,0 +1,182 @@
+"""Every channel keeps the same promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from danling.stream import MemoryChannel, RefChannel, SampleRef, StreamEnd, TensorSpec
+
+Open = Callable[[], RefChannel]
+KINDS = ["memory"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return the kind of the channel."""
+    return str(request.param)
+
+
+@pytest.fixture
+def open_channel(kind: str, tmp_path: Path) -> Iterator[Open]:
+    """Return what opens the same log, each time by another object where the log is not in memory."""
+    opened: list[RefChannel] = []
+    memory = MemoryChannel("the-name")
+
+    def open_kind() -> RefChannel:
+        opened.append(memory)
+        return opened[-1]
+
+    yield open_kind
+    for channel in opened:
+        channel.close()
+
+
+def ref(index: int, *, object_id: str = "") -> SampleRef:
+    """Return a reference that has something of everything."""
+    tensors = {"hidden": TensorSpec((index % 5, 4), "bfloat16")}
+    return SampleRef(
+        f"prompt\n{index} ü", object_id or f"object-{index}", tensors, {"version": index, "of": [None, 0.5]}
+    )
+
+
+def refs(*places: int) -> list[SampleRef]:
+    return [ref(index) for index in places]
+
+
+def test_samples_are_read_in_the_order_in_which_they_were_appended(open_channel: Open) -> None:
+    channel = open_channel()
+    assert channel.published() == 0 and channel.read(0, 10) == [] and channel.ended() is None
+    assert channel.append(refs(0, 1, 2)) == 3
+    assert channel.append([]) == 0
+    assert channel.append(refs(3)) == 1
+    for reader in (channel, open_channel()):
+        assert reader.published() == 4 and "the-name" in reader.name
+        assert reader.read(0, 4) == refs(0, 1, 2, 3)
+        assert reader.read(1, 3) == refs(1, 2)
+        assert reader.read(3, 100) == refs(3) and reader.read(4, 9) == [] and reader.read(9, 9) == []
+
+
+def test_a_reader_sees_what_is_appended_after_it_has_opened_the_log(open_channel: Open) -> None:
+    producer, reader = open_channel(), open_channel()
+    for index in range(5):
+        assert reader.published() == index
+        producer.append(refs(index))
+        assert reader.read(0, 10) == refs(*range(index + 1)) and reader.holds(ref(index).id)
+    assert not reader.holds("prompt")
+
+
+def test_a_sample_that_is_in_the_log_is_left_out(open_channel: Open) -> None:
+    one, other = open_channel(), open_channel()
+    assert one.append(refs(0, 1, 0)) == 2
+    assert other.append([ref(1, object_id="elsewhere"), ref(2), ref(2)]) == 1
+    assert one.append(refs(0, 1, 2)) == 0
+    assert one.read(0, 9) == other.read(0, 9) == refs(0, 1, 2)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
+def test_places_that_are_none_are_refused(open_channel: Open, start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=rf"0 <= start <= stop. Received: start={start}, stop={stop}"):
+        open_channel().read(start, stop)
+
+
+def test_the_watermark_moves_forward_only_and_stays_within_the_log(open_channel: Open) -> None:
+    channel = open_channel()
+    channel.append(refs(0, 1, 2))
+    assert channel.committed() == 0
+    channel.commit(2)
+    channel.commit(1)
+    assert channel.committed() == 2 == open_channel().committed()
+    for position in (4, -1):
+        with pytest.raises(ValueError, match=f"between 0 and the 3 samples in the log.*the-name.*Received: {position}"):
+            channel.commit(position)
+    channel.commit(3)
+    assert open_channel().committed() == 3
+
+
+@pytest.mark.parametrize("end", ["complete", "failed", "stopped"])
+def test_an_ended_log_takes_no_samples_and_says_why(open_channel: Open, end: str) -> None:
+    producer, reader = open_channel(), open_channel()
+    producer.append(refs(0, 1))
+    producer.end(end, "RuntimeError: what\nhappened")
+    assert reader.ended() == producer.ended() == StreamEnd(end, 2, "RuntimeError: what\nhappened")
+    reader.end("stopped", "a later one")  # the first end is the cause of the later ones
+    assert producer.ended() == StreamEnd(end, 2, "RuntimeError: what\nhappened")
+    for channel in (producer, reader, open_channel()):
+        with pytest.raises(RuntimeError, match=f"the-name.*to be open. Received: it is {end} after 2 samples: Runtime"):
+            channel.append(refs(2))
+    assert reader.read(0, 9) == refs(0, 1)
+
+
+def test_a_log_goes_on_after_a_failure_and_not_after_its_last_sample(open_channel: Open) -> None:
+    producer, reader = open_channel(), open_channel()
+    for kind in ("failed", "stopped"):
+        producer.append(refs(producer.published()))
+        producer.end(kind)
+        producer.reopen()
+        assert producer.ended() is None and reader.ended() is None and open_channel().ended() is None
+    producer.append(refs(2))
+    producer.end()
+    producer.reopen()
+    assert reader.ended() == StreamEnd("complete", 3) == open_channel().ended()
+    with pytest.raises(RuntimeError, match="begin another stream"):
+        producer.append(refs(3))
+    assert reader.read(0, 9) == refs(0, 1, 2)
+
+
+def test_an_unknown_end_is_refused(open_channel: Open) -> None:
+    channel = open_channel()
+    with pytest.raises(ValueError, match="Expected one of complete, failed, stopped.*Received: 'done'"):
+        channel.end("done")
+    assert channel.ended() is None
+
+
+def test_a_live_log_belongs_to_one_run_and_a_complete_one_to_everybody(open_channel: Open) -> None:
+    channel = open_channel()
+    channel.append(refs(0))
+    channel.claim("run-a")
+    channel.claim("run-a")
+    channel.close()
+    channel = open_channel()
+    with pytest.raises(RuntimeError, match="the-name.*the run that began it, run-a. Received: run run-b. Resume"):
+        channel.claim("run-b")
+    channel.end("failed")
+    with pytest.raises(RuntimeError, match="Received: run run-b"):
+        channel.claim("run-b")
+    channel.claim("run-a")
+    channel.reopen()
+    channel.end()
+    channel.close()
+    channel = open_channel()
+    channel.claim("run-b")
+    channel.claim("run-c")
+
+
+def test_threads_append_and_read_at_once(open_channel: Open) -> None:
+    channels = [open_channel() for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def produce(worker: int) -> None:
+        try:
+            for index in range(20):
+                channels[worker].append(refs(index, 100 * worker + index))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(3)]
+    for thread in threads:
+        thread.start()
+    seen: list[SampleRef] = []
+    while any(thread.is_alive() for thread in threads):
+        found = channels[0].read(0, 1000)
+        assert found[: len(seen)] == seen  # what was read once stays where it is
+        seen = found
+    for thread in threads:
+        thread.join()
+    assert not errors
+    final = channels[1].read(0, 1000)
+    ids = [found.id for found in final]
+    assert len(ids) == len(set(ids)) == 60 and final[: len(seen)] == seen

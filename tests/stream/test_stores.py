@@ -1,0 +1,218 @@
+"""Every store keeps the same promises."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from danling.stream import FeatureStore, MemoryStore, SampleRef, TensorSpec
+
+Make = Callable[..., FeatureStore]
+KINDS = ["memory"]
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Return what makes an empty store of a kind."""
+    made: list[FeatureStore] = []
+
+    def memory(**options: int) -> FeatureStore:
+        made.append(MemoryStore(**options))
+        return made[-1]
+
+    yield {"memory": memory}[request.param]
+    for store in made:
+        store.close()
+
+
+def features(seed: int = 0, rows: int = 3) -> dict[str, Tensor]:
+    """Return features of all kinds of dtypes, with bits that arithmetic would change."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 256, (rows, 32), generator=generator, dtype=torch.uint8)
+    bits[0, :8] = 255  # NaN with a payload
+    return {
+        "hidden": bits.view(torch.bfloat16),
+        "half": bits.view(torch.float16),
+        "loss": bits.view(torch.float32),
+        "exact": bits.view(torch.float64),
+        "ids": bits.view(torch.int64),
+        "short": bits.view(torch.int16),
+        "mask": bits > 127,
+        "bytes": bits,
+        "fp8": bits.view(torch.float8_e4m3fn),
+        "scalar": torch.tensor(-0.0),
+        "nothing": torch.empty(0, 4),
+    }
+
+
+def reference(object_id: str, tensors: dict[str, Tensor], sample_id: str = "sample") -> SampleRef:
+    """Return what the log would say."""
+    return SampleRef(sample_id, object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Return whether names, order, dtypes, shapes and bits are the same."""
+    return list(one) == list(other) and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and one[name].numpy(force=True).tobytes() == other[name].numpy(force=True).tobytes()
+        if one[name].dtype not in (torch.bfloat16, torch.float8_e4m3fn)
+        else torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))
+        for name in one
+    )
+
+
+def test_an_object_comes_back_bit_for_bit_in_memory_of_its_own(make: Make) -> None:
+    store, tensors = make(), features()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    store.put("a", tensors)
+    ref = reference("a", tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    first = store.get(ref)
+    assert same(first, before)
+    for tensor in first.values():
+        tensor.zero_()
+        assert tensor.is_contiguous() and not tensor.requires_grad
+    assert same(store.get(ref), before)
+
+
+def test_views_and_tensors_with_a_gradient_are_stored_by_value(make: Make) -> None:
+    store = make()
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {"t": base.t(), "part": base[1:, ::2], "same": base.t(), "leaf": torch.ones(2, requires_grad=True)}
+    store.put("a", tensors)
+    found = store.get(reference("a", tensors))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert found["t"].is_contiguous() and not found["leaf"].requires_grad
+
+
+def test_an_object_that_was_discarded_or_never_put_is_a_key_error(make: Make) -> None:
+    store, tensors = make(), features()
+    store.put("a", tensors)
+    store.put("b", tensors)
+    store.discard(["a", "never", "a"])
+    for name in ("a", "never"):
+        with pytest.raises(KeyError, match=f"features of sample 'sample'.*no object '{name}'"):
+            store.get(reference(name, tensors))
+    assert same(store.get(reference("b", tensors)), tensors)
+
+
+def test_usage_counts_the_bytes_of_what_is_kept(make: Make) -> None:
+    store = make()
+    assert store.usage() == 0
+    sizes = []
+    for seed in range(3):
+        store.put(str(seed), features(seed, rows=seed + 1))
+        sizes.append(store.usage())
+    assert sizes[0] >= sum(tensor.nbytes for tensor in features(0, rows=1).values())
+    assert sizes == sorted(set(sizes))
+    store.discard(["1", "0"])
+    assert store.usage() == sizes[2] - sizes[1]
+    store.discard(["2", "1"])
+    assert store.usage() == 0
+
+
+def test_the_same_bytes_again_are_no_error_and_other_bytes_are_refused(make: Make) -> None:
+    store, tensors = make(), features()
+    store.put("a", tensors)
+    usage = store.usage()
+    store.put("a", tensors)
+    assert store.usage() == usage
+    for other in (features(1), features(0, rows=2), {**tensors, "more": torch.ones(1)}, {}):
+        with pytest.raises(ValueError, match="Expected a name that no object.*Received: 'a', which holds other bytes"):
+            store.put("a", other)
+    assert same(store.get(reference("a", tensors)), tensors) and store.usage() == usage
+
+
+def test_a_budget_is_enforced_and_freed_bytes_can_be_used_again(make: Make) -> None:
+    tensors = features()
+    store = make(max_bytes=5_000)
+    with pytest.raises(BufferError, match="Expected at most 5000 bytes.*Received: object '.*' of .* bytes beside"):
+        for index in range(100):
+            store.put(str(index), tensors)
+    assert 1 < index < 100 and store.usage() <= 5_000
+    with pytest.raises(KeyError):
+        store.get(reference(str(index), tensors))
+    store.discard(["0"])
+    store.put(str(index), tensors)
+    assert same(store.get(reference(str(index), tensors)), tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": TensorSpec((2, 4), "int64")}, r"Expected int64\[2, 4\] as feature 'ids' of sample '7'.*int64\[3, 4\]"),
+        ({"ids": TensorSpec((3, 4), "int32")}, r"Expected int32\[3, 4\] as feature 'ids' of sample '7'"),
+        ({"more": TensorSpec((1,), "int32")}, r"Expected int32\[1\] as feature 'more'.*Received: nothing"),
+    ],
+)
+def test_an_object_that_is_not_what_the_log_says_is_refused(
+    make: Make, change: dict[str, TensorSpec], message: str
+) -> None:
+    store, tensors = make(), features()
+    store.put("a", tensors)
+    ref = reference("a", tensors)
+    with pytest.raises(ValueError, match=message):
+        store.get(SampleRef("7", "a", {**ref.tensors, **change}))
+    with pytest.raises(ValueError, match="Expected nothing as feature 'bytes'"):
+        store.get(SampleRef("7", "a", {name: spec for name, spec in ref.tensors.items() if name != "bytes"}))
+
+
+@pytest.mark.parametrize("value", [1.0, [torch.ones(1)], None, torch.eye(2).to_sparse()])
+def test_what_is_no_dense_tensor_is_refused_with_object_and_name(make: Make, value: object) -> None:
+    store = make()
+    with pytest.raises(TypeError, match="Expected dense tensors by name in object 'a'. Received: 'x': "):
+        store.put("a", {"x": value})  # type: ignore[dict-item]
+    assert store.usage() == 0
+    with pytest.raises(KeyError):
+        store.get(reference("a", {}))
+
+
+def test_an_object_needs_a_name(make: Make) -> None:
+    store = make()
+    with pytest.raises(ValueError, match="Expected an object with a name"):
+        store.put("", features())
+    with pytest.raises(TypeError, match="Expected the name of an object as a string. Received: int"):
+        store.put(1, features())  # type: ignore[arg-type]
+
+
+def test_threads_put_get_and_discard_at_once(make: Make) -> None:
+    store, tensors = make(), {"x": torch.arange(64.0)}
+    errors: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        try:
+            for index in range(25):
+                name = f"{worker}-{index}"
+                store.put(name, {"x": tensors["x"] + worker})
+                assert torch.equal(store.get(reference(name, tensors))["x"], tensors["x"] + worker)
+                store.discard([name])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and store.usage() == 0
+
+
+def test_a_store_in_memory_is_refused_in_a_forked_process() -> None:
+    store = MemoryStore()
+    store.put("a", {"x": torch.ones(1)})
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.get(reference("a", {"x": torch.ones(1)}))
+        except RuntimeError as error:
+            os._exit(0 if "Use a DirectoryStore between processes" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
