@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pairs
 import torch
 from torch import Tensor, nn
 from workload import OVERHEAD, make_model
@@ -159,9 +158,9 @@ def measure_starts(kinds: list[str], *, small: bool, backend: str) -> dict[str, 
 
 
 def measure_steps(
-    kinds: list[str], rounds: int, clock: Callable[[], float], *, small: bool, backend: str
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return milliseconds of an update and its ratio to one without compilation, by model and way."""
+    kinds: list[str], rounds: int, clock: pairs.Clock, *, small: bool, backend: str
+) -> dict[str, pairs.Figures]:
+    """Return microseconds of an update and its ratio to one without compilation, by model and way."""
     figures = {}
     for kind in kinds:
         with tempfile.TemporaryDirectory() as root:
@@ -173,36 +172,20 @@ def measure_steps(
             runners = {name: Benchmarked(config, kind, small=small) for name, config in ways.items()}
             for runner in runners.values():
                 runner.train()  # compiles
-            figures[kind] = summarize(_interleaved(runners, 2 if small else BLOCKS[kind], rounds, clock))
+            number = 2 if small else BLOCKS[kind]
+            blocks = {name: _updates(runner, number) for name, runner in runners.items()}
+            figures[kind] = pairs.summarize(pairs.interleaved(blocks, number, rounds, clock), "eager")
             for runner in runners.values():
                 runner.close()
     return figures
 
 
-def _interleaved(
-    runners: dict[str, Benchmarked], block: int, rounds: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    for round_ in range(rounds + 1):
-        for name, runner in runners.items():
-            runner.config.steps = (runner.config.steps or 0) + block
-            begin = clock()
-            runner.train_steps()
-            if round_:  # the first one warms up
-                times[name].append((clock() - begin) / block * 1e3)
-    return times
+def _updates(runner: Benchmarked, number: int) -> Callable[[], None]:
+    def block() -> None:
+        runner.config.steps = (runner.config.steps or 0) + number
+        runner.train_steps()
 
-
-def summarize(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return medians by way, and the median of the ratios to the first way in the same round."""
-    baseline = next(iter(times.values()))
-    return {
-        name: {
-            "median_ms": statistics.median(values),
-            "ratio": statistics.median(value / base for value, base in zip(values, baseline)),
-        }
-        for name, values in times.items()
-    }
+    return block
 
 
 # Memory
@@ -242,17 +225,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which models")
-    parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of updates")
+    pairs.add_options(parser, rounds=10)
     parser.add_argument("--backend", default="inductor", help="backend of the compiler")
     parser.add_argument("--small", action="store_true", help="sizes of a test")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="count time of the processor for updates, on a machine that is busy"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--start", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.INFO)
+    clock = pairs.prepared(arguments)
     options = {"small": arguments.small, "backend": arguments.backend}
     if arguments.start:
         kind, folder, portable, loads = arguments.start
@@ -268,10 +246,9 @@ def main() -> None:
                 flush=True,
             )
     if "steps" in arguments.only:
-        clock = time.process_time if arguments.cpu_time else time.perf_counter
         steps = figures["steps"] = measure_steps(kinds, arguments.rounds, clock, **options)
         for kind, rows in steps.items():
-            shown = (f"{name} {row['median_ms']:.3f} ms (x {row['ratio']:.2f})" for name, row in rows.items())
+            shown = (f"{name} {row['median_us'] / 1e3:.3f} ms (x {row['ratio']:.2f})" for name, row in rows.items())
             print(f"{kind}: update {', '.join(shown)}", flush=True)
     if "memory" in arguments.only:
         memory = figures["memory"] = measure_memory(kinds, **options)

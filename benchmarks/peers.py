@@ -24,17 +24,28 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pairs
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from workload import OVERHEAD, Batches, Samples, make_batches, make_model, make_optimizer
+from workload import (
+    OVERHEAD,
+    Batches,
+    Samples,
+    make_batches,
+    make_model,
+    make_optimizer,
+    updates_by_hand,
+    updates_with_accelerate,
+)
 
 WARM_UP = 100
 
@@ -119,23 +130,17 @@ class Clock:
         return (self.end - self.begin) / (self.steps - WARM_UP) * 1e6
 
 
+def timed(updates: Iterator[None], steps: int) -> float:
+    """Make so many updates and return microseconds of one."""
+    clock = Clock(steps)
+    for _ in islice(updates, steps):
+        clock.tick()
+    return clock.microseconds
+
+
 def by_hand(feed: Feed, steps: int, root: str) -> float:
     """Train in a loop."""
-    model, criterion, clock = make_model(), nn.CrossEntropyLoss(), Clock(steps)
-    optimizer, scheduler = make_optimizer(model)
-    batches = feed.loader(StatefulDataLoader)
-    while clock.count < steps:
-        for input, target in batches:
-            loss = criterion(model(input), target)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            clock.tick()
-            if clock.count == steps:
-                break
-    return clock.microseconds
+    return timed(updates_by_hand(make_model(), feed.loader(StatefulDataLoader)), steps)
 
 
 def danling(feed: Feed, steps: int, root: str) -> float:
@@ -199,26 +204,7 @@ def ignite(feed: Feed, steps: int, root: str) -> float:
 
 def accelerate(feed: Feed, steps: int, root: str) -> float:
     """Train with Accelerate."""
-    from accelerate import Accelerator
-
-    accelerator, criterion, clock = Accelerator(cpu=True), nn.CrossEntropyLoss(), Clock(steps)
-    model = make_model()
-    optimizer, scheduler = make_optimizer(model)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    batches = accelerator.prepare(feed.loader()) if feed.from_dataset else feed.batches
-    while clock.count < steps:
-        for input, target in batches:
-            with accelerator.accumulate(model):
-                loss = criterion(model(input), target)
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            clock.tick()
-            if clock.count == steps:
-                break
-    return clock.microseconds
+    return timed(updates_with_accelerate(make_model(), feed.loader()), steps)
 
 
 def transformers(feed: Feed, steps: int, root: str) -> float:
@@ -370,16 +356,6 @@ def peak_memory(name: str) -> float:
     return in_process(f"{quiet}import peers, tempfile; {train}; {peak}")
 
 
-def summarize(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return median, quartiles and the median ratio to the loop of the same round."""
-    result = {}
-    for name, values in times.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        ratio = statistics.median(value / base for value, base in zip(values, times["by hand"]))
-        result[name] = {"step_us": median, "low_us": low, "high_us": high, "ratio": ratio}
-    return result
-
-
 def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "dataset") -> str:
     """Return the figures as a table of Markdown: an update over a user's `Dataset`, and the ratios of all three."""
     lines = [
@@ -390,7 +366,7 @@ def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "data
         ratios = " | ".join(f"{figures[title][name]['ratio']:.2f}" for title in (shown, "2 workers", "list"))
         imported = f"{row['import_s']:.2f} s" if row["import_s"] else ""
         title = "loop by hand" if name == "by hand" else name
-        lines.append(f"| {title} | {row['step_us']:,.0f} us | {ratios} | {imported} | {row['peak_mb']:.0f} MB |")
+        lines.append(f"| {title} | {row['median_us']:,.0f} us | {ratios} | {imported} | {row['peak_mb']:.0f} MB |")
     return "\n".join(lines)
 
 
@@ -447,11 +423,14 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     names = installed()
-    figures = {title: summarize(times) for title, times in step_costs(names, asked.rounds, asked.steps).items()}
+    figures = {
+        title: pairs.summarize(times, "by hand")
+        for title, times in step_costs(names, asked.rounds, asked.steps).items()
+    }
     for title, rows in figures.items():
         print(f"{title:12} {'us an update':>22} {'x by hand':>10}")
         for name, row in rows.items():
-            spread = f"{row['step_us']:.0f} ({row['low_us']:.0f}-{row['high_us']:.0f})"
+            spread = f"{row['median_us']:.0f} ({row['low_us']:.0f}-{row['high_us']:.0f})"
             print(f"{name:12} {spread:>22} {row['ratio']:>10.3f}", flush=True)
     for name, row in figures["dataset"].items():
         row["import_s"] = import_time(name) if name in STATEMENTS else 0.0

@@ -1,7 +1,8 @@
-"""The trainings that the benchmarks share, without this library: an MLP on batches in memory, small or large."""
+"""The trainings that the benchmarks share, without this library: an MLP, small or large, and its loops by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ OVERHEAD = Workload((64, 96, 36, 10), 32, 2000)
 """10,102 parameters: what is not computing counts."""
 COMPUTE = Workload((256, 1024, 1024, 10), 256, 40)
 """1.3 million parameters: only computing counts."""
+WORKLOADS = {"10k parameters": OVERHEAD, "1.3M parameters": COMPUTE}
 
 
 def make_batches(workload: Workload = OVERHEAD) -> Batches:
@@ -75,3 +77,45 @@ def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler
     """Return AdamW as torch builds it, and a schedule."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=100_000)
+
+
+def updates_by_hand(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Train pass after pass, yielding after each update; the loss is neither read nor checked."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer, scheduler = make_optimizer(model)
+    model.train()
+    while True:
+        for input, target in batches:
+            loss = criterion(model(input), target)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            yield
+
+
+def updates_with_accelerate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Train as the documentation of Accelerate shows, yielding after each update.
+
+    Args:
+        model: The model as it was built.
+        batches: A list, or a loader of torch, which is prepared.
+    """
+    from accelerate import Accelerator
+
+    accelerator, criterion = Accelerator(cpu=True), nn.CrossEntropyLoss()
+    model, optimizer, scheduler = accelerator.prepare(model, *make_optimizer(model))
+    if not isinstance(batches, list):
+        batches = accelerator.prepare(batches)
+    model.train()
+    while True:
+        for input, target in batches:
+            with accelerator.accumulate(model):
+                loss = criterion(model(input), target)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            yield

@@ -19,7 +19,7 @@ Figures = dict[str, dict[str, float]]
 def measured(root: str, *, from_dataset: bool) -> tuple[dict[str, int], Figures]:
     sys.path.insert(0, BENCHMARKS)
     from accelerate_cost import BY_HAND, measure
-    from step_cost import summarize
+    from pairs import summarize
     from workload import Workload
 
     times = measure(Workload((4, 8, 10), 4, 3), 2, root, time.perf_counter, from_dataset=from_dataset)

@@ -18,6 +18,6 @@ def test_the_benchmark_of_compilation_measures_starts_updates_and_memory(tmp_pat
     assert ended.exit_code == 0, ended.output
     found = json.loads(figures.read_text())
     assert set(found["starts"]["gpt"]) == {"cold", "warm", "portable"}
-    assert found["steps"]["mlp"]["eager"]["ratio"] == 1.0 and found["steps"]["gpt"]["graph"]["median_ms"] > 0
+    assert found["steps"]["mlp"]["eager"]["ratio"] == 1.0 and found["steps"]["gpt"]["graph"]["median_us"] > 0
     kept = found["memory"]["gpt"]
     assert kept["default"] > kept["budget:0.5"] > kept["budget:0.1"]
