@@ -1,0 +1,283 @@
+"""The draft models as plain modules: the forward of training beside drafting one token at a time, and losses beside loops by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from speculative.acceptance import acceptance_length, expected_acceptance, lengths, position_sums
+from speculative.dflash import (
+    DFlash,
+    block_tokens,
+    block_weights,
+    decay_of,
+    draw_anchors,
+    valid_anchors,
+    weighted_cross_entropy,
+)
+from speculative.domino import Domino, base_share
+from speculative.eagle3 import Eagle3, at_steps, counting_positions, eagle3_loss, step_weights
+from speculative.layers import rotate, shift_left
+from speculative.vocabulary import DraftVocabulary
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BATCH, LENGTH, WIDTH, TOKENS, STEPS, BLOCK = 2, 12, 16, 23, 7, 4
+
+
+@pytest.fixture(autouse=True)
+def precise() -> object:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def random_draft(kind: str) -> Eagle3 | DFlash | Domino:
+    vocabulary = DraftVocabulary(torch.tensor([20, 3, 5, 4, 11, 0, 8]), TOKENS)
+    draft = {
+        "eagle3": lambda: Eagle3(WIDTH, vocabulary, heads=2),
+        "dflash": lambda: DFlash(WIDTH, heads=2),
+        "domino": lambda: Domino(WIDTH, TOKENS, state=8, rank=5, heads=2),
+    }[kind]()
+    # Far from any initialisation under which parts cancel or vanish.
+    for parameter in draft.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return draft
+
+
+def embedded() -> tuple[Tensor, Tensor, nn.Embedding]:
+    """Return tokens (B, S), features (B, S, 3 d) and an embedding."""
+    return torch.randint(TOKENS, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, 3 * WIDTH), nn.Embedding(TOKENS, WIDTH)
+
+
+def test_rotations_make_products_of_distances_alone() -> None:
+    query, key = torch.randn(2, 8)
+    products = [rotate(query, torch.tensor(5 + far)) @ rotate(key, torch.tensor(2 + far)) for far in (0, 7, 1000)]
+    torch.testing.assert_close(products[1:], products[:1] * 2, rtol=0, atol=1e-11)
+    assert abs(products[0] - query @ key) > 1e-3
+
+
+def test_shifts_bring_zeros_from_behind_the_end() -> None:
+    values = torch.arange(6).view(1, 3, 2)
+    assert shift_left(values, 2).tolist() == [[[4, 5], [0, 0], [0, 0]]]
+    assert shift_left(values, 5).tolist() == [[[0, 0]] * 3]
+
+
+def test_draft_vocabulary_maps_both_ways() -> None:
+    counts = torch.tensor([5, 0, 9, 9, 1, 7])
+    vocabulary = DraftVocabulary.most_frequent(counts, 3)
+    assert vocabulary.to_target(torch.arange(3)).tolist() == [2, 3, 5]
+    assert vocabulary.t2d.tolist() == [False, False, True, True, False, True]
+    assert vocabulary.d2t.tolist() == [2, 2, 3]
+    scores = torch.randn(4, 6)
+    assert torch.equal(vocabulary.restrict(scores), scores[:, vocabulary.t2d])
+    best = vocabulary.to_target(vocabulary.restrict(scores).argmax(-1))
+    assert torch.equal(best, scores.masked_fill(~vocabulary.t2d, -math.inf).argmax(-1))
+    assert vocabulary.contains(best).all()
+    with pytest.raises(ValueError, match="different tokens"):
+        DraftVocabulary(torch.tensor([1, 1]), 6)
+
+
+def test_eagle3_trains_what_it_drafts_from_every_prefix() -> None:
+    draft = random_draft("eagle3")
+    assert isinstance(draft, Eagle3)
+    tokens, features, embed = embedded()
+    embeddings = embed(tokens)
+    trained = draft(features, embeddings, STEPS)
+    compared = 0
+    for end in range(LENGTH - 1):
+        scores, state, cache = draft.begin(features[:, : end + 1], embeddings[:, 1 : end + 2])
+        for step in range(STEPS):
+            torch.testing.assert_close(trained[:, step, end], scores, rtol=0, atol=1e-12)
+            compared += 1
+            following = end + 2 + step
+            if following == LENGTH:
+                break
+            scores, state, cache = draft.extend(state, embeddings[:, following, None], cache)
+    assert compared == 5 * 7 + sum(range(1, 7))
+
+
+def test_eagle3_loss_and_gradient_are_those_of_a_loop_over_positions() -> None:
+    draft = random_draft("eagle3")
+    assert isinstance(draft, Eagle3)
+    vocabulary = draft.vocabulary
+    tokens, features, embed = embedded()
+    embed.requires_grad_(False)
+    supervised, target = torch.rand(BATCH, LENGTH) < 0.7, torch.randn(BATCH, LENGTH, TOKENS)
+    # Else hardly a choice of the target would be among the draft's tokens.
+    target[..., vocabulary.t2d] += 1.0
+    best = target.argmax(-1)
+    teacher = vocabulary.restrict(target).log_softmax(-1)
+    weights = step_weights(counting_positions(supervised, best, vocabulary, STEPS))
+    loss = eagle3_loss(draft(features, embed(tokens), STEPS), teacher, weights)
+    gradient = torch.autograd.grad(loss, list(draft.parameters()))
+
+    total, norm = torch.zeros(()), 0.0
+    kept = vocabulary.t2d.nonzero()[:, 0]
+    for sample in range(BATCH):
+        for end in range(LENGTH - 1):
+            row = slice(sample, sample + 1)
+            embeddings = embed(tokens[row])
+            scores, state, cache = draft.begin(features[row, : end + 1], embeddings[:, 1 : end + 2])
+            for step in range(STEPS):
+                place = end + 1 + step  # where the target predicts the same token
+                if place + 1 >= LENGTH:
+                    break
+                if supervised[sample, place + 1] and vocabulary.t2d[best[sample, place]]:
+                    probabilities = target[sample, place][kept].softmax(0)
+                    total = total - 0.8**step * (probabilities * scores[0].log_softmax(0)).sum()
+                    norm += 0.8**step
+                scores, state, cache = draft.extend(state, embeddings[:, place + 1, None], cache)
+    assert norm > 3
+    by_hand = total * sum(0.8**step for step in range(STEPS)) / norm
+    torch.testing.assert_close(loss, by_hand, rtol=1e-6, atol=0)  # weights are float32
+    torch.testing.assert_close(gradient, torch.autograd.grad(by_hand, list(draft.parameters())), rtol=1e-5, atol=1e-7)
+
+
+def test_eagle3_loss_is_the_sum_of_means_where_all_steps_count_alike() -> None:
+    scores, teacher = torch.randn(1, 2, 5, 7), torch.randn(1, 5, 7).log_softmax(-1)
+    counts = torch.zeros(1, 2, 5, dtype=torch.bool)
+    counts[:, :, :3] = True
+    loss = eagle3_loss(scores, teacher, step_weights(counts))
+    means = [F.cross_entropy(scores[0, j, :3], teacher[0, 1 + j : 4 + j].exp()) for j in range(2)]
+    torch.testing.assert_close(loss, means[0] + 0.8 * means[1], rtol=1e-6, atol=0)
+
+
+def test_eagle3_places_behind_the_end_count_nothing() -> None:
+    everything = DraftVocabulary(torch.arange(TOKENS), TOKENS)
+    counts = counting_positions(torch.ones(1, 5, dtype=torch.bool), torch.zeros(1, 5, dtype=torch.int64), everything, 3)
+    assert counts[0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert at_steps(torch.arange(5)[None], 2)[0].tolist() == [[1, 2, 3, 4, 0], [2, 3, 4, 0, 0]]
+
+
+def test_dflash_makes_many_anchors_as_one_at_a_time() -> None:
+    draft = random_draft("dflash")
+    _, features, _ = embedded()
+    anchors = torch.tensor([[1, 4, 5, 8], [2, 3, 7, 0]])
+    blocks = torch.randn(BATCH, 4, BLOCK, WIDTH)
+    together = draft(features, blocks, anchors)["hidden"]
+    for sample in range(BATCH):
+        for number, anchor in enumerate(anchors[sample].tolist()):
+            row = slice(sample, sample + 1)
+            # What the target has at the time of drafting: nothing of the anchor, nothing behind it.
+            alone = draft(features[row, :anchor], blocks[row, number, None], anchors[row, number, None])["hidden"]
+            torch.testing.assert_close(together[sample, number], alone[0, 0], rtol=0, atol=1e-12)
+
+
+def test_dflash_loss_and_gradient_are_those_of_a_loop_over_positions() -> None:
+    draft = random_draft("dflash")
+    tokens, features, embed = embedded()
+    embed.requires_grad_(False)
+    supervised = torch.rand(BATCH, LENGTH) < 0.8
+    drawn = [draw_anchors(row, 5, torch.Generator().manual_seed(1)) for row in supervised]
+    anchors, real = (torch.stack(pair) for pair in zip(*drawn))
+    chosen, counts = block_tokens(tokens, supervised, anchors, real, BLOCK)
+    blocks = embed(torch.cat([chosen[..., :1], torch.full_like(chosen[..., 1:], 9)], -1))
+    weights = block_weights(counts, gamma=4.0)
+    scores = draft(features, blocks, anchors)["hidden"] @ embed.weight.T
+    loss = weighted_cross_entropy(scores, chosen[..., 1:], weights)
+    gradient = torch.autograd.grad(loss, list(draft.parameters()))
+
+    total, norm = torch.zeros(()), 0.0
+    for sample in range(BATCH):
+        for anchor in anchors[sample][real[sample]].tolist():
+            block = embed(torch.tensor([[[int(tokens[sample, anchor]), 9, 9, 9]]]))
+            row = features[sample : sample + 1, :anchor]
+            hidden = draft(row, block, torch.tensor([[anchor]]))["hidden"][0, 0]
+            for k in range(1, BLOCK):
+                if anchor + k < LENGTH and supervised[sample, anchor + k]:
+                    weight = math.exp(-(k - 1) / 4)
+                    scored = hidden[k - 1] @ embed.weight.T
+                    total = total - weight * scored.log_softmax(0)[tokens[sample, anchor + k]]
+                    norm += weight
+    assert norm > 5
+    torch.testing.assert_close(loss, total / norm, rtol=1e-6, atol=0)  # weights are float32
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(total / norm, list(draft.parameters())), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_anchors_stand_at_supervised_tokens_and_evaluation_has_fixed_ones() -> None:
+    supervised = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.bool)
+    assert valid_anchors(supervised).tolist() == [3, 4]
+    supervised = torch.ones(40, dtype=torch.bool)
+    drawn = [draw_anchors(supervised, 6, torch.Generator().manual_seed(seed))[0].tolist() for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(len(set(anchors)) == 6 and min(anchors) >= 1 and max(anchors) <= 38 for anchors in drawn)
+    assert draw_anchors(supervised, 6, None)[0].tolist() == [1, 7, 13, 20, 26, 32]
+
+
+def test_a_sequence_without_an_anchor_weighs_nothing_and_leaves_no_gradient() -> None:
+    draft = random_draft("dflash")
+    tokens, features, embed = embedded()
+    supervised = torch.zeros(1, LENGTH, dtype=torch.bool)
+    anchors, real = (value[None] for value in draw_anchors(supervised[0], 3, torch.Generator()))
+    chosen, counts = block_tokens(tokens[:1], supervised, anchors, real, BLOCK)
+    weights = block_weights(counts, gamma=4.0)
+    hidden = draft(features[:1], embed(chosen), anchors)["hidden"]
+    loss = weighted_cross_entropy(hidden @ embed.weight.T, chosen[..., 1:], weights)
+    gradient = torch.autograd.grad(loss, list(draft.parameters()))
+    assert weights.sum() == 0 and loss == 0
+    assert all(not part.any() for part in gradient)
+
+
+def test_blocks_end_with_the_sequence() -> None:
+    tokens = torch.arange(6)[None]
+    supervised = torch.tensor([[1, 1, 1, 0, 1, 1]], dtype=torch.bool)
+    anchors, real = torch.tensor([[1, 4, 0]]), torch.tensor([[True, True, False]])
+    chosen, counts = block_tokens(tokens, supervised, anchors, real, 4)
+    assert chosen[0].tolist() == [[1, 2, 3, 4], [4, 5, 5, 5], [0, 1, 2, 3]]
+    assert counts[0].int().tolist() == [[1, 0, 1], [1, 0, 0], [0, 0, 0]]
+    assert [decay_of(block) for block in (16, 10, 8)] == [7, 5, 4]
+
+
+def test_domino_corrects_in_training_as_token_by_token() -> None:
+    draft = random_draft("domino")
+    assert isinstance(draft, Domino)
+    tokens, features, embed = embedded()
+    anchors = torch.tensor([[1, 4, 6], [2, 3, 7]])
+    chosen, _ = block_tokens(
+        tokens, torch.ones_like(tokens, dtype=torch.bool), anchors, torch.ones_like(anchors, dtype=torch.bool), BLOCK
+    )
+    blocks = torch.randn(BATCH, 3, BLOCK, WIDTH)
+    pred = draft(features, blocks, anchors, embed(chosen[..., :-1]))
+    base = DFlash.forward(draft, features, blocks, anchors)["hidden"]
+    assert torch.equal(pred["hidden"], base)
+    assert pred["correction"].abs().max() > 0.1
+    for number, anchor in enumerate(anchors.T):
+        state = None
+        for k in range(1, BLOCK):
+            # What is drafted is fed back; here it is what stands in the sequence.
+            token = tokens[torch.arange(BATCH), anchor + k - 1]
+            correction, state = draft.correct(base[:, number, k - 1], embed(token), state)
+            torch.testing.assert_close(pred["correction"][:, number, k - 1], correction, rtol=0, atol=1e-12)
+
+
+def test_domino_begins_as_dflash_and_leaves_its_loss_behind_half_way() -> None:
+    draft = Domino(WIDTH, TOKENS, heads=2)
+    _, features, _ = embedded()
+    known = torch.randn(BATCH, 1, BLOCK - 1, WIDTH)
+    pred = draft(features, torch.randn(BATCH, 1, BLOCK, WIDTH), torch.full((BATCH, 1), 3), known)
+    assert not pred["correction"].any()
+    assert [base_share(step, 8) for step in range(6)] == [1, 0.75, 0.5, 0.25, 0, 0]
+
+
+def test_acceptance_is_divided_after_the_sums() -> None:
+    assert acceptance_length([0.5, 0.5, 1.0]) == 1 + 0.5 + 0.25 + 0.25
+    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0]])
+    torch.testing.assert_close(expected_acceptance(p, q), torch.tensor([0.4, 1.0]))
+    values = torch.tensor([[[1.0, 0.0], [1.0, 1.0]]])
+    counts = torch.tensor([[[True, True], [True, False]]])
+    assert [(float(total), float(count)) for total, count in position_sums(values, counts)] == [(1, 2), (1, 1)]
+    figures = {"accepted_1": 0.5, "accepted_2": 0.5, "expected_1": 1.0, "loss": 3.0}
+    assert lengths(figures, 2) == {"acceptance_length": 1.75, "expected_length": 2.0}
+
+
+def test_expected_acceptance_is_the_share_that_rejection_sampling_accepts() -> None:
+    p, q = torch.rand(2, 6).softmax(-1)
+    generator = torch.Generator().manual_seed(3)
+    drafted = torch.multinomial(q, 200_000, replacement=True, generator=generator)
+    accepted = torch.rand(200_000, generator=generator) < (p[drafted] / q[drafted])
+    assert abs(accepted.double().mean() - expected_acceptance(p, q)) < 4e-3
