@@ -114,25 +114,34 @@ class RefChannel(Protocol):
     def ended(self) -> StreamEnd | None:
         """Return how the log ended, `None` while it is open."""
 
-    def end(self, kind: str = "complete", reason: str = "") -> None:
-        """End the log. A log that failed or was stopped goes on when a producer calls `reopen`.
+    def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
+        """End the log; one that has ended keeps its first end, which is the cause of the later ones.
 
         Args:
-            kind: `complete`, `failed` or `stopped`.
+            kind: `complete`, `failed` or `stopped`. One that failed or was stopped goes on when a producer calls `reopen`.
             reason: The error, or who stopped it.
+            part: Which of several producers ends, from 0. The log is complete when each of them has said so once, in whichever process; one
+                that fails or stops ends it at once.
+            parts: Number of producers that append to the log.
+
+        Raises:
+            ValueError: If the kind is none of them, or the producers do not agree about their number.
         """
 
     def reopen(self) -> None:
         """Go on after a failure or a stop, repairing what a killed producer left. One that is complete stays so."""
 
-    def claim(self, run: str) -> None:
-        """Take the live log for one trainer; the claim ends with the process.
+    def claim(self, run: str) -> bool:
+        """Take the log for one trainer, and return whether it may move the watermark and discard features.
+
+        The claim ends with the process, the ownership with the log. Whoever is told no reads a complete log beside its owner, and leaves
+        everything where it is.
 
         Args:
-            run: The lineage of the run, which alone goes on with this log; a complete one may be read by anybody.
+            run: The lineage of the run, which alone goes on with this log while it is not complete.
 
         Raises:
-            RuntimeError: If another trainer reads it now, or if it belongs to another run.
+            RuntimeError: If the log is not complete, and another trainer reads it now or it belongs to another run.
         """
 
     def close(self) -> None:

@@ -134,11 +134,31 @@ def test_an_unknown_end_is_refused(open_channel: Open) -> None:
     assert channel.ended() is None
 
 
-def test_a_live_log_belongs_to_one_run_and_a_complete_one_to_everybody(open_channel: Open) -> None:
+def test_a_log_is_complete_when_each_of_its_producers_is(open_channel: Open) -> None:
+    one, other = open_channel(), open_channel()
+    one.append(refs(0))
+    one.end(part=0, parts=2)
+    one.end(part=0, parts=2)  # started again with nothing left to do
+    assert other.ended() is None
+    other.append(refs(1))
+    other.end("failed", "of memory", part=1, parts=2)
+    assert one.ended() == StreamEnd("failed", 2, "of memory")
+    other = open_channel()
+    other.reopen()
+    with pytest.raises(ValueError, match="to agree about their number. Received: parts=3, and 2 by another"):
+        other.end(part=1, parts=3)
+    with pytest.raises(ValueError, match="from 0 to 1. Received: part=2, parts=2"):
+        other.end(part=2, parts=2)
+    assert one.ended() is None
+    other.append(refs(2))
+    other.end(part=1, parts=2)
+    assert one.ended() == StreamEnd("complete", 3) == open_channel().ended()
+
+
+def test_a_live_log_belongs_to_one_run_and_a_complete_one_is_read_by_everybody(open_channel: Open) -> None:
     channel = open_channel()
     channel.append(refs(0))
-    channel.claim("run-a")
-    channel.claim("run-a")
+    assert channel.claim("run-a") and channel.claim("run-a")
     channel.close()
     channel = open_channel()
     with pytest.raises(RuntimeError, match="the-name.*the run that began it, run-a. Received: run run-b. Resume"):
@@ -146,13 +166,20 @@ def test_a_live_log_belongs_to_one_run_and_a_complete_one_to_everybody(open_chan
     channel.end("failed")
     with pytest.raises(RuntimeError, match="Received: run run-b"):
         channel.claim("run-b")
-    channel.claim("run-a")
+    assert channel.claim("run-a")
     channel.reopen()
     channel.end()
     channel.close()
     channel = open_channel()
-    channel.claim("run-b")
-    channel.claim("run-c")
+    assert not channel.claim("run-b")
+    assert channel.claim("run-a")
+    channel.close()
+
+
+def test_a_complete_log_that_nobody_owns_belongs_to_its_first_reader(open_channel: Open) -> None:
+    channel = open_channel()
+    channel.end()
+    assert channel.claim("run-a") and not open_channel().claim("run-b")
 
 
 def test_threads_append_and_read_at_once(open_channel: Open) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ..protocols import StreamEnd
 from ..refs import SampleRef
-from .rules import check_kind, check_open, check_owner, check_range, check_watermark
+from .rules import check_kind, check_open, check_owner, check_part, check_range, check_watermark
 
 
 class MemoryChannel:
@@ -26,6 +26,8 @@ class MemoryChannel:
         self._ids: set[str] = set()
         self._committed = 0
         self._end: StreamEnd | None = None
+        self._parts = 0
+        self._done: set[int] = set()
         self._owner = ""
         self._pid = os.getpid()
 
@@ -77,11 +79,15 @@ class MemoryChannel:
         with self._locked():
             return self._end
 
-    def end(self, kind: str = "complete", reason: str = "") -> None:
-        """End the log; one that has ended already keeps its first end. See `RefChannel.end`."""
+    def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
+        """End the log, or the part of one producer; see `RefChannel.end`."""
         check_kind(kind)
         with self._locked():
-            if self._end is None:
+            check_part(self._name, part, parts, self._parts)
+            self._parts = parts
+            if kind == "complete":
+                self._done.add(part)
+            if self._end is None and (kind != "complete" or len(self._done) == parts):
                 self._end = StreamEnd(kind, len(self._refs), reason)
 
     def reopen(self) -> None:
@@ -90,12 +96,13 @@ class MemoryChannel:
             if self._end is not None and self._end.kind != "complete":
                 self._end = None
 
-    def claim(self, run: str) -> None:
-        """Take the live log for one run; see `RefChannel.claim`."""
+    def claim(self, run: str) -> bool:
+        """Take the log for one run; see `RefChannel.claim`."""
         with self._locked():
             if self._end is None or self._end.kind != "complete":
                 check_owner(self._name, self._owner, run)
-                self._owner = run
+            self._owner = self._owner or run
+            return self._owner == run
 
     def close(self) -> None:
         """Do nothing: the log stays for whoever else holds it."""

@@ -70,3 +70,26 @@ def check_owner(name: str, owner: str, run: str) -> None:
             f"Expected the live stream {name} to be read by the run that began it, {owner}. Received: run {run}. "
             "Resume that run, wait until the stream is complete, or begin another stream."
         )
+
+
+def check_part(name: str, part: int, parts: int, known: int) -> None:
+    """Check which of several producers ends.
+
+    Args:
+        name: What messages call the channel.
+        part: Which it is.
+        parts: Number of producers.
+        known: Their number as another of them has said, 0 where none has.
+
+    Raises:
+        ValueError: If it is none of them, or another number was said before.
+    """
+    if not 0 <= part < parts:
+        raise ValueError(
+            f"Expected a part of stream {name} from 0 to {parts - 1}. Received: part={part}, parts={parts}."
+        )
+    if known not in (0, parts):
+        raise ValueError(
+            f"Expected all producers of stream {name} to agree about their number. Received: parts={parts}, and {known} by another. "
+            "Start each with the same number."
+        )
