@@ -5,6 +5,15 @@ from __future__ import annotations
 from .channels import MemoryChannel
 from .protocols import FeatureStore, RefChannel, StreamEnd
 from .refs import SampleRef, TensorSpec
-from .stores import MemoryStore
+from .stores import DirectoryStore, MemoryStore
 
-__all__ = ["FeatureStore", "MemoryChannel", "MemoryStore", "RefChannel", "SampleRef", "StreamEnd", "TensorSpec"]
+__all__ = [
+    "DirectoryStore",
+    "FeatureStore",
+    "MemoryChannel",
+    "MemoryStore",
+    "RefChannel",
+    "SampleRef",
+    "StreamEnd",
+    "TensorSpec",
+]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.forked import fork, wait
 from torch import Tensor
 
-from danling.stream import FeatureStore, MemoryStore, SampleRef, TensorSpec
+from danling.stream import DirectoryStore, FeatureStore, MemoryStore, SampleRef, TensorSpec
 
 Make = Callable[..., FeatureStore]
-KINDS = ["memory"]
+KINDS = ["memory", "directory"]
 
 
 @pytest.fixture(params=KINDS)
@@ -26,7 +26,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         made.append(MemoryStore(**options))
         return made[-1]
 
-    yield {"memory": memory}[request.param]
+    def directory(**options: int) -> FeatureStore:
+        made.append(DirectoryStore(tmp_path / "store", **options))
+        return made[-1]
+
+    yield {"memory": memory, "directory": directory}[request.param]
     for store in made:
         store.close()
 
@@ -205,14 +209,12 @@ def test_threads_put_get_and_discard_at_once(make: Make) -> None:
     assert not errors and store.usage() == 0
 
 
+def _get_is_refused(store: MemoryStore) -> None:
+    with pytest.raises(RuntimeError, match="Use a DirectoryStore between processes"):
+        store.get(reference("a", {"x": torch.ones(1)}))
+
+
 def test_a_store_in_memory_is_refused_in_a_forked_process() -> None:
     store = MemoryStore()
     store.put("a", {"x": torch.ones(1)})
-    pid = os.fork()
-    if pid == 0:
-        try:
-            store.get(reference("a", {"x": torch.ones(1)}))
-        except RuntimeError as error:
-            os._exit(0 if "Use a DirectoryStore between processes" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert wait(fork(_get_is_refused, store)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .directory import DirectoryStore
 from .memory import MemoryStore
 
-__all__ = ["MemoryStore"]
+__all__ = ["DirectoryStore", "MemoryStore"]
