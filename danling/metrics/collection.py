@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,15 +104,14 @@ class MetricSet:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            with _explained(name, target):
-                value = function(pred, target)
-                if target is None and _is_truth(value):
-                    raise TypeError(f"the metric compared with None and returned {value!r}")
+            value = function(pred, target) if target is not None else _without_target(name, function, pred)
             total, weight = _as_totals(name, value, samples)
             self._meters.add_totals(name, total, weight)
         for name, metric in self._objects.items():
-            with _explained(name or "metrics", target):
+            if target is not None:
                 metric.update(pred, target)
+            else:
+                _without_target(name or "metrics", metric.update, pred)
 
     def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
         """Return the figures over the domain, by name, the same on all its members. Call on all of them.
@@ -141,19 +139,19 @@ def _check_kind(name: str, metric: Any) -> None:
         )
 
 
-@contextmanager
-def _explained(name: str, target: object) -> Iterator[None]:
-    """Say of what a metric raises where there is no target that this is why."""
+def _without_target(name: str, metric: Callable[[object, object], object], pred: object) -> object:
+    """Call a metric with a target of `None`; what it cannot do without is said to be the target."""
     try:
-        yield
+        value = metric(pred, None)
+        if _is_truth(value):
+            raise TypeError(f"the metric compared with None and returned {value!r}")
     except Exception as error:
-        if target is not None:
-            raise
         raise ValueError(
             f"Expected a target for metric {name!r}: the second part of a batch (input, target), or the key 'target' of a batch that "
             f"is a mapping. Received: a batch without one, so that the metric was called with None ({type(error).__name__}: {error}). "
             "Return the target from the dataset or the collate function, beside the input."
         ) from error
+    return value
 
 
 def _is_truth(value: object) -> bool:

@@ -6,6 +6,7 @@ What is no mean follows from one: the perplexity of a language model is `math.ex
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -26,18 +27,24 @@ def accuracy(
     Raises:
         ValueError: If the shapes do not fit, or fit in two ways.
     """
-    if pred.shape != target.shape:
+    has_scores = pred.shape != target.shape
+    if has_scores:
         pred = pred.argmax(_class_dim(pred, target) if dim is None else dim)
     elif pred.is_floating_point():
         raise ValueError(
             f"Expected class scores with one dimension more than the target, or predicted classes. Received: floating pred of shape "
             f"{tuple(pred.shape)}. For two classes and one score, pass (pred > threshold).long()."
         )
-    counted = target != ignore_index
-    return ((pred == target) & counted).sum(), counted.sum()
+    counted, correct = target != ignore_index, pred == target
+    # The place of the best score is never negative, so it never equals a target that is ignored for being so.
+    if not has_scores or ignore_index >= 0:
+        correct &= counted
+    return torch.count_nonzero(correct), torch.count_nonzero(counted)
 
 
 def _class_dim(pred: Tensor, target: Tensor) -> int:
+    if pred.ndim == 2 and pred.shape[:1] == target.shape and pred.shape[1] > 1:
+        return 1
     fitting = [
         d for d in sorted({1, pred.ndim - 1}) if pred.ndim == target.ndim + 1 and _without(pred, d) == target.shape
     ]
@@ -65,7 +72,8 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, ignore_index: int =
     """
     best = pred.topk(min(k, pred.shape[-1]), dim=-1).indices
     counted = target != ignore_index
-    return ((best == target.unsqueeze(-1)).any(-1) & counted).sum(), counted.sum()
+    correct = (best == target.unsqueeze(-1)).any(-1) & counted
+    return torch.count_nonzero(correct), torch.count_nonzero(counted)
 
 
 def mean_squared_error(pred: Tensor, target: Tensor) -> tuple[Tensor, float]:

@@ -48,3 +48,17 @@ def test_what_fits_in_two_ways_must_be_said() -> None:
 def test_shapes_that_do_not_fit_are_errors(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="Expected .*scores"):
         accuracy(torch.randn(shape), torch.zeros(6, dtype=torch.long))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 2])
+@pytest.mark.parametrize("classes", [False, True])
+def test_targets_that_are_ignored_are_neither_right_nor_counted(ignore_index: int, classes: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    pred = torch.randn(50, 4, generator=generator)
+    target = torch.randint(4, (50,), generator=generator)
+    target[::3] = ignore_index
+    given = torch.where(target == ignore_index, target, pred.argmax(1)) if classes else pred
+    guesses = [int(guess) for guess in (given if classes else pred.argmax(1))]
+    counts = [(guess, true) for guess, true in zip(guesses, target.tolist()) if true != ignore_index]
+    correct = sum(guess == true for guess, true in counts)
+    assert tuple(map(int, accuracy(given, target, ignore_index))) == (correct, len(counts))
