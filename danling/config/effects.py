@@ -7,25 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from danling.utils.plain import flatten
 
+from .stacks import STACKS
+
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
 
-_SHARDED_CHECKPOINTS = ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")
-_GRAPH_PATHS = ("compile.precompile_artifact_dir", "compile.memory_policy")
-_OTHER_STACKS: dict[str, tuple[str, ...]] = {
-    "ddp": ("parallel", "fsdp", "deepspeed", "accelerate"),
-    "parallel": ("deepspeed", "accelerate", "compile.optimize_ddp"),
-    "deepspeed": (
-        "parallel",
-        "fsdp",
-        "accelerate",
-        "compile.optimize_ddp",
-        "checkpoint.backend",
-        *_SHARDED_CHECKPOINTS,
-    ),
-    "accelerate": ("parallel", "fsdp", "deepspeed"),
-    "graph": ("parallel", "fsdp", "deepspeed", "accelerate"),
-}
+# Settings that only one stack, or only one backend of checkpoints, reads.
+_READ_BY_STACK = {"graph": ("compile.precompile_artifact_dir", "compile.memory_policy")}
+_READ_BY_BACKEND = {"dcp": ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")}
 
 _SWITCHES = {
     "compile": "enable",
@@ -45,14 +34,17 @@ def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, 
         defaults: The same with defaults only.
         stack: Its name without aliases; one that is not known here gives none.
     """
-    if stack not in _OTHER_STACKS:
+    if stack not in STACKS:
         return []
-    ignored = [*_OTHER_STACKS[stack], *(() if stack == "graph" else _GRAPH_PATHS)]
-    if stack in ("ddp", "accelerate", "graph") and settings["checkpoint"]["backend"] != "dcp":
-        ignored += _SHARDED_CHECKPOINTS
+    row, backend = STACKS[stack], settings["checkpoint"]["backend"]
+    if backend == "auto" or row.default_backend is None:
+        backend = row.default_backend
+    unread = list(row.unread)
+    for reader, table in ((stack, _READ_BY_STACK), (backend, _READ_BY_BACKEND)):
+        unread += [key for name, keys in table.items() if name != reader for key in keys]
     usual = flatten(defaults)
     changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]
-    return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in ignored)]
+    return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in unread)]
 
 
 def idle_settings(

@@ -1,20 +1,12 @@
-"""Names of before and of elsewhere: older keys, the stacks' aliases, other spellings of a precision."""
+"""Older keys of the configuration, and the names that torch and other trainers give a precision."""
 
 from __future__ import annotations
 
 from danling.utils.suggest import did_you_mean
 from danling.utils.warn import warn_user
 
-STACKS = {
-    "auto": "ddp",
-    "ddp": "ddp",
-    "torch": "ddp",
-    "parallel": "parallel",
-    "deepspeed": "deepspeed",
-    "ds": "deepspeed",
-    "accelerate": "accelerate",
-    "graph": "graph",
-}
+from .stacks import NAMES as STACK_NAMES
+
 OLDER_KEYS = {
     "platform": "stack",
     "checkpoint_async": "checkpoint.async_enabled",
@@ -29,20 +21,6 @@ _PRECISIONS: dict[str, str | None] = {
     "float32": None,
     "no": None,
 }
-
-
-def stack_named(stack: object) -> str:
-    """Return the name of a stack without aliases; case, `-` and `_` do not matter.
-
-    Raises:
-        ValueError: If it is unknown; the message lists those there are.
-    """
-    name = str(stack).lower().replace("-", "").replace("_", "")
-    if name not in STACKS:
-        raise ValueError(
-            f"Expected stack to be one of {', '.join(map(repr, STACKS))}. Received: stack={stack!r}.{did_you_mean(name, STACKS)}"
-        )
-    return STACKS[name]
 
 
 def read_precision(value: object) -> object:
@@ -61,7 +39,7 @@ def read_older(name: str, value: object) -> object:
     if name != "platform":
         return value
     platform = str(value).lower()
-    if platform not in (*_PLATFORMS, *STACKS):
+    if platform not in (*_PLATFORMS, *STACK_NAMES):
         raise ValueError(
             f"Expected platform to be one of {', '.join(map(repr, _PLATFORMS))}. Received: platform={value!r}."
             f"{did_you_mean(platform, _PLATFORMS)}"

@@ -16,6 +16,7 @@ from .fields import MISSING, conform, describe, fields_of, members_of
 from .files import SettingsLoader, read_settings
 from .foreign import describe_received
 from .node import ClosedSection, Section
+from .stacks import has_file_section
 
 _OPTION = re.compile(r"--?[A-Za-z_]")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
@@ -156,7 +157,7 @@ def _declared(config: Section, key: str) -> object:
 
 
 def _section_value(key: str, words: list[str], section: Config) -> object:
-    if key in ("deepspeed", "accelerate") and len(words) == 1 and not words[0].startswith("{"):
+    if has_file_section(key) and len(words) == 1 and not words[0].startswith("{"):
         return words[0]  # a file of that library's
     value = _yaml(" ".join(words)) if words and words[0].startswith("{") else None
     if not isinstance(value, Mapping):

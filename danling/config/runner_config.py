@@ -25,7 +25,7 @@ from .foreign import describe_received, place_of, refusal
 from .help import help_text, usage_errors
 from .hints import slip_of
 from .node import ClosedSection, Section, fresh
-from .older import OLDER_KEYS, read_older, read_precision, stack_named, warn_older
+from .older import OLDER_KEYS, read_older, read_precision, warn_older
 from .own import OwnKeys
 from .parse import parse_into
 from .schema import (
@@ -46,6 +46,7 @@ from .schema import (
     SchedulerConfig,
     WandbConfig,
 )
+from .stacks import has_file_section, stack_named
 from .user_types import Nested
 
 
@@ -205,8 +206,8 @@ class RunnerConfig(ClosedSection):
     # Keys: the library's are declared, the user's are any other
 
     def _assign(self, name: Any, value: object) -> None:
-        if name in ("deepspeed", "accelerate") and isinstance(value, (str, os.PathLike)):
-            # How users of these libraries keep their configuration.
+        if has_file_section(name) and isinstance(value, (str, os.PathLike)):
+            # Users of these libraries keep their configuration in a file.
             value = read_settings(value)
         if name in fields_of(RunnerConfig):
             return super()._assign(name, read_precision(value) if name == "precision" else value)

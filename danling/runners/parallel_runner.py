@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from danling.checkpoints import CheckpointManager, FileCheckpointManager, TorchDistributedCheckpointManager
+from danling.checkpoints import CheckpointManager, FileCheckpointManager
+from danling.checkpoints.backends import backend_named
 from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
@@ -364,13 +365,14 @@ class ParallelRunner(TorchRunner):
         return optimizer
 
     def manager_class(self) -> Callable[..., CheckpointManager]:
-        """Return the class of the checkpoint manager: DCP, or files where every rank holds the whole model. Called on all ranks.
+        """Return the class of the checkpoint manager: DCP by default; files only where every rank holds the whole model.
 
         Raises:
             ValueError: If files are asked for, and a rank holds only a part.
         """
-        if self.config.checkpoint.backend != "file":
-            return TorchDistributedCheckpointManager
+        asked = self.config.checkpoint.backend
+        if asked != "file":
+            return backend_named("dcp" if asked == "auto" else asked).manager()
         if self.topology.axes.world_size != self.degree(*axes_with(divides_parameters=False)):
             raise ValueError(
                 "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "

@@ -530,7 +530,7 @@ class TestTypes:
     def test_unknown_stack_lists_the_valid_ones(self) -> None:
         with pytest.raises(
             ValueError,
-            match="'auto', 'ddp', 'torch', 'parallel', 'deepspeed', 'ds', 'accelerate'.*stack='ddpp'.*Did you mean 'ddp'",
+            match="'ddp', 'auto', 'torch', 'parallel', 'deepspeed', 'ds', 'accelerate', 'graph'.*stack='ddpp'.*Did you mean 'ddp'",
         ):
             RunnerConfig(stack="ddpp")
 
@@ -1191,6 +1191,7 @@ class TestWithoutEffect:
             ("deepspeed.zero_optimization.stage", 2, "parallel"),
             ("checkpoint.dedicated_async_process_group", False, "ddp"),
             ("checkpoint.backend", "dcp", "deepspeed"),
+            ("checkpoint.dedicated_async_process_group", False, "deepspeed"),
             ("accelerate.use_cpu", True, "ddp"),
             ("fsdp.enabled", True, "accelerate"),
             ("compile.memory_policy", "recompute", "parallel"),
@@ -1207,6 +1208,15 @@ class TestWithoutEffect:
             for stack in ("ddp", "parallel", "deepspeed", "accelerate", "base"):
                 assert RunnerConfig({"optim.lr": 1}).warn_without_effect(stack) == []
             RunnerConfig({"parallel.axes.shard": 2}).warn_without_effect("parallel")
+            RunnerConfig({"checkpoint.dedicated_async_process_group": False}).warn_without_effect("parallel")
+
+    def test_settings_of_a_backend_go_by_the_backend_and_not_by_the_stack(self) -> None:
+        key = "checkpoint.dedicated_async_process_group"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert RunnerConfig({key: False, "checkpoint.backend": "dcp"}).warn_without_effect("ddp") == []
+        with pytest.warns(UserWarning, match=key):
+            assert RunnerConfig({key: False, "checkpoint.backend": "file"}).warn_without_effect("parallel") == [key]
 
 
 def test_import_brings_no_torch_of_its_own() -> None:

@@ -11,8 +11,8 @@ import pytest
 from danling.config.durations import seconds_of
 from danling.config.files import as_mapping
 from danling.config.identity import overlay
-from danling.config.older import stack_named
 from danling.config.own import OwnKeys
+from danling.config.stacks import stack_named
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""The stacks that the configuration knows, one row each: their other names, and the settings that each does not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from danling.utils.suggest import did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackTraits:
+    """What a configuration has to know of a stack.
+
+    Attributes:
+        aliases: Other values of `stack` that mean this one.
+        default_backend: What `checkpoint.backend="auto"` means on it; `None` where the stack writes a kind of its own.
+        unread: Sections and dotted keys that have no effect on it.
+        file_section: Whether the section named after the stack may be given as the path of a file of that library's.
+    """
+
+    aliases: tuple[str, ...] = ()
+    default_backend: str | None = "file"
+    unread: tuple[str, ...] = ()
+    file_section: bool = False
+
+
+STACKS: Mapping[str, StackTraits] = {
+    "ddp": StackTraits(aliases=("auto", "torch"), unread=("parallel", "fsdp", "deepspeed", "accelerate")),
+    "parallel": StackTraits(default_backend="dcp", unread=("deepspeed", "accelerate", "compile.optimize_ddp")),
+    "deepspeed": StackTraits(
+        aliases=("ds",),
+        default_backend=None,
+        unread=("parallel", "fsdp", "accelerate", "compile.optimize_ddp", "checkpoint.backend"),
+        file_section=True,
+    ),
+    "accelerate": StackTraits(unread=("parallel", "fsdp", "deepspeed"), file_section=True),
+    "graph": StackTraits(unread=("parallel", "fsdp", "deepspeed", "accelerate")),
+}
+"""The stacks by name. `danling.runners.runner` names the class of each."""
+
+NAMES: Mapping[str, str] = {alias: name for name, row in STACKS.items() for alias in (name, *row.aliases)}
+"""Every accepted value of `stack`, and the stack that it means."""
+
+
+def stack_named(stack: object) -> str:
+    """Return the name of a stack without aliases; case, `-` and `_` do not matter.
+
+    Raises:
+        ValueError: If it is unknown; the message lists those there are.
+    """
+    name = str(stack).lower().replace("-", "").replace("_", "")
+    if name not in NAMES:
+        raise ValueError(
+            f"Expected stack to be one of {', '.join(map(repr, NAMES))}. Received: stack={stack!r}.{did_you_mean(name, NAMES)}"
+        )
+    return NAMES[name]
+
+
+def has_file_section(key: str) -> bool:
+    """Return whether a key is a section that may be given as the path of a file, such as a DeepSpeed configuration."""
+    return key in STACKS and STACKS[key].file_section
