@@ -19,7 +19,6 @@ from .memory import DTYPE_BYTES, OPTIMIZER_STATES, Layout, Model, Precision, byt
 from .output import OK, add_json, as_bytes, print_json, print_table
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_AXES = tuple(axis.replace("_", "-") for axis in AXES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", help="take the shapes of its model")
     parser.add_argument("--params", type=count, help="parameters outside experts: 7e9, 7B, 350M")
     parser.add_argument("--expert-params", type=count, default=0.0, help="parameters of all experts together")
-    for axis in _AXES:
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"degree of the {axis} axis")
+    for axis in AXES:
+        parser.add_argument(
+            f"--{axis.replace('_', '-')}", type=int, default=1, metavar="N", help=f"degree of the {axis} axis"
+        )
     parser.add_argument(
-        "--stage", type=int, default=3, help="over shard: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 all (FSDP)"
+        "--stage",
+        type=int,
+        default=3,
+        help="ZeRO stage, what is divided over shard: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 parameters too (FSDP)",
     )
     parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZER_STATES))
     parser.add_argument(
@@ -48,19 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the bytes of each part."""
-    layout = Layout(
-        **{axis.replace("-", "_"): getattr(options, axis.replace("-", "_")) for axis in _AXES}, stage=options.stage
-    )
+    layout = Layout(stage=options.stage, **{axis: getattr(options, axis) for axis in AXES})
     model = _model(options)
     precision = Precision(options.precision, options.grad_precision, options.master)
     parts = bytes_per_rank(model, layout, optimizer=options.optimizer, precision=precision, ema=options.ema)
     if options.json:
-        facts: dict[str, Any] = {"layout": vars(layout), "world_size": layout.world_size}
+        facts: dict[str, Any] = {
+            "layout": {**layout.degrees(), "stage": layout.stage},
+            "world_size": layout.axes.world_size,
+        }
         print_json({**facts, "parameters": model.dense + model.experts, "bytes_per_rank": parts})
         return OK
-    active = ", ".join(f"{name} {value}" for name, value in vars(layout).items() if value > 1 and name != "stage")
+    active = ", ".join(f"{name} {degree}" for name, degree in layout.degrees().items() if degree > 1)
     print(
-        f"{model.dense + model.experts:.4g} parameters on {layout.world_size} ranks ({active or 'no axis above 1'}), stage {layout.stage}\n"
+        f"{model.dense + model.experts:.4g} parameters on {layout.axes.world_size} ranks ({active or 'no axis above 1'}), "
+        f"ZeRO stage {layout.stage}\n"
     )
     print_table(
         ("on each rank", "memory"), [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from danling.mesh.axes import Axes, axes_with
 from danling.utils.suggest import did_you_mean
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -37,43 +38,34 @@ OPTIMIZER_STATES: Mapping[str, tuple[int, int]] = {
 SCALAR_BYTES = 4
 
 
-@dataclass(frozen=True)
 class Layout:
     """How state is divided over ranks.
 
     Attributes:
-        shard: Ranks that share one copy of the state, of FSDP or ZeRO.
-        tensor: Ranks that each hold a part of every tensor outside the experts.
-        pipeline: Ranks that each hold a part of the layers.
-        expert: Ranks that each hold a part of the experts.
-        expert_tensor: Ranks that each hold a part of every tensor of an expert.
-        replicate: Ranks, or groups of them, with the same state.
-        context: Ranks that see parts of one sequence; they hold the same state.
+        axes: The degree of each parallel axis; what an axis divides, `danling.mesh.axes.TRAITS` says.
         stage: What is divided over `shard`: 0 nothing (DDP), 1 optimizer and master weights, 2 gradients too, 3 parameters and
             averages too (FSDP2).
+
+    Args:
+        stage: See above.
+        **degrees: Degree by axis, integers >= 1; an axis that is left out has degree 1.
+
+    Raises:
+        ValueError: If a degree is below 1, an axis is unknown, or there is no such stage.
     """
 
-    shard: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    replicate: int = 1
-    context: int = 1
-    stage: int = 3
+    def __init__(self, *, stage: int = 3, **degrees: int) -> None:
+        if stage not in range(4):
+            raise ValueError(f"Expected stage to be 0, 1, 2 or 3. Received: stage={stage!r}.")
+        for name, degree in degrees.items():
+            if degree < 1:
+                raise ValueError(f"Expected {name} to be an integer >= 1. Received: {name}={degree!r}.")
+        self.axes = Axes.resolve(degrees, world_size=math.prod(degrees.values()))
+        self.stage = stage
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be."""
-        for name, value in vars(self).items():
-            least, most = (0, 3) if name == "stage" else (1, math.inf)
-            if not least <= value <= most:
-                expected = "0, 1, 2 or 3" if name == "stage" else "an integer >= 1"
-                raise ValueError(f"Expected {name} to be {expected}. Received: {name}={value!r}.")
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks: the product of all degrees."""
-        return math.prod(value for name, value in vars(self).items() if name != "stage")
+    def degrees(self) -> dict[str, int]:
+        """Return the degree of each axis, in the order of the configuration."""
+        return dict(self.axes.degrees)
 
 
 @dataclass(frozen=True)
@@ -166,16 +158,19 @@ def elements(model: Model, layout: Layout, *, sharded: bool) -> float:
 
     Args:
         model: Counts or shapes.
-        layout: Degrees. Tensor, pipeline and expert degrees divide evenly here, which parts that are replicated over them
-            (norms, embeddings on one stage) exceed.
+        layout: Degrees. All axes but `shard` divide evenly here, which parts that are replicated over them (norms, embeddings on
+            one stage) exceed.
         sharded: Whether `shard` divides too.
     """
-    degree = layout.shard if sharded else 1
+    axes = layout.axes
+    degree = axes.degree("shard") if sharded else 1
     dense: float = model.dense / degree
     if model.shapes:
         dense = sum(_rows(shape, degree) for shape in model.shapes.values())
-    dense /= layout.tensor * layout.pipeline
-    return dense + model.experts / degree / (layout.pipeline * layout.expert * layout.expert_tensor)
+    # What is divided over `shard` depends on the stage, and was counted above.
+    over_dense = [name for name in axes_with(divides_dense=True) if name != "shard"]
+    over_experts = [name for name in axes_with(divides_experts=True) if name != "shard"]
+    return dense / axes.degree(*over_dense) + model.experts / degree / axes.degree(*over_experts)
 
 
 def _rows(shape: Sequence[int], degree: int) -> int:

@@ -1,4 +1,4 @@
-"""The seven parallel axes as plain integers: degrees, coordinates and the ranks that go together. Nothing is allocated."""
+"""The parallel axes as plain integers: degrees, coordinates and the ranks that go together. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class AxisTraits:
         reads_data: The ranks read different samples.
         sees_positions: The ranks see different positions of the same samples.
         cuts_modules: The ranks hold different modules of the model, so that they have no parameter in common.
-        divides_parameters: The ranks hold different parts of the parameters, be it whole modules or pieces of tensors.
+        divides_dense: The ranks hold different parts of the parameters outside experts, be it whole modules or pieces of tensors.
+        divides_experts: The same of the parameters of experts.
         needs_transform: The model itself has to be transformed for the axis, by its `parallelize`.
         forward_communicates: A forward or a backward is a collective of the ranks.
         sums_gradient: The gradient is the sum over the ranks, which saw other samples or positions.
@@ -32,12 +33,18 @@ class AxisTraits:
     reads_data: bool = False
     sees_positions: bool = False
     cuts_modules: bool = False
-    divides_parameters: bool = False
+    divides_dense: bool = False
+    divides_experts: bool = False
     needs_transform: bool = False
     forward_communicates: bool = True
     sums_gradient: bool = False
     counts_loss: bool = False
     own_rng_stream: bool = False
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether the ranks hold different parts of some parameters."""
+        return self.divides_dense or self.divides_experts
 
 
 TRAITS: Mapping[str, AxisTraits] = {
@@ -52,7 +59,8 @@ TRAITS: Mapping[str, AxisTraits] = {
     "shard": AxisTraits(
         mesh_place=2,
         reads_data=True,
-        divides_parameters=True,
+        divides_dense=True,
+        divides_experts=True,
         sums_gradient=True,
         counts_loss=True,
         own_rng_stream=True,
@@ -68,13 +76,14 @@ TRAITS: Mapping[str, AxisTraits] = {
     "pipeline": AxisTraits(
         mesh_place=0,
         cuts_modules=True,
-        divides_parameters=True,
+        divides_dense=True,
+        divides_experts=True,
         counts_loss=True,
         own_rng_stream=True,
     ),
-    "tensor": AxisTraits(mesh_place=6, divides_parameters=True, needs_transform=True),
-    "expert": AxisTraits(mesh_place=4, divides_parameters=True, needs_transform=True),
-    "expert_tensor": AxisTraits(mesh_place=5, divides_parameters=True, needs_transform=True),
+    "tensor": AxisTraits(mesh_place=6, divides_dense=True, needs_transform=True),
+    "expert": AxisTraits(mesh_place=4, divides_experts=True, needs_transform=True),
+    "expert_tensor": AxisTraits(mesh_place=5, divides_experts=True, needs_transform=True),
 }
 """The parallel axes, in the order of the configuration. Whatever depends on an axis looks it up here."""
 
@@ -89,7 +98,7 @@ def axes_with(**traits: bool) -> tuple[str, ...]:
     """Return the axes that have these traits, in the order of the configuration.
 
     Args:
-        **traits: Fields of `AxisTraits`, and the value that each must have.
+        **traits: Attributes of `AxisTraits`, and the value that each must have.
 
     Examples:
         >>> axes_with(reads_data=True)
@@ -102,9 +111,9 @@ def axes_with(**traits: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Axes:
-    """The degrees of the seven axes; their product is the world size.
+    """The degrees of all axes; their product is the world size.
 
-    The expert axes are axes of their own and not folded into the others: a rank has one coordinate on each of the seven. Ranks
+    The expert axes are axes of their own and not folded into the others: a rank has one coordinate on each axis. Ranks
     that differ only on `expert` hold different experts, those that differ only on `expert_tensor` hold parts of the same
     experts, and all of them see the same batch and hold the same copy of everything outside the experts.
 
@@ -173,7 +182,7 @@ class Axes:
         return prod(self.degrees[_check_name(axis)] for axis in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a global rank on each of the seven axes.
+        """Return the coordinate of a global rank on each axis.
 
         Raises:
             ValueError: If the rank lies outside the world.
@@ -201,7 +210,7 @@ class Axes:
         return [base + sum(offsets) for offsets in places]
 
     def describe(self) -> str:
-        """Return all seven axes in one line."""
+        """Return the degrees of all axes in one line."""
         return ", ".join(f"{name}={self.degrees[name]}" for name in AXES)
 
 

@@ -14,7 +14,7 @@ from .axes import AXES, Axes, axes_with
 
 
 class Topology:
-    """Where this process stands on the seven axes, and the groups it belongs to.
+    """Where this process stands on the parallel axes, and the groups it belongs to.
 
     Axes of degree 1 are not part of the mesh and cost no communicator; a domain that covers every rank uses the default group.
     What does not fit is refused before the first group is made.
@@ -22,7 +22,7 @@ class Topology:
     Attributes:
         axes: The degrees.
         rank: Global rank of this process.
-        coordinate: Its coordinate on each of the seven axes.
+        coordinate: Its coordinate on each axis.
         device: Device that collectives of the domains run on.
         mesh: The mesh of the axes above 1, slowest first; `None` when there is none.
         data: Domain of `replicate` x `shard`: its ranks read different samples, and metrics are reduced over it.

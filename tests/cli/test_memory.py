@@ -106,7 +106,7 @@ def test_the_figures_of_the_paper() -> None:
 def test_axes_divide_what_they_hold() -> None:
     model = Model(dense=1e6, experts=8e6)
     layout = Layout(replicate=2, context=2, pipeline=2, tensor=5, expert=4, expert_tensor=2, shard=10)
-    assert layout.world_size == 2 * 2 * 2 * 5 * 4 * 2 * 10
+    assert layout.axes.world_size == 2 * 2 * 2 * 5 * 4 * 2 * 10
     parts = bytes_per_rank(model, layout, optimizer="sgd", ema=True)
     assert parts["parameters"] == parts["ema"] == 4 * (1e6 / (2 * 5 * 10) + 8e6 / (2 * 4 * 2 * 10))
 
