@@ -506,6 +506,7 @@ class TorchParts:
             runner.window.agreed_reference = runner.state.train.weight_reference
 
         return [
+            # Takes the place of the part `train` of `BaseRunner`, which knows no window and so no reference weight.
             StatePart(
                 "train",
                 lambda: {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference},

@@ -91,10 +91,8 @@ Results = dict[int, dict[str, dict[str, float]]]
 SplitNames = str | Sequence[str] | None
 """One split, several, or `None` for those that the configuration or their names say."""
 
-_ATTEMPTS_TO_READ = 3
-
 RESERVED_FIGURES = ("loss",)
-"""Figures that the runner makes itself, and that a meter of the same name would change without a word."""
+"""Metrics that the runner makes itself, and that a meter of the same name would silently overwrite."""
 
 
 class BaseRunner(metaclass=MetaRunner):
@@ -184,6 +182,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.saver = RunSaver(
             manager=lambda: self.checkpoint_manager, position=lambda: self.state.train, state=self.checkpoint_state
         )
+        # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
         self._reporter = Reporter(
@@ -192,13 +191,25 @@ class BaseRunner(metaclass=MetaRunner):
             seconds_between_lines=self.config.log_seconds,
         )
         self.init_distributed()
+        self._find_placement()
+        # Must precede `set_seed`: a seed that is drawn there must not enter the run's id.
+        self._identify_run()
+        self.set_seed()
+        self.set_deterministic()
+        # Building a model may be what hangs.
+        self._begin_heartbeat()
+
+    def _find_placement(self) -> None:
+        """Say where this rank stands among the others."""
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
         self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
         self.placement = self.build_placement()
         if self.config.ft.enabled:
             self.placement = self.placement.in_group(self.config.ft.replica_id, self.config.ft.group_size)
-        # Before a seed is drawn, which is no part of the run's identity.
+
+    def _identify_run(self) -> None:
+        """Give the run its id and its paths; nothing is written yet."""
         place = self._run_place = RunPlace(
             lambda: self.config,
             world=self.world,
@@ -209,12 +220,8 @@ class BaseRunner(metaclass=MetaRunner):
         self.id, self.timestamp = place.id, place.timestamp
         self.code_id, self.config_id = place.code_id, place.config_id
         self.workspace: Workspace = place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
-        # Those that were added and never opened; before another process may write into the run directory.
+        # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self._closers.callback(self._reporter.trackers.close)
-        self.set_seed()
-        self.set_deterministic()
-        # Building a model may be what hangs.
-        self._begin_heartbeat()
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner.
@@ -889,7 +896,7 @@ class BaseRunner(metaclass=MetaRunner):
                 lambda stored, _: self._load_attempts(stored),
                 default=dict,
             ),
-            # Restored last of all, since loading draws.
+            # Only saved here. `load_state_dict` restores the streams after everything else, since loading may draw random numbers.
             StatePart("rng", lambda: dict(self.state.rng.ranks), lambda streams, _: None),
             StatePart.by_index(self, "results"),
         ]
@@ -1160,6 +1167,6 @@ class BaseRunner(metaclass=MetaRunner):
 
 def _unimplemented(runner: BaseRunner, verb: str) -> NotImplementedError:
     return NotImplementedError(
-        f"Expected {type(runner).__name__} to implement `{verb}`. Subclass TorchRunner, ParallelRunner, DeepSpeedRunner "
-        f"or Runner, or override `{verb}`."
+        f"Expected {type(runner).__name__} to implement `{verb}`. Subclass `danling.Runner`, which picks a stack from the configuration, or "
+        f"one of the stacks, such as `danling.TorchRunner`; or override `{verb}`."
     )

@@ -124,7 +124,8 @@ class StatePart:
 class RunState:
     """Two tables: the components of a checkpoint (`model`, `optimizer`, ...), and what lies in its entry `state`.
 
-    Parts are saved and restored in the order of their table. A stack differs from another one in the parts it hands in.
+    Parts are saved and restored in the order of their table. A stack differs from another one in the parts it hands in: a later part
+    takes the place of an earlier one of the same name, as an override does.
 
     Args:
         components: Of a checkpoint, less `state` and `dataloaders`.
