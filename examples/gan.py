@@ -6,8 +6,8 @@ torchrun --nproc-per-node 2 examples/gan.py --dataloader.batch_size 32
 
 It prints the Fréchet distance between generated and real images, in pixels: 3.52 after 6000 steps, 44.76 untrained. Lower is
 better. Both networks stand in one module, so that one forward and one backward serve both, also under DistributedDataParallel: the
-critic's loss reaches the critic only, the generator's loss the generator only. `JointOptimizer` holds their two optimizers, so both
-are stepped, or skipped, saved and restored together.
+discriminator's loss has a gradient for the discriminator only, the generator's for the generator only. `JointOptimizer` holds the two
+optimizers, so that both are stepped, or skipped, saved and restored together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import danling as dl
 
 
 class GAN(nn.Module):
-    """A generator and a critic of 8 x 8 images, flat, in [-1, 1]."""
+    """A generator and a discriminator of 8 x 8 images, flat, in [-1, 1]."""
 
     def __init__(self, noise: int = 16, width: int = 128) -> None:
         super().__init__()
@@ -33,18 +33,18 @@ class GAN(nn.Module):
         self.generator = nn.Sequential(
             nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64), nn.Tanh()
         )
-        self.critic = nn.Sequential(
+        self.discriminator = nn.Sequential(
             nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
         )
 
     def forward(self, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return generated images (B, 64) and the losses of critic and generator (https://arxiv.org/abs/1406.2661)."""
+        """Return generated images (B, 64) and the losses of discriminator and generator (https://arxiv.org/abs/1406.2661)."""
         fake = self.generator(torch.randn(len(real), self.noise, device=real.device))
-        critic_loss = softplus(-self.critic(real)).mean() + softplus(self.critic(fake.detach())).mean()
-        # The critic judges for the generator, and takes no gradient from that.
-        frozen = {name: parameter.detach() for name, parameter in self.critic.named_parameters()}
-        generator_loss = softplus(-functional_call(self.critic, frozen, (fake,))).mean()
-        return fake, critic_loss, generator_loss
+        discriminator_loss = softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake.detach())).mean()
+        # The generator's loss must have no gradient for the discriminator, whose weights are therefore detached here.
+        frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
+        generator_loss = softplus(-functional_call(self.discriminator, frozen, (fake,))).mean()
+        return fake, discriminator_loss, generator_loss
 
 
 class GANRunner(dl.Runner):
@@ -57,17 +57,18 @@ class GANRunner(dl.Runner):
         self.model = GAN()
         self.optimizer = dl.optim.JointOptimizer(
             torch.optim.Adam(self.model.generator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
-            torch.optim.Adam(self.model.critic.parameters(), lr=1e-3, betas=(0.5, 0.99)),
+            torch.optim.Adam(self.model.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
         )
 
     def train_step(self, data: Any) -> tuple[Tensor, Tensor]:
         """Run one batch through both networks; the runner decides the update of both."""
         (real,) = data
-        with self.train_context(), self.forward_context():
-            fake, critic_loss, generator_loss = self.model(real)
-            loss = critic_loss + generator_loss
+        with self.train_context():
+            with self.forward_context():
+                fake, discriminator_loss, generator_loss = self.model(real)
+                loss = discriminator_loss + generator_loss
             self.backward(loss)
-        self.meters.update({"critic": critic_loss, "generator": generator_loss}, len(real))
+        self.meters.update({"discriminator": discriminator_loss, "generator": generator_loss}, len(real))
         return fake, loss
 
     def evaluate_step(self, data: Any) -> tuple[None, None]:

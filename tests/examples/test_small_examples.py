@@ -97,7 +97,7 @@ def test_gan_restores_both_optimizers(monkeypatch: pytest.MonkeyPatch, capfd: py
     run_example(monkeypatch, capfd, "gan", "--steps", "40", *short, "--dir", "parts", "--auto_resume", "true")
     whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
     names = {name.partition(".")[0] for name in whole["optimizer"]["state"]}
-    assert names == {"generator", "critic"}
+    assert names == {"generator", "discriminator"}
     for name, entry in whole["optimizer"]["state"].items():
         assert all(torch.equal(value, parts["optimizer"]["state"][name][key]) for key, value in entry.items()), name
     assert all(torch.equal(weight, parts["model"][name]) for name, weight in whole["model"].items())
@@ -105,15 +105,15 @@ def test_gan_restores_both_optimizers(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 def test_gan_losses_reach_their_own_network_only() -> None:
     gan = runpy.run_path(str(EXAMPLES / "gan.py"))["GAN"]()
-    _, critic_loss, generator_loss = gan(torch.rand(8, 64))
-    critic_loss.backward()
+    _, discriminator_loss, generator_loss = gan(torch.rand(8, 64))
+    discriminator_loss.backward()
     assert all(p.grad is None for p in gan.generator.parameters())
-    assert all(p.grad is not None for p in gan.critic.parameters())
+    assert all(p.grad is not None for p in gan.discriminator.parameters())
     gan.zero_grad()
-    _, critic_loss, generator_loss = gan(torch.rand(8, 64))
+    _, discriminator_loss, generator_loss = gan(torch.rand(8, 64))
     generator_loss.backward()
     assert all(p.grad is not None for p in gan.generator.parameters())
-    assert all(p.grad is None for p in gan.critic.parameters())
+    assert all(p.grad is None for p in gan.discriminator.parameters())
 
 
 def test_gan_learns_on_two_processes() -> None:
