@@ -40,7 +40,9 @@ class GAN(nn.Module):
     def forward(self, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return generated images (B, 64) and the losses of discriminator and generator (https://arxiv.org/abs/1406.2661)."""
         fake = self.generator(torch.randn(len(real), self.noise, device=real.device))
-        discriminator_loss = softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake.detach())).mean()
+        discriminator_loss = (
+            softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake.detach())).mean()
+        )
         # The generator's loss must have no gradient for the discriminator, whose weights are therefore detached here.
         frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
         generator_loss = softplus(-functional_call(self.discriminator, frozen, (fake,))).mean()

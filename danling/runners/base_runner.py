@@ -1167,6 +1167,6 @@ class BaseRunner(metaclass=MetaRunner):
 
 def _unimplemented(runner: BaseRunner, verb: str) -> NotImplementedError:
     return NotImplementedError(
-        f"Expected {type(runner).__name__} to implement `{verb}`. Subclass `danling.Runner`, which picks a stack from the configuration, or "
+        f"Expected {type(runner).__name__} to implement `{verb}`. Subclass `danling.Runner`, which picks the stack from `config.stack`, or "
         f"one of the stacks, such as `danling.TorchRunner`; or override `{verb}`."
     )
