@@ -57,7 +57,7 @@ class SampleRef:
         meta: What else is known of the sample, as JSON: the version of the weights that made it, its source.
 
     Raises:
-        TypeError: If `meta` holds what is no JSON, such as a tensor.
+        TypeError: If an id is no string, or `meta` holds what is no JSON, such as a tensor.
     """
 
     id: str
@@ -66,6 +66,10 @@ class SampleRef:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not isinstance(self.object_id, str):
+            raise TypeError(
+                f"Expected strings as the ids of a sample and of its object. Received: {self.id!r}, {self.object_id!r}."
+            )
         try:
             json.dumps(dict(self.meta), allow_nan=False)
         except (TypeError, ValueError) as error:

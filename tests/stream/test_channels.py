@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from danling.stream import MemoryChannel, RefChannel, SampleRef, StreamEnd, TensorSpec
+from danling.stream import FileChannel, MemoryChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
 
 Open = Callable[[], RefChannel]
-KINDS = ["memory"]
+KINDS = ["memory", "file", "sqlite"]
 
 
 @pytest.fixture(params=KINDS)
@@ -27,7 +27,13 @@ def open_channel(kind: str, tmp_path: Path) -> Iterator[Open]:
     memory = MemoryChannel("the-name")
 
     def open_kind() -> RefChannel:
-        opened.append(memory)
+        opened.append(
+            FileChannel(tmp_path / "the-name")
+            if kind == "file"
+            else SQLiteChannel(tmp_path / "the-name.sqlite")
+            if kind == "sqlite"
+            else memory
+        )
         return opened[-1]
 
     yield open_kind

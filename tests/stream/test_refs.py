@@ -35,3 +35,9 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_a_line_that_is_no_reference_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match="Expected the reference of a sample as one line of JSON"):
         SampleRef.from_json(line)
+
+
+def test_ids_are_strings() -> None:
+    for ids in ((1, "a"), ("a", None)):
+        with pytest.raises(TypeError, match="Expected strings as the ids of a sample and of its object"):
+            SampleRef(*ids, {})  # type: ignore[arg-type]

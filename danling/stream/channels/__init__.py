@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .file import FileChannel
 from .memory import MemoryChannel
+from .sqlite import SQLiteChannel
 
-__all__ = ["MemoryChannel"]
+__all__ = ["FileChannel", "MemoryChannel", "SQLiteChannel"]

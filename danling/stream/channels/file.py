@@ -1,0 +1,283 @@
+"""The log of a stream as a file of JSON lines, for processes that share a file system."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from danling.utils.files import write_atomically
+
+from ..files import exclusive, sync_directory, write_all, write_error
+from ..protocols import StreamEnd
+from ..refs import SampleRef
+from .claims import Claim
+from .ids import IdIndex
+from .rules import check_kind, check_open, check_part, check_range, check_watermark
+
+_SAMPLE = b'{"id":"'
+_AFTER_ID = b'","object":'
+_CONTROL = b'{"end":'
+_MANY = 10_000
+_REOPENED = b'{"reopened":'
+
+
+class FileChannel:
+    """A log in `log.jsonl` of a directory: a line a sample, and lines that say how it ended and that it goes on.
+
+    A line is appended by one write and one sync, under a lock that any number of producers share. What a killed producer has left of a
+    line is no line: readers pass over it, and the next producer cuts it off. The places of lines are kept in memory, 8 bytes a sample.
+    The watermark and the run that owns the log lie in small files beside it.
+
+    Args:
+        path: The directory, which is made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._directory = Path(path)
+        self._log = self._directory / "log.jsonl"
+        self._watermark = self._directory / "committed.json"
+        self._claim = Claim(self._directory / "owner.json", self._directory / "trainer.lock", self.name)
+        if not self._log.exists():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            sync_directory(self._directory)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._offsets = array("Q")
+        self._scanned = 0
+        self._end: StreamEnd | None = None
+        self._parts = 0
+        self._done: set[int] = set()
+        self._ids = IdIndex()
+        self._indexed = 0
+
+    @property
+    def name(self) -> str:
+        """The directory, which messages call the channel."""
+        return str(self._directory)
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._directory
+
+    def append(self, refs: Sequence[SampleRef]) -> int:
+        """Append those that are not in the log; see `RefChannel.append`.
+
+        Raises:
+            OSError: If they cannot be written; the log is then as it was before.
+        """
+        with self._writing():
+            check_open(self.name, self._end)
+            self._index()
+            lines: dict[bytes, bytes] = {}
+            for ref in refs:
+                line = ref.to_json().encode() + b"\n"
+                key = _key(line)
+                if key not in lines and not self._has(key):
+                    lines[key] = line
+            first = len(self._offsets)
+            self._write(b"".join(lines.values()), f"{len(lines)} samples")
+            for place, key in enumerate(lines, first):
+                self._ids.add(key, place)
+            self._indexed = first + len(lines)
+            return len(lines)
+
+    def read(self, start: int, stop: int) -> list[SampleRef]:
+        """Return the samples at these places; see `RefChannel.read`.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        check_range(start, stop)
+        with self._current():
+            if stop > len(self._offsets):
+                self._absorb()
+            found = []
+            for place, line in enumerate(self._lines(start, min(stop, len(self._offsets))), start):
+                try:
+                    found.append(SampleRef.from_json(line.decode()))
+                except ValueError as error:
+                    raise ValueError(f"{error} It is sample {place} of {self._log}, which is damaged.") from error
+            return found
+
+    def holds(self, sample_id: str) -> bool:
+        """Return whether a sample is in the log."""
+        with self._current():
+            self._absorb()
+            self._index()
+            return self._has(json.dumps(sample_id)[1:-1].encode())
+
+    def published(self) -> int:
+        """Return the number of samples in the log, those of other processes included."""
+        with self._current():
+            self._absorb()
+            return len(self._offsets)
+
+    def committed(self) -> int:
+        """Return the watermark."""
+        try:
+            return int(json.loads(self._watermark.read_bytes())["committed"])
+        except FileNotFoundError:
+            return 0
+
+    def commit(self, position: int) -> None:
+        """Move the watermark; see `RefChannel.commit`."""
+        check_watermark(self.name, position, self.published())
+        with exclusive(self._directory / "lock"):
+            if position > self.committed():
+                write_atomically(self._watermark, json.dumps({"committed": position}) + "\n")
+
+    def ended(self) -> StreamEnd | None:
+        """Return how the log ended, `None` while it is open."""
+        with self._current():
+            self._absorb()
+            return self._end
+
+    def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
+        """End the log, or the part of one producer; see `RefChannel.end`."""
+        check_kind(kind)
+        with self._writing():
+            check_part(self.name, part, parts, self._parts)
+            records: list[Mapping[str, Any]] = []
+            done = self._done | {part} if kind == "complete" else self._done
+            if done != self._done:
+                records.append({"end": "part", "part": part, "parts": parts})
+            if self._end is None and (kind != "complete" or len(done) == parts):
+                records.append({"end": kind, "published": len(self._offsets), "reason": reason})
+            self._write(b"".join(_record(record) for record in records), "the end of the stream")
+
+    def reopen(self) -> None:
+        """Go on after a failure or a stop; see `RefChannel.reopen`."""
+        with self._writing():
+            if self._end is not None and self._end.kind != "complete":
+                self._write(_record({"reopened": len(self._offsets)}), "that the stream goes on")
+
+    def claim(self, run: str) -> bool:
+        """Take the log for one trainer; see `RefChannel.claim`."""
+        end = self.ended()
+        return self._claim.take(run, complete=end is not None and end.kind == "complete")
+
+    def close(self) -> None:
+        """Give the claim back; no file stays open."""
+        self._claim.release()
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Keep other threads out; a forked child begins anew, since a thread of its parent may have been in the middle of a change."""
+        if self._pid != os.getpid():
+            self._forget()
+        with self._lock:
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep other producers out, with all in memory that they have written, and behind the last whole line."""
+        with self._current(), exclusive(self._directory / "lock"):
+            self._absorb()
+            if self._log.stat().st_size > self._scanned:
+                os.truncate(self._log, self._scanned)  # nobody writes: a producer was killed in the middle of a line
+            yield
+
+    def _write(self, lines: bytes, what: str) -> None:
+        if not lines:
+            return
+        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            write_all(handle, lines)
+            os.fsync(handle)
+        except OSError as error:
+            os.ftruncate(handle, self._scanned)
+            raise write_error(what, self._log, error) from error
+        finally:
+            os.close(handle)
+        self._absorb()
+
+    def _absorb(self) -> None:
+        """Take in the whole lines that were appended since the last look."""
+        size = self._log.stat().st_size
+        if size < self._scanned:
+            raise ValueError(
+                f"Expected {self._log} to grow only. Received: {size} bytes after {self._scanned}. "
+                "Begin another stream in an empty directory, and resume runs with the log that they were trained on."
+            )
+        if size == self._scanned:
+            return
+        # Opened anew each time: a buffer that is kept might hold what a producer has cut off since.
+        with self._log.open("rb", buffering=1 << 18) as file:
+            file.seek(self._scanned)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                if line.startswith(_SAMPLE):
+                    self._offsets.append(self._scanned)
+                else:
+                    self._note(line)
+                self._scanned += len(line)
+
+    def _note(self, line: bytes) -> None:
+        """Take in a line that is about the log itself."""
+        try:
+            record = json.loads(line)
+            if line.startswith(_REOPENED):
+                self._end = None
+            elif not line.startswith(_CONTROL):
+                raise ValueError("no line of a stream")
+            elif record["end"] == "part":
+                self._parts = int(record["parts"])
+                self._done.add(int(record["part"]))
+            else:
+                self._end = StreamEnd(record["end"], record["published"], record["reason"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Expected a sample or an end as one line of JSON at byte {self._scanned} of {self._log}. Received: {line[:200]!r} "
+                f"({error}). Bring the file back from a copy, or begin another stream in an empty directory."
+            ) from error
+
+    def _lines(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the lines of samples."""
+        if start >= stop:
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._offsets[start])
+            while start < stop:
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    raise ValueError(
+                        f"Expected {stop} samples in {self._log}. Received: {start}; it was cut off meanwhile."
+                    )
+                if line.startswith(_SAMPLE):
+                    start += 1
+                    yield line
+
+    def _index(self) -> None:
+        """Look up the ids of all samples that were taken in, which readers never need."""
+        published = len(self._offsets)
+        keys = map(_key, self._lines(self._indexed, published))
+        if published - self._indexed > _MANY:
+            self._ids.extend(keys, self._indexed)
+        else:
+            for place, key in enumerate(keys, self._indexed):
+                self._ids.add(key, place)
+        self._indexed = published
+
+    def _has(self, key: bytes) -> bool:
+        return any(_key(next(self._lines(place, place + 1))) == key for place in self._ids.candidates(key))
+
+
+def _key(line: bytes) -> bytes:
+    """Return the id of a sample as it stands in its line: JSON, so that no quotation mark is in it."""
+    return line[len(_SAMPLE) :].partition(_AFTER_ID)[0]
+
+
+def _record(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
