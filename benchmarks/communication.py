@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,8 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from ranks import run_on_ranks
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -161,11 +159,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, int], Callable[[], Counts]]] 
 }
 
 
-def measure(rank: int, name: str, world_size: int, port: int, root: str) -> None:
+def measure(rank: int, name: str, root: str) -> None:
     """Train three updates on one layout, and write what rank 0 counted in the last one."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
     axes, model, _ = LAYOUTS[name]
     config = {
         "stack": "parallel",
@@ -188,13 +183,6 @@ def measure(rank: int, name: str, world_size: int, port: int, root: str) -> None
             Path(root, "counts.json").write_text(json.dumps(found))
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def count(name: str) -> dict[str, Any]:
     """Return what rank 0 of a layout communicates in one update, and what it should."""
     axes, _, theory = LAYOUTS[name]
@@ -202,7 +190,7 @@ def count(name: str) -> dict[str, Any]:
     for degree in axes.values():
         world_size *= degree
     with TemporaryDirectory() as root:
-        spawn(measure, (name, world_size, free_port(), root), nprocs=world_size)
+        run_on_ranks(measure, name, root, world_size=world_size)
         return {**json.loads(Path(root, "counts.json").read_text()), "theory": theory()}
 
 

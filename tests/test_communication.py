@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.communication import count
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from communication import count
 
 
 @pytest.mark.parametrize("layout", ["FSDP 2", "PP 2", pytest.param("CP 2", marks=pytest.mark.slow)])
