@@ -89,6 +89,8 @@ class CheckpointManager(ABC):
         self._alone: set[Path] = set()
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
+        self.after_save: Callable[[Mapping[str, Any]], None] = _unheard
+        """Called on rank 0 with the payload of a full state that lies on the disk, maybe in the background; it must not communicate."""
 
     # Saving
 
@@ -148,6 +150,12 @@ class CheckpointManager(ABC):
         self._line = replace(self._line, sequence=self._line.sequence + 1)
         line = self._line
         return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
+
+    def _saved(self, payload: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Do what follows when a payload lies under its names on the disk. Called on rank 0, maybe in the background."""
+        self._prune()
+        if "latest" in names:
+            self.after_save(payload)
 
     def _prune(self) -> None:
         if self._line is not None:
@@ -492,6 +500,10 @@ class CollectiveCheckpointManager(CheckpointManager):
         self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
     ) -> None:
         """Write a payload under names, now or in the background; `ahead` of an evaluation, remember what the next save may take over."""
+
+
+def _unheard(payload: Mapping[str, Any]) -> None:
+    """Nobody waits for a save."""
 
 
 def _nothing() -> None:

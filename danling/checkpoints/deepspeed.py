@@ -116,7 +116,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         storage.sync_directory(target.parent)
         storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: own}).text())
         self.store.publish(record.name, names)
-        self._prune()
+        self._saved(plain, names)
 
     # Loading
 

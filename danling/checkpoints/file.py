@@ -71,4 +71,4 @@ class FileCheckpointManager(CheckpointManager):
 
     def _write(self, payload: dict[str, Any], records: list[Record]) -> None:
         self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]
-        self._prune()
+        self._saved(payload, [record.name for record in records])

@@ -129,7 +129,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             save.release()
         if self.domain.rank == 0:
             self.store.publish(save.record.name, save.names)
-            self._prune()
+            self._saved(save.payload, save.names)
 
     def _reuse(self, save: _Save, before: SavedAhead | None) -> Reuse | None:
         if before is None or before.step != save.record.step or "latest" not in save.names:

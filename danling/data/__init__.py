@@ -22,6 +22,7 @@ from .sampler import PositionedBatchSampler
 from .shares import Division
 from .source import BatchSource
 from .splits import Splits, open_source
+from .windows import ReaderPlace, WindowLoader
 
 __all__ = [
     "AUTO",
@@ -34,7 +35,9 @@ __all__ = [
     "Mixture",
     "PositionedBatchSampler",
     "ProxySource",
+    "ReaderPlace",
     "Splits",
+    "WindowLoader",
     "build_dataloader",
     "can_glance",
     "capture_random_state",

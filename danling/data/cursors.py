@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from .loader import DataLoader
@@ -41,6 +42,8 @@ class Cursor(ABC):
     is_rank_local: bool
     shared: bool = False
     """Whether other ranks read the very same batches."""
+    foreseen: bool = False
+    """Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read."""
 
     def __init__(self, loader: Any, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         self.loader = loader
@@ -69,9 +72,32 @@ class Cursor(ABC):
     def batches(self) -> Iterator[Batch]:
         """Return the batches from the position on."""
 
+    def unread(self, data: object) -> Iterator[Batch]:
+        """Yield batches from the position on for a rank that reads nothing, with `data` in the place of theirs; without end, where it is
+        not known here.
+
+        Args:
+            data: What stands in the place of the data.
+        """
+        return repeat(Batch(data, None, None))
+
     @abstractmethod
     def commit(self, batches: int) -> None:
         """Move the position by so many batches."""
+
+    def commit_state(self, state: Mapping[str, object]) -> None:  # noqa: B027
+        """Hear of a position that is in a checkpoint on the disk. May be called on one rank, and from another thread.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+
+    def free(self) -> None:  # noqa: B027
+        """Free what such a position has left to be freed; called in the thread that reads, where the run waits for nothing any more."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
+        return {}
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
@@ -108,6 +134,7 @@ class PositionCursor(Cursor):
     """Position in a loader of the library, which keeps it itself: `consumed` counts samples over all ranks."""
 
     kind = "position"
+    foreseen = True
     loader: DataLoader
 
     @property
@@ -144,6 +171,12 @@ class PositionCursor(Cursor):
             return
         placed = zip(self.loader, self.loader.counts(), self.loader.closings(), strict=False)
         for data, (samples, total), closes in placed:
+            yield Batch(data, samples, total, closes)
+
+    def unread(self, data: object) -> Iterator[Batch]:
+        """Yield what the batches from the position on are, with `data` in the place of theirs."""
+        counts = islice(self.loader.counts(), self.loader.remaining_batches)
+        for (samples, total), closes in zip(counts, self.loader.closings()):
             yield Batch(data, samples, total, closes)
 
     def commit(self, batches: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-from .cursors import Batch, PositionCursor
+from .cursors import Batch
 from .source import BatchSource
 
 
@@ -24,8 +23,8 @@ PLACEHOLDER = Placeholder()
 class ProxySource(BatchSource):
     """A source that reads nothing: it yields placeholders, and keeps the position of the ranks that read.
 
-    A loader of the library says how many batches there are. Of a user's loader only the ranks that read it know when it ends, so the
-    proxy never does: the ranks have to agree on it.
+    A loader of the library, or of windows, says how many batches there are. Of a user's loader only the ranks that read it know when it
+    ends, so the proxy never does: the ranks have to agree on it.
     """
 
     reads = False
@@ -33,18 +32,11 @@ class ProxySource(BatchSource):
     @property
     def even(self) -> bool:
         """Whether the number of batches is known here."""
-        return isinstance(self._cursor, PositionCursor) and self._cursor.even
+        return self._cursor.foreseen and self._cursor.even
 
     def batches(self) -> Iterator[Batch]:
-        """Yield placeholders from the position on."""
-        if isinstance(self._cursor, PositionCursor):
-            loader = self._cursor.loader
-            counts = islice(loader.counts(), loader.remaining_batches)
-            for (samples, total), closes in zip(counts, loader.closings()):
-                yield Batch(PLACEHOLDER, samples, total, closes)
-            return
-        while True:
-            yield Batch(PLACEHOLDER, None, None)
+        """Return placeholders from the position on."""
+        return self._cursor.unread(PLACEHOLDER)
 
     def commit(self, batches: Sequence[Batch]) -> None:
         """Move the position as the ranks do that read."""
@@ -52,7 +44,7 @@ class ProxySource(BatchSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position; the state of the loader itself is for the ranks that read it."""
-        if isinstance(self._cursor, PositionCursor):
+        if self._cursor.foreseen:
             super().load_state_dict(state)
             return
         self._cursor.set_epoch(int(state["epoch"]))

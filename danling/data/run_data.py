@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from .source import BatchSource
 from .sources import Sources
 from .splits import Splits, open_source
 from .update_plan import UpdatePlan
+from .windows import ReaderPlace, WindowLoader
 
 
 class Settings(Protocol):
@@ -47,6 +48,8 @@ class Progress(Protocol):
 class DataHooks(Protocol):
     """What its data is asked of a run. It is looked up anew each time, since a user may add data, and override or replace anything."""
 
+    id: str
+
     @property
     def config(self) -> Settings: ...
     @property
@@ -73,6 +76,8 @@ class DataHooks(Protocol):
     def score_split(self) -> str | None: ...
     @property
     def accum_steps(self) -> int: ...
+    @property
+    def is_main_process(self) -> bool: ...
 
     def build_dataloaders(self) -> None:
         """Build a loader for every dataset that has none."""
@@ -87,6 +92,10 @@ class RunData:
     Args:
         run: Has datasets, loaders and settings.
         own_accum_steps: Whether `accum_steps` is the user's own, not the setting of that name.
+        unsaved_updates: Returns how many updates are made at most until the first of them is in a checkpoint on the disk; `None` where
+            no save is due within a pass.
+        waiting: Called again and again while a loader of windows has nothing to read; what it raises ends the wait.
+        over: Called where such a loader has nothing left for good; what it raises ends the training.
 
     Attributes:
         splits: Names, settings and lengths.
@@ -94,8 +103,17 @@ class RunData:
         sources: Batches by split, with the position in them.
     """
 
-    def __init__(self, run: DataHooks, *, own_accum_steps: bool = False) -> None:
+    def __init__(
+        self,
+        run: DataHooks,
+        *,
+        own_accum_steps: bool = False,
+        unsaved_updates: Callable[[], int | None] = lambda: None,
+        waiting: Callable[[], None] = lambda: None,
+        over: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run = run
+        self._unsaved_updates, self._waiting, self._over = unsaved_updates, waiting, over
         self._own_accum_steps = own_accum_steps
         self.splits = Splits(
             lambda: run.datasets,
@@ -137,10 +155,68 @@ class RunData:
             loader: The loader.
         """
         run, placement = self._run, self._run.placement
-        shared = placement.data.size < run.world_size
         return open_source(
-            loader, split=split, share=self.place(split), seed=run.seed, reads=placement.reads_data, shared=shared
+            loader,
+            split=split,
+            share=self.place(split),
+            seed=run.seed,
+            reads=placement.reads_data,
+            shared=placement.data.size < run.world_size,
+            place=self._reader_place(split) if isinstance(loader, WindowLoader) else None,
         )
+
+    def _reader_place(self, split: str) -> ReaderPlace:
+        run, (rank, size) = self._run, self.place(split)
+        if run.placement.replica_group[1] > 1:
+            raise ValueError(
+                f"Expected a loader that replica groups can divide anew for split {split!r}. Received: one of windows. Leave "
+                "ft.enabled out, or put a dataset into `self.datasets`."
+            )
+        return ReaderPlace(
+            split=split,
+            rank=rank,
+            world_size=size,
+            accum_steps=self.undivided(),
+            seed=run.seed,
+            is_main=run.is_main_process,
+            trained=run.mode == "train" and split in run.train_splits,
+            run=lambda: run.id,
+            unsaved_updates=self._unsaved_updates,
+            waiting=self._waiting,
+            over=self._over,
+        )
+
+    def commit_saved(self, payload: Mapping[str, Any]) -> None:
+        """Let loaders free what lies before their positions in a checkpoint that is on the disk.
+
+        May be called on one rank, and from another thread.
+
+        Args:
+            payload: What was saved.
+        """
+        self._commit({split: payload.get("dataloaders", {}).get(split) for split in self._run.train_splits})
+
+    def commit_loaded(self) -> None:
+        """Do the same for the positions that the run was restored to."""
+        self._commit({split: source.state_dict() for split, source in self._trained() if not source.is_rank_local})
+
+    def _commit(self, states: Mapping[str, Mapping[str, object] | None]) -> None:
+        for split, source in self._trained():
+            state = states.get(split)
+            if state is not None:
+                source.commit_state(state)
+
+    def _trained(self) -> list[tuple[str, BatchSource]]:
+        return list(self.sources.among(self._run.train_splits).items())
+
+    def free(self) -> None:
+        """Let loaders free now what is due. May be called on one rank."""
+        for _, source in self._trained():
+            source.free()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is shown of the loaders beside the metrics of an update. May be called on one rank."""
+        return {name: value for _, source in self._trained() for name, value in source.metrics().items()}
 
     def open_all(self) -> str | None:
         """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.

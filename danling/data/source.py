@@ -13,6 +13,7 @@ from .sampled_cursor import SampledCursor
 from .sampled_loader import SampledLoader, can_be_keyed, keyed_twin
 from .stream_loader import is_stream, stream_twin
 from .user_loader import describe, describe_dataset
+from .windows import ReaderPlace, WindowCursor, WindowLoader
 
 logger = logging.getLogger("danling")
 
@@ -26,6 +27,7 @@ class BatchSource:
     - a loader over a map-style dataset in the order of a sampler: what the sampler was like when it began the pass, and
       how far it is, one on each rank. A `DataLoader` or `StatefulDataLoader` of the user's is read through such a one;
     - a loader with `state_dict` and `load_state_dict`: its own state, one on each rank;
+    - a `WindowLoader`, such as that of a stream: samples consumed of the one order that all ranks share;
     - any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
 
     Prefetched batches do not count: the position moves when `commit` is called.
@@ -38,6 +40,7 @@ class BatchSource:
         seed: Base seed, from which the order of a user's loader is seeded at each pass; `None` leaves it to the
             streams.
         shared: Whether other ranks read the very same batches, with what is drawn in them.
+        place: What a `WindowLoader` is told; `None` leaves it as it is.
 
     Raises:
         ValueError: If `loader` cannot be iterated.
@@ -52,6 +55,7 @@ class BatchSource:
         world_size: int = 1,
         seed: int | None = None,
         shared: bool = False,
+        place: ReaderPlace | None = None,
     ) -> None:
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             raise ValueError(
@@ -61,6 +65,8 @@ class BatchSource:
         self.loader = loader
         self.split = split
         read = loader
+        if place is not None and isinstance(loader, WindowLoader):
+            loader.take_place(place)
         if seed is not None and can_be_keyed(loader):
             read = keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
         elif seed is not None and is_stream(loader):
@@ -88,7 +94,7 @@ class BatchSource:
 
     @property
     def kind(self) -> str:
-        """How the loader is positioned: `"position"`, `"sampled"`, `"stateful"` or `"counted"`."""
+        """How the loader is positioned: `"position"`, `"sampled"`, `"window"`, `"stateful"` or `"counted"`."""
         return self._cursor.kind
 
     @property
@@ -110,6 +116,11 @@ class BatchSource:
     def even(self) -> bool:
         """Whether every rank is known to get the same number of batches."""
         return self._cursor.even
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read."""
+        return self._cursor.foreseen
 
     @property
     def num_batches(self) -> int | None:
@@ -135,6 +146,25 @@ class BatchSource:
             batches: The next batches that `batches()` gave, padding included. Only their number is read.
         """
         self._cursor.commit(len(batches))
+
+    def commit_state(self, state: Mapping[str, object]) -> None:
+        """Let the loader free what lies before a position that is in a checkpoint on the disk, where it frees anything.
+
+        May be called on one rank, and from another thread.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        if state.get("kind") == self.kind:
+            self._cursor.commit_state({key: value for key, value in state.items() if key != "kind"})
+
+    def free(self) -> None:
+        """Let the loader free now what is due; called in the thread that reads. May be called on one rank."""
+        self._cursor.free()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
+        return self._cursor.metrics()
 
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
@@ -180,6 +210,8 @@ def _choose_cursor(loader: Any) -> type[Cursor]:
         return PositionCursor
     if isinstance(loader, SampledLoader):
         return SampledCursor
+    if isinstance(loader, WindowLoader):
+        return WindowCursor
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return StatefulCursor
     return CountedCursor

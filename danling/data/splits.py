@@ -12,6 +12,7 @@ from .loader import DataLoader
 from .proxy import ProxySource
 from .shares import Division
 from .source import BatchSource
+from .windows import ReaderPlace
 
 _NOT_EVALUATED = ("train", "infer", "predict")
 _SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
@@ -249,7 +250,14 @@ def check_share(loader: object, split: str, share: tuple[int, int]) -> None:
 
 
 def open_source(
-    loader: object, *, split: str, share: tuple[int, int], seed: int, reads: bool = True, shared: bool = False
+    loader: object,
+    *,
+    split: str,
+    share: tuple[int, int],
+    seed: int,
+    reads: bool = True,
+    shared: bool = False,
+    place: ReaderPlace | None = None,
 ) -> BatchSource:
     """Return the batches of a loader and the position in them.
 
@@ -260,15 +268,16 @@ def open_source(
         seed: Base seed of the run.
         reads: Whether this rank reads batches; else it counts those that others read.
         shared: Whether other ranks read the very same batches.
+        place: What a `WindowLoader` is told.
 
     Raises:
         ValueError: If the loader cannot be iterated, or its sampler takes another share.
     """
     rank, world_size = share
     if not reads:
-        return ProxySource(loader, split=split, rank=rank, world_size=world_size, seed=seed)
+        return ProxySource(loader, split=split, rank=rank, world_size=world_size, seed=seed, place=place)
     check_share(loader, split, share)
-    return BatchSource(loader, split=split, rank=rank, world_size=world_size, seed=seed, shared=shared)
+    return BatchSource(loader, split=split, rank=rank, world_size=world_size, seed=seed, shared=shared, place=place)
 
 
 def _shortest(lengths: Sequence[int | None]) -> int | None:

@@ -166,7 +166,13 @@ class BaseRunner(metaclass=MetaRunner):
         self.standing = Standing(
             lambda: self.scores, lambda: self.best_index, own=type(self).scores is not BaseRunner.scores
         )
-        self._data = RunData(self, own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps)
+        self._data = RunData(
+            self,
+            own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps,
+            unsaved_updates=self._unsaved_updates,
+            waiting=lambda: self._session.leave_wait(alone=self.world_size == 1),
+            over=self._session.leave_pass,
+        )
         self._streams = RankStreams(
             place=lambda: self.placement.stream_index,
             number=lambda: self.placement.rng_stream[1],
@@ -262,6 +268,8 @@ class BaseRunner(metaclass=MetaRunner):
         self.init_checkpoint_manager()
         if self.checkpoint_manager is None:
             self.checkpoint_manager = NoCheckpoints()
+        self.checkpoint_manager.after_save = self._data.commit_saved
+        self.saver.loaded.append(self._data.commit_loaded)
         owner = position_owner(self.config)
         if owner is not None:
             self._keep_own_positions(owner)
@@ -953,6 +961,14 @@ class BaseRunner(metaclass=MetaRunner):
         else:
             is_best = save_best and self.saver.is_scored() and self.is_best and self.standing.latest_index == self.index
             self.saver.save(history=history, best=is_best)
+
+    def _unsaved_updates(self) -> int | None:
+        """Return how many updates are made at most until the first of them is on the disk; `None` where no save is due within a pass."""
+        settings = self.config.checkpoint
+        if not self.is_step_mode or settings.load_only or isinstance(self.checkpoint_manager, NoCheckpoints):
+            return None
+        # A save in the background may wait for the one before it, and is on the disk an interval later then.
+        return self.checkpoint_interval * (2 if CheckpointSettings.from_config(settings).is_async else 1)
 
     # Loading
 

@@ -280,6 +280,7 @@ class TrainingDriver:
         runner = self.runner
         runner._reporter.end()
         runner._reporter.flush()
+        runner._data.free()
         if runner.fault_tolerance is not None:
             # A group that stays and does not train would hold the others up.
             runner.fault_tolerance.leave()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -264,7 +264,15 @@ class Evaluator:
         return self.forward.shared(gather_predictions(mine, self._run.placement.data))
 
     def stream(self, split: str) -> Iterator[Any]:
-        """Yield the predictions of this rank; whenever the caller goes on, the runner is as it was: the caller may train, or stop here.
+        """Yield the predictions of this rank; see `stream_batches`.
+
+        Args:
+            split: The split.
+        """
+        return chain.from_iterable(self.stream_batches(split))
+
+    def stream_batches(self, split: str) -> Iterator[list[Any]]:
+        """Yield the predictions of this rank by batch; whenever the caller goes on, the runner is as it was: it may train, or stop here.
 
         Args:
             split: The split.
@@ -272,7 +280,7 @@ class Evaluator:
         for batch in self._pass_over(self._sources.of(split)):
             with self._entered(split, "infer"):
                 predictions = self._predict(batch)
-            yield from predictions
+            yield predictions
 
     def _predict(self, batch: Batch) -> list[object]:
         data = self._hooks.to_device(batch.data)

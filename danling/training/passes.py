@@ -40,7 +40,7 @@ class PassAgreement:
         Args:
             source: The batches of the split.
         """
-        return self.domain.size == 1 or (source.even and (source.kind == "position" or not self.blind))
+        return self.domain.size == 1 or (source.even and (source.foreseen or not self.blind))
 
     def all_have(self, source: BatchSource, batch: Batch | None) -> bool:
         """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise.

@@ -38,6 +38,10 @@ class EvaluationStopped(Exception):
     """Leaves an evaluation that all ranks have agreed to stop in; it is made anew when the run is resumed."""
 
 
+class PassLeft(Exception):
+    """Leaves a pass between two updates: every rank knows that it ends here, or the only one was asked to stop while it waited."""
+
+
 @dataclass(frozen=True)
 class SessionEnd:
     """What a session calls when its training ends, in this order.
@@ -120,6 +124,29 @@ class TrainingSession:
         taken = frozenset(self._requested)
         self._requested.clear()
         return taken
+
+    def leave_wait(self, *, alone: bool) -> None:
+        """Leave a wait for batches that this process was asked to stop in. No communication.
+
+        Args:
+            alone: Whether there is no other rank, which would go on where this one leaves.
+
+        Raises:
+            PassLeft: If it was asked to.
+        """
+        if self.running and alone and self.asked_to_stop():
+            self.apply_requests(self.local_requests())
+            raise PassLeft
+
+    def leave_pass(self) -> None:
+        """End the training between two updates, where every rank knows by itself that there is nothing left to train on.
+
+        Raises:
+            PassLeft: In a training.
+        """
+        if self.running:
+            self.stop_reason = "stop"
+            raise PassLeft
 
     def apply_requests(self, agreed: frozenset[str]) -> None:
         """Do at the next boundary what any rank asked for.
@@ -256,6 +283,8 @@ class TrainingSession:
         try:
             try:
                 yield
+            except PassLeft:
+                logger.debug("A pass was left between two updates.")
             except EvaluationStopped:
                 logger.debug("An evaluation was left; it is made anew when the run is resumed.")
             except end.abandons:
