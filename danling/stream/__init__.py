@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from .channels import FileChannel, MemoryChannel, SQLiteChannel
+from .loader import StreamLoader
+from .producer import FeatureProducer
 from .protocols import FeatureStore, RefChannel, StreamEnd
 from .refs import SampleRef, TensorSpec
+from .samples import FeatureDataset, Sample
 from .stores import DirectoryStore, MemoryStore
+from .together import run_together
 
 __all__ = [
     "DirectoryStore",
+    "FeatureDataset",
+    "FeatureProducer",
     "FeatureStore",
     "FileChannel",
     "MemoryChannel",
     "MemoryStore",
     "RefChannel",
     "SQLiteChannel",
+    "Sample",
     "SampleRef",
     "StreamEnd",
+    "StreamLoader",
     "TensorSpec",
+    "run_together",
 ]

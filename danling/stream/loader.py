@@ -1,0 +1,416 @@
+"""The loader that trains on a stream: a position in its log that a checkpoint holds, and what is freed behind it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import default_collate
+
+from danling.data import Batch, Division, ReaderPlace, derive_seed, preserved_random_state
+
+from .protocols import FeatureStore, RefChannel
+from .refs import SampleRef
+from .samples import Sample
+from .windows import Part, Window, WindowReader, parts_of
+
+logger = logging.getLogger("danling")
+
+Retain = Literal["checkpoint", "step", "all"]
+
+_WHOLE_LOG = sys.maxsize
+"""A position behind all samples of a pass that is over."""
+
+_FREED_AT_ONCE = 1024
+"""Samples whose references are read at a time while they are freed."""
+
+
+class StreamLoader:
+    """Trains on the samples of a log, in its order, while another process may still append to it; goes into `self.dataloaders`.
+
+    An update takes the next `ranks x batch_size x accum_steps` samples, of which this rank reads its share. It begins once the log
+    holds all of them; a shorter last one is divided like any other, once the log is complete. The position is the number of samples
+    consumed over all ranks. It lies in the run's checkpoints, and means the same on any number of ranks.
+
+    Features are freed, and the producer gets its credit back, when they are no longer needed:
+
+    - `retain="checkpoint"`: when a checkpoint behind them is on the disk. After a crash of either side, at any instant, the run goes on
+      bitwise as if nothing had happened. The producer must be allowed at least as many samples ahead as are trained on between two saves.
+    - `retain="step"`: after the update, for features that are too large to be kept. A resumed run lacks what lies between its checkpoint
+      and where it was killed; `on_gap` says what then.
+    - `retain="all"`: never. The log may be read as often as one likes, by several runs once it is complete.
+
+    Args:
+        store: Where the features lie.
+        channel: The log.
+        batch_size: Samples that a rank holds at once.
+        collate_fn: Makes a batch of a list of `Sample`, mappings from names to tensors; by default each name is stacked. What it draws
+            from the random streams is the same when the run is resumed.
+        retain: What is kept for how long.
+        on_gap: With `retain="step"`, what a resumed run does about samples that are gone: `"error"`, or `"skip"`, which counts them in the
+            log of the run.
+        prefetch: Micro-batches that are read ahead in a thread.
+        idle_timeout: Seconds that the log may stand still while the run waits for it.
+
+    Raises:
+        ValueError: If an argument is out of bounds.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        channel: RefChannel,
+        batch_size: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        retain: Retain = "checkpoint",
+        on_gap: Literal["error", "skip"] = "error",
+        prefetch: int = 2,
+        idle_timeout: float = 600.0,
+    ) -> None:
+        _check("batch_size", batch_size, "a positive integer", isinstance(batch_size, int) and batch_size > 0)
+        _check("retain", retain, "'checkpoint', 'step' or 'all'", retain in ("checkpoint", "step", "all"))
+        _check("on_gap", on_gap, "'error', or 'skip' with retain='step'", on_gap in ("error", "skip"))
+        _check("on_gap", on_gap, "'error' unless retain='step'", on_gap == "error" or retain == "step")
+        _check("prefetch", prefetch, "a number of micro-batches, 0 for none", prefetch >= 0)
+        _check("idle_timeout", idle_timeout, "seconds above 0", idle_timeout > 0)
+        self.store = store
+        self.channel = channel
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.retain = retain
+        self.on_gap = on_gap
+        self.prefetch = prefetch
+        self.idle_timeout = idle_timeout
+        self.epoch = 0
+        self.consumed = 0
+        self.skipped = 0
+        """Samples that a resumed run has left out, since their features were gone."""
+        self.pump: Callable[[], bool] | None = None
+        """Brings the log forward from within a wait, where producer and trainer share a process; returns whether it did."""
+        self._place = ReaderPlace()
+        self._last_id = ""
+        self._opened: deque[tuple[Window, int]] = deque()
+        self._done = 0
+        self._reader: WindowReader | None = None
+        self._waited = 0.0
+        self._pool: ThreadPoolExecutor | None = None
+        self._owns: bool | None = None
+        """Whether it may free what it has read; `None` before the log was asked."""
+        self._durable = 0
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+
+    # Reading
+
+    def take_place(self, place: ReaderPlace) -> None:
+        """Hear where the loader is read; see `danling.data.WindowLoader`.
+
+        Raises:
+            ValueError: If it is to be evaluated on: an evaluation reads a list of samples that does not grow.
+        """
+        if not place.trained:
+            raise ValueError(
+                f"Expected a list of samples that stays as it is to evaluate split {place.split!r}. Received: a StreamLoader "
+                f"over {self.channel.name}. Put danling.stream.FeatureDataset(store, channel.read(0, n)) into `self.datasets`, or name the "
+                "split in train_splits."
+            )
+        self._place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the data of the micro-batches of this rank, and move the position behind each update."""
+        for batch in self.micro_batches(read=True):
+            yield batch.data
+            self.advance(1)
+
+    def micro_batches(self, *, read: bool) -> Iterator[Batch]:
+        """Yield the micro-batches of this rank from the position on; see `danling.data.WindowLoader`.
+
+        Args:
+            read: Whether their data is needed; else it is `None`.
+
+        Raises:
+            RuntimeError: If another trainer reads the live log, the producer has failed, or features are gone that a resumed run needs.
+            TimeoutError: If nothing was appended to the log for `idle_timeout` seconds.
+            ValueError: If this is not the log that the run was trained on, or an object is not what the log says.
+        """
+        self._thread = threading.get_ident()
+        self._opened.clear()
+        self._done = 0
+        if self._is_over():
+            return
+        self._find_place()
+        place = self._place
+        division = Division.of_update(
+            place.world_size * self.batch_size * place.accum_steps, place.world_size, micro_batch_size=self.batch_size
+        )
+        self._reader = WindowReader(
+            self.channel,
+            samples=division.samples,
+            start=self.consumed,
+            idle_seconds=self.idle_timeout,
+            waiting=self._wait,
+        )
+        parts = self._parts(self._reader, division)
+        yield from self._read(parts) if read else (_batch(part, None) for part in _all(parts))
+
+    def _is_over(self) -> bool:
+        """Whether this would be another pass over features that are freed, which ends the training."""
+        if self.epoch == 0 or self.retain == "all":
+            return False
+        if self._place.is_main:
+            logger.warning(
+                "Stream %s is complete: all of its %d samples are trained on, and their features are freed, so the training ends here. "
+                "retain='all' keeps them for more passes.",
+                self.channel.name,
+                self.channel.published(),
+            )
+        self._place.over()
+        return True
+
+    def _find_place(self) -> None:
+        """See that the log is the one that the position was taken in, and that what follows is still there."""
+        self._claim()
+        name = self.channel.name
+        if self.consumed:
+            before = self.channel.read(self.consumed - 1, self.consumed)
+            found = before[0].id if before else None
+            if found is None or (self._last_id and found != self._last_id):
+                received = f"sample {found!r}" if before else f"a log of {self.channel.published()} samples"
+                raise ValueError(
+                    f"Expected the log that this run was trained on, with sample {self._last_id!r} at place {self.consumed - 1}. Received: "
+                    f"{received} in {name}. Give the loader that log, or exclude 'dataloaders' from loading to begin with this one."
+                )
+        if self.retain == "all":
+            return
+        missing = self.channel.committed() - self.consumed
+        if missing <= 0:
+            return
+        if self.on_gap == "skip":
+            self.skipped += missing
+            self.consumed, self._last_id = self.consumed + missing, ""
+            if self._place.is_main:
+                logger.warning(
+                    "Stream %s: %d samples behind the checkpoint were freed at their updates; they are skipped (%d in this run so far).",
+                    name,
+                    missing,
+                    self.skipped,
+                )
+            return
+        mend = (
+            "Set on_gap='skip' to go on without them, or retain='checkpoint' next time."
+            if self.retain == "step"
+            else "Resume from the latest checkpoint of the run, or make the features anew in another stream. "
+            "(If they were kept with retain='all', pass that.)"
+        )
+        raise RuntimeError(
+            f"Expected the features of stream {name} from sample {self.consumed} on, where this run stands. Received: {missing} samples "
+            f"less, since those before {self.consumed + missing} were freed. {mend}"
+        )
+
+    def _parts(self, reader: WindowReader, division: Division) -> Callable[[bool], list[Part]]:
+        def more(wait: bool) -> list[Part]:
+            self.free()
+            window = reader.open(wait=wait)
+            if window is None:
+                return []
+            if not self._opened and window.start == self.consumed:
+                self._check_credit(window, division.samples)
+            parts = parts_of(window, division, self._place.rank)
+            self._opened.append((window, len(parts)))
+            return parts
+
+        return more
+
+    def _read(self, more: Callable[[bool], list[Part]]) -> Iterator[Batch]:
+        known: deque[Part] = deque()
+        ahead: deque[tuple[Part, Future[list[Sample]] | None]] = deque()
+        while True:
+            while len(ahead) <= self.prefetch:
+                if not known:
+                    known.extend(more(not ahead))
+                if not known:
+                    break
+                part = known.popleft()
+                ahead.append((part, self._pooled().submit(self._fetch, part.refs) if self.prefetch else None))
+            if not ahead:
+                return
+            part, fetched = ahead.popleft()
+            samples = self._fetch(part.refs) if fetched is None else fetched.result()
+            yield _batch(part, self._collated(part, samples))
+
+    def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
+        return [Sample(self.store.get(ref), ref) for ref in refs]
+
+    def _collated(self, part: Part, samples: list[Sample]) -> Any:
+        if self.collate_fn is None:
+            return default_collate([dict(sample) for sample in samples])
+        seed = derive_seed(self._place.seed, "batch", self._place.split, self.epoch, part.start)
+        with preserved_random_state(torch.device("cpu"), seed=seed):
+            return self.collate_fn(samples)
+
+    def _pooled(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
+        return self._pool
+
+    def _wait(self) -> bool:
+        self.free()
+        self._place.waiting()
+        return self.pump is not None and self.pump()
+
+    def _check_credit(self, window: Window, samples: int) -> None:
+        """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on."""
+        allowed = min(
+            (int(ref.meta["max_in_flight"]) for ref in window.refs if "max_in_flight" in ref.meta), default=None
+        )
+        if allowed is None or self.channel.ended() is not None:
+            return
+        updates = self._place.unsaved_updates() if self.retain == "checkpoint" else 1
+        needed = None if updates is None else updates * samples
+        if needed is not None and allowed >= needed:
+            return
+        name = self.channel.name
+        if needed is None:
+            raise ValueError(
+                f"Expected a checkpoint before the producer of stream {name} has to wait for one: it is allowed {allowed} samples ahead, "
+                "and gets that back when a checkpoint is saved. Received: no save within a pass, as checkpoint.interval counts epochs "
+                "without `steps`. Set `steps` and checkpoint.interval, or retain='step'."
+            )
+        raise ValueError(
+            f"Expected the producer of stream {name} to be allowed at least {needed} samples ahead, which are "
+            + (
+                f"{updates} updates of {samples} until a save is on the disk"
+                if self.retain == "checkpoint"
+                else "those of one update"
+            )
+            + f": with less, producer and trainer wait for each other. Received: max_in_flight={allowed}. Raise that of the producer"
+            + (", or lower checkpoint.interval." if self.retain == "checkpoint" else ", or lower batch_size.")
+        )
+
+    # Position
+
+    def advance(self, batches: int) -> None:
+        """Move the position: an update consumed so many micro-batches of each rank. It moves by whole updates.
+
+        Args:
+            batches: How many.
+        """
+        self._done += batches
+        while self._opened and self._done >= self._opened[0][1]:
+            window, count = self._opened.popleft()
+            self._done -= count
+            self.consumed, self._last_id = window.stop, window.refs[-1].id
+            if self.retain == "step":
+                # Every rank has read its share: the update took all of them.
+                self.commit(self.consumed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.epoch, self.consumed, self._last_id = epoch, 0, ""
+        self._opened.clear()
+        self._done = 0
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the position."""
+        return {"epoch": self.epoch, "consumed": self.consumed, "last_id": self._last_id, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position, at any number of ranks."""
+        self.set_epoch(int(state["epoch"]))
+        self.consumed, self._last_id = int(state["consumed"]), str(state["last_id"])
+        self.skipped = int(state["skipped"])
+
+    # Freeing
+
+    def commit_state(self, state: Mapping[str, Any]) -> None:
+        """Free what lies before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
+        if self.retain != "step":
+            self.commit(int(state["consumed"]) if int(state["epoch"]) == 0 else _WHOLE_LOG)
+
+    def commit(self, position: int) -> None:
+        """Free the features before a position that a checkpoint on the disk holds, and give the producer its credit back.
+
+        A runner calls it. May be called on one rank, and from another thread than the one that reads: that one frees them then, when it
+        asks for the next window or waits for it.
+
+        Args:
+            position: Samples from the beginning of the log.
+        """
+        with self._lock:
+            self._durable = max(self._durable, position)
+        if threading.get_ident() == self._thread:
+            self.free()
+
+    def free(self) -> None:
+        """Free what is due; called in the thread that reads."""
+        with self._lock:
+            position = self._durable
+        if not self._place.is_main or not position:
+            return
+        if not self._claim():
+            return
+        committed, durable = self.channel.committed(), position
+        if durable == _WHOLE_LOG:
+            position = self.channel.published()
+        if self.retain != "all":
+            for start in range(committed, position, _FREED_AT_ONCE):
+                refs = self.channel.read(start, min(start + _FREED_AT_ONCE, position))
+                self.store.discard(ref.object_id for ref in refs)
+        if position > committed:
+            self.channel.commit(position)
+        with self._lock:
+            if self._durable == durable:
+                self._durable = 0
+
+    def _claim(self) -> bool:
+        """Take the log for this run, on the main process; return whether what was read is for this run to free."""
+        if self._owns is None and self._place.is_main:
+            self._owns = self.channel.claim(self._place.run() or f"process {os.getpid()}")
+            if not self._owns and self.retain != "all":
+                logger.info(
+                    "Stream %s belongs to another run: it is read, and nothing of it is freed.", self.channel.name
+                )
+        return bool(self._owns)
+
+    # Figures and end
+
+    def metrics(self) -> dict[str, float]:
+        """Return bytes in the store, samples in flight, and seconds that were waited for the producer since the last call."""
+        waited = self._reader.waited if self._reader is not None else 0.0
+        since, self._waited = waited - self._waited if waited >= self._waited else waited, waited
+        return {
+            "stream_bytes": float(self.store.usage()),
+            "stream_in_flight": float(self.channel.published() - self.channel.committed()),
+            "stream_wait_seconds": since,
+        }
+
+    def close(self) -> None:
+        """Free what is due, and end the thread that reads ahead. Store and channel belong to who made them."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._thread = threading.get_ident()
+        if self._owns:
+            self.free()
+
+
+def _all(more: Callable[[bool], list[Part]]) -> Iterator[Part]:
+    while parts := more(True):
+        yield from parts
+
+
+def _batch(part: Part, data: Any) -> Batch:
+    return Batch(data, part.samples, part.total, part.closes)
+
+
+def _check(name: str, value: object, expected: str, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}.")

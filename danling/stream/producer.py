@@ -1,0 +1,222 @@
+"""A runner that makes features for another one to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from danling.config import RunnerConfig
+from danling.distributed import agree
+from danling.runners import Runner
+from danling.utils.numbers import Paced
+
+from .production import Captured, Production, Publisher, by_sample
+from .protocols import FeatureStore, RefChannel
+
+logger = logging.getLogger("danling")
+
+
+class FeatureProducer(Runner):
+    """Runs a frozen model over a split and publishes what it computes, sample by sample, in one log.
+
+    A subclass sets `self.model` and the data, and overrides `capture` and `sample_ids`. `produce()` goes over the data once; samples
+    that are in the log are left out, so that a producer that was killed goes on where it was when it is started again. It waits when
+    it is `max_in_flight` samples ahead of the trainer's last durable checkpoint. When it fails, the log says so and why.
+
+    Several producers may fill one log, each with data of its own: give each its `part` out of `parts`. The log is complete when all have
+    come to their end.
+
+    Args:
+        config: A `RunnerConfig`, a mapping, the path of a file, or `None` for the defaults; `stack` and `parallel` divide the model.
+        store: Where features go.
+        channel: The log.
+        max_in_flight: Samples that it may be ahead; `None` for no limit but that of the store.
+        part: Which of several producers this is, from 0; the same when it is started again.
+        parts: How many there are.
+        idle_timeout: Seconds that it waits for credit at most.
+
+    Raises:
+        ValueError: If a setting is unknown or contradicts another one.
+    """
+
+    def __init__(
+        self,
+        config: RunnerConfig | Mapping[str, object] | None = None,
+        *,
+        store: FeatureStore,
+        channel: RefChannel,
+        max_in_flight: int | None = 1024,
+        part: int = 0,
+        parts: int = 1,
+        idle_timeout: float = 3600.0,
+    ) -> None:
+        super().__init__(config)
+        if max_in_flight is not None and max_in_flight < 1:
+            raise ValueError(
+                f"Expected max_in_flight to be a positive number of samples, or None. Received: {max_in_flight!r}."
+            )
+        self.store = store
+        self.channel = channel
+        self.max_in_flight = max_in_flight
+        self.part = part
+        self.parts = parts
+        self.idle_timeout = idle_timeout
+
+    # To be overridden
+
+    def capture(self, batch: Any) -> Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]:
+        """Return the features of a batch, which is on the device; called in evaluation mode and without gradients. Called on all ranks.
+
+        Args:
+            batch: What the loader gave.
+
+        Returns:
+            Tensors by name with the samples along their first dimension, or a list with a mapping for each sample.
+        """
+        raise NotImplementedError(
+            f"Expected {type(self).__name__} to override `capture(batch)`, which returns the features of a batch by name."
+        )
+
+    def sample_ids(self, batch: Any) -> Sequence[object]:
+        """Return what names each sample of a batch in the log: the same for the same sample, whenever it is made; texts or integers.
+
+        By default the entry `id` of a mapping.
+
+        Args:
+            batch: What the loader gave.
+        """
+        ids = batch.get("id") if isinstance(batch, Mapping) else None
+        if ids is None:
+            raise NotImplementedError(
+                f"Expected {type(self).__name__} to override `sample_ids(batch)`, or batches that are mappings with an entry 'id'. "
+                f"Received: {type(batch).__name__}. Let the dataset return its index too."
+            )
+        return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+
+    def metadata(self, batch: Any) -> Sequence[Mapping[str, Any]] | None:
+        """Return plain values to be kept with each sample in the log, such as the version of the weights; by default none.
+
+        Args:
+            batch: What the loader gave.
+        """
+        return None
+
+    # The verb
+
+    def produce(self, split: str | None = None) -> int:
+        """Make the features of a split and end the log, or this producer's part of it. Call on all ranks.
+
+        Args:
+            split: The split; `None` is the first one named for inference, else the first one there is.
+
+        Returns:
+            Samples that this process has appended to the log.
+
+        Raises:
+            TimeoutError: If the trainer gave no credit back for `idle_timeout` seconds.
+            SystemExit: After a signal; the log stays open, and the producer goes on when it is started again.
+        """
+        session, lines = self._session, Paced(self.config.log_seconds)
+        with self._reporter.speaking():
+            self.init_signal_handlers()
+            session.begin()
+            production = self.production(split)
+
+            def say() -> None:
+                if self.is_main_process and lines.due():
+                    self._say(production, "Producing")
+
+            try:
+                ended = production.run(idle_seconds=self.idle_timeout, stopping=session.asked_to_stop, made=say)
+                if ended:
+                    self.world.barrier()
+                    self.end_production()
+            except Exception as error:
+                self.fail_production(error)
+                raise
+            finally:
+                session.uninstall_signals()
+            session.apply_requests(session.local_requests())
+            self._say(production, "Finished" if ended else "Stopped")
+        session.exit_if_signalled(self.state.train.global_step)
+        return production.made
+
+    def production(self, split: str | None = None) -> Production:
+        """Begin, or go on with, a pass over a split, to be made step by step. Call on all ranks.
+
+        Args:
+            split: As for `produce`.
+        """
+        self.channel.reopen()
+        if self.channel.ended() is not None:
+            return Production(Publisher(self.store, self.channel, max_in_flight=None), self.channel, iter(()))
+        splits = self._data.splits
+        chosen = splits.choose(split, splits.to_infer(self.evaluate_splits) or splits.names[:1], "produce")[0]
+        own = f"{self.part}.{self.placement.data.rank}" if self.placement.data.size > 1 else self.part
+        publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=own)
+        return Production(publisher, self.channel, self._captured(chosen))
+
+    def end_production(self) -> None:
+        """Say in the log that this producer has come to its end; the main process does."""
+        if self.is_main_process:
+            self.channel.end("complete", part=self.part, parts=self.parts)
+
+    def stop_production(self, reason: str) -> None:
+        """Say in the log that nothing comes any more for now, unless it has ended already. May be called on one rank.
+
+        Args:
+            reason: Who does not want more.
+        """
+        self.channel.end("stopped", reason, part=self.part, parts=self.parts)
+
+    def fail_production(self, error: BaseException) -> None:
+        """Say in the log that the producer has failed, and why; what is wrong with the log does not hide it. May be called on one rank.
+
+        Args:
+            error: Why.
+        """
+        try:
+            reason = f"{type(error).__name__}: {error}"
+            self.channel.end("failed", reason, part=self.part, parts=self.parts)
+        except Exception:
+            logger.exception(
+                "The failure could not be written into the log of stream %s; it follows.", self.channel.name
+            )
+
+    def infer_step(self, data: Any) -> list[Captured | None]:
+        """Return the samples of a batch that are not in the log, with their features, and `None` for the others. Called on all ranks.
+
+        Args:
+            data: The batch, on the device.
+        """
+        ids = [str(sample) for sample in self.sample_ids(data)]
+        wanted = [not self.channel.holds(sample) for sample in ids]
+        # Where a forward is a collective, all ranks make it for the one that needs it.
+        votes = ("capture",) if any(wanted) else ()
+        together = self.world_size > 1 and self._parts is not None and self.preparation.evaluates_together
+        if not (agree(self.placement.optimizer, votes) if together else votes):
+            return [None] * len(ids)
+        features = by_sample(self.capture(data), ids)
+        meta = self.metadata(data) or [{}] * len(ids)
+        rows = zip(ids, features, meta, wanted, strict=True)
+        return [Captured(sample, row, dict(known)) if new else None for sample, row, known, new in rows]
+
+    def _captured(self, split: str) -> Iterator[list[Captured]]:
+        publishes = self.placement.counts_samples
+        for rows in self._parts.evaluator.stream_batches(split):
+            yield [row for row in rows if row is not None] if publishes else []
+
+    def _say(self, production: Production, how: str) -> None:
+        if self.is_main_process:
+            logger.info(
+                "%s: %d samples into stream %s by this process, which holds %d; %.1f s waiting for the trainer, %d bytes in the store",
+                how,
+                production.made,
+                self.channel.name,
+                self.channel.published(),
+                production.waited,
+                self.store.usage(),
+            )

@@ -1,0 +1,295 @@
+"""From features to the log: what is checked before they are stored, and how far a producer may be ahead."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .protocols import FeatureStore, RefChannel
+from .refs import SampleRef, TensorSpec
+
+Progress = Literal["made", "waits", "done"]
+
+_POLL_SECONDS = (0.001, 0.05)
+"""The first and the longest pause between two looks at the credit."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The features of one sample on their way to the store.
+
+    Attributes:
+        id: Names the sample in the log.
+        features: Its features by name.
+        meta: What else is known of it, as JSON.
+    """
+
+    id: str
+    features: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+
+
+def by_sample(features: object, ids: Sequence[str]) -> list[Mapping[str, Tensor]]:
+    """Return what `capture` returned, a mapping for each sample.
+
+    Args:
+        features: Tensors by name, with the samples along their first dimension; or a list with such a mapping for each sample.
+        ids: The samples.
+
+    Raises:
+        ValueError: If it is neither, or of another number of samples.
+    """
+    if isinstance(features, Mapping):
+        for name, tensor in features.items():
+            _check_tensor(name, tensor, ids[0])
+            if tensor.ndim == 0 or len(tensor) != len(ids):
+                raise ValueError(
+                    f"Expected feature {name!r} with the {len(ids)} samples of the batch along its first dimension. Received: shape "
+                    f"{tuple(tensor.shape)} for the batch that begins with sample {ids[0]!r}. Return one row for each sample, or a list "
+                    "with a mapping for each."
+                )
+        return [{name: tensor[row] for name, tensor in features.items()} for row in range(len(ids))]
+    if isinstance(features, Sequence) and len(features) == len(ids) and all(isinstance(f, Mapping) for f in features):
+        for row, sample in zip(features, ids, strict=True):
+            for name, tensor in row.items():
+                _check_tensor(name, tensor, sample)
+        return list(features)
+    received = f"{len(features)} items" if isinstance(features, Sequence) else type(features).__name__
+    raise ValueError(
+        f"Expected `capture` to return tensors by name, or a list with such a mapping for each of {len(ids)} samples. Received: {received} "
+        f"for the batch that begins with sample {ids[0]!r}."
+    )
+
+
+def _check_tensor(name: object, tensor: object, sample: str) -> None:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise ValueError(
+            f"Expected features of sample {sample!r} to be tensors by name. Received: {name!r}: {type(tensor).__name__}. Return plain "
+            "values from `metadata`."
+        )
+
+
+def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str, TensorSpec]) -> None:
+    """Refuse features that those of the first sample of the log cannot stand in one batch with.
+
+    Names, dtypes and numbers of dimensions are the same in all samples, and so is the last dimension, the width of a state. Other
+    dimensions, such as the length of a sequence, may differ; so may the only dimension of integers, and of what is as long as another
+    feature of the first sample, such as a mask over its tokens.
+
+    Args:
+        sample: The sample.
+        specs: Shapes and dtypes of its features.
+        first: Those of the first sample.
+
+    Raises:
+        ValueError: If they differ; the message names the sample.
+    """
+    for name in sorted({**specs, **first}):
+        one, other = specs.get(name), first.get(name)
+        if one is None or other is None:
+            received = f"none (it has {', '.join(specs)})" if one is None else f"{name!r} beside {', '.join(first)}"
+            raise _differs(sample, f"{'a' if one is None else 'no'} feature {name!r}", received)
+        if one.dtype != other.dtype:
+            raise _differs(sample, f"dtype {other.dtype} of feature {name!r}", one.dtype)
+        if len(one.shape) != len(other.shape):
+            raise _differs(sample, f"{len(other.shape)} dimensions of feature {name!r}", f"shape {one.shape}")
+        if one.shape and one.shape[-1] != other.shape[-1] and _has_width(name, first):
+            raise _differs(sample, f"width {other.shape[-1]} of feature {name!r}", f"shape {one.shape}")
+
+
+def _has_width(name: str, first: Mapping[str, TensorSpec]) -> bool:
+    spec = first[name]
+    if len(spec.shape) > 1:
+        return True
+    is_length = any(len(other.shape) > 1 and other.shape[0] == spec.shape[0] for other in first.values())
+    return spec.torch_dtype.is_floating_point and not is_length
+
+
+def _differs(sample: str, expected: str, received: object) -> ValueError:
+    return ValueError(
+        f"Expected {expected} in sample {sample!r}, as in the first sample of the log. Received: {received}. Nothing of it was stored: "
+        "mend `capture` and start the producer again, which goes on here."
+    )
+
+
+class Publisher:
+    """Puts features into a store and their references into the log, as far as the credit goes.
+
+    Args:
+        store: The store.
+        channel: The log.
+        max_in_flight: Samples in the log that no durable checkpoint of the trainer lies behind, at most; `None` for no limit.
+        part: Which of several producers this is: objects of two never have one name.
+    """
+
+    def __init__(
+        self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None, part: int | str = 0
+    ) -> None:
+        self._store = store
+        self._channel = channel
+        self._max_in_flight = max_in_flight
+        self._part = part
+        self._first: Mapping[str, TensorSpec] | None = None
+
+    def credit(self) -> int | None:
+        """Return how many samples may be published now; `None` for any number. It is read from the log, whoever published before."""
+        if self._max_in_flight is None:
+            return None
+        return max(self._max_in_flight - (self._channel.published() - self._channel.committed()), 0)
+
+    def check(self, samples: Sequence[Captured]) -> list[SampleRef]:
+        """Return the references of samples, once all of them are as the log has them.
+
+        Args:
+            samples: The samples.
+
+        Raises:
+            ValueError: If one is not; the message names it.
+        """
+        refs = []
+        for sample in samples:
+            specs = {name: TensorSpec.of(tensor) for name, tensor in sample.features.items()}
+            if self._first is None:
+                before = self._channel.read(0, 1)
+                self._first = before[0].tensors if before else specs
+            check_like(sample.id, specs, self._first)
+            allowed = {} if self._max_in_flight is None else {"max_in_flight": self._max_in_flight}
+            refs.append(SampleRef(sample.id, self._object_id(sample.id), specs, {**sample.meta, **allowed}))
+        return refs
+
+    def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured]) -> int:
+        """Store samples and append them to the log; return how many of them were new there.
+
+        Args:
+            refs: What `check` returned.
+            samples: The samples.
+
+        Raises:
+            BufferError: If the store is full.
+            RuntimeError: If the log has ended.
+        """
+        for ref, sample in zip(refs, samples, strict=True):
+            try:
+                self._store.put(ref.object_id, sample.features)
+            except ValueError:
+                # A producer that was killed between store and log has left other bits of the same sample, as a device may make them.
+                self._store.discard([ref.object_id])
+                self._store.put(ref.object_id, sample.features)
+        before = self._channel.published()
+        appended = self._channel.append(refs)
+        if appended < len(refs):
+            # Another producer was first with some: the log leads to its objects, so those of this one are nobody's.
+            led_to = {ref.object_id for ref in self._channel.read(before, self._channel.published())}
+            self._store.discard(ref.object_id for ref in refs if ref.object_id not in led_to)
+        return appended
+
+    def _object_id(self, sample: str) -> str:
+        # The same when the producer is started again, so that what it has left behind is found and not stored twice.
+        return hashlib.sha256(f"{self._channel.name}\0{self._part}\0{sample}".encode()).hexdigest()[:40]
+
+
+class Production:
+    """One pass of a producer, a step at a time.
+
+    Args:
+        publisher: Where samples go to.
+        channel: The log.
+        batches: Yields the new samples of a batch at a time; they are made when they are asked for.
+
+    Attributes:
+        made: Samples that this process has appended to the log.
+        waited: Seconds that were waited for credit.
+    """
+
+    def __init__(self, publisher: Publisher, channel: RefChannel, batches: Iterator[list[Captured]]) -> None:
+        self.made = 0
+        self.waited = 0.0
+        self._publisher = publisher
+        self._channel = channel
+        self._batches = batches
+        self._refs: list[SampleRef] = []
+        self._samples: list[Captured] = []
+
+    def advance(self) -> Progress:
+        """Make one batch, or publish as much of the last one as the credit allows; never waits.
+
+        Raises:
+            BufferError: If a sample alone is larger than the store.
+        """
+        if not self._samples:
+            samples = next(self._batches, None)
+            if samples is None:
+                return "done"
+            if not samples:
+                return "made"
+            self._refs, self._samples = self._publisher.check(samples), list(samples)
+        credit = self._publisher.credit()
+        number = len(self._samples) if credit is None else min(credit, len(self._samples))
+        if not number:
+            return "waits"
+        return self._publish(number)
+
+    def _publish(self, number: int) -> Progress:
+        try:
+            self.made += self._publisher.publish(self._refs[:number], self._samples[:number])
+        except BufferError:
+            if number > 1:
+                return self._publish(number // 2)
+            if self._channel.published() == self._channel.committed():
+                raise
+            return "waits"
+        del self._refs[:number], self._samples[:number]
+        return "made"
+
+    def run(
+        self,
+        *,
+        idle_seconds: float,
+        stopping: Callable[[], bool],
+        made: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> bool:
+        """Make everything, waiting for credit; return whether the pass has come to its end, `False` where it was stopped.
+
+        Args:
+            idle_seconds: How long no credit may come back.
+            stopping: Asked before each batch and in waits.
+            made: Called after each batch.
+            clock: Seconds, monotonic.
+
+        Raises:
+            TimeoutError: If no credit came back for so long.
+        """
+        while not stopping():
+            progress = self.advance()
+            if progress == "done":
+                return True
+            if progress == "made":
+                made()
+            elif not self._await_credit(idle_seconds, stopping, clock):
+                return False
+        return False
+
+    def _await_credit(self, idle_seconds: float, stopping: Callable[[], bool], clock: Callable[[], float]) -> bool:
+        began, pause, committed = clock(), _POLL_SECONDS[0], self._channel.committed()
+        try:
+            while self._channel.committed() == committed:
+                end = self._channel.ended()
+                if stopping() or (end is not None and end.kind == "stopped"):
+                    return False
+                if clock() - began > idle_seconds:
+                    raise TimeoutError(
+                        f"Expected the trainer of stream {self._channel.name} to give credit back. Received: nothing for {idle_seconds:g} "
+                        f"seconds (idle_timeout), with {self._channel.published() - committed} samples in flight. See whether the trainer "
+                        "lives and saves checkpoints often enough, or raise max_in_flight; start this producer again, and it goes on here."
+                    )
+                time.sleep(pause)
+                pause = min(pause * 2, _POLL_SECONDS[1])
+            return True
+        finally:
+            self.waited += clock() - began

@@ -1,0 +1,384 @@
+"""A loader over a stream: whole windows, one position, and nothing freed before a checkpoint is on the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.streams import Draft, Stopped, assert_same, publish, settings
+
+from danling.data import Batch, Division, ReaderPlace
+from danling.stream import FeatureDataset, MemoryChannel, MemoryStore, Sample, SampleRef, StreamLoader, TensorSpec
+from danling.stream.windows import Window, parts_of
+
+
+def stream(samples: int, *, end: bool = True, **meta: Any) -> tuple[MemoryStore, MemoryChannel]:
+    """Return a store and a log with so many samples."""
+    store, channel = MemoryStore(), MemoryChannel("a stream")
+    publish(store, channel, range(samples), end=end, **meta)
+    return store, channel
+
+
+def read(loader: StreamLoader, **place: Any) -> list[Batch]:
+    """Return what a rank reads of a stream."""
+    loader.take_place(ReaderPlace(**place))
+    return list(loader.micro_batches(read=True))
+
+
+def ids_of(batches: list[Batch]) -> list[list[str]]:
+    """Return the ids of the samples that count."""
+    return [[sample.ref.id for sample in batch.data][: batch.samples] for batch in batches]
+
+
+def as_they_are(samples: list[Sample]) -> list[Sample]:
+    """Collate nothing."""
+    return samples
+
+
+# What a rank reads
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("samples", [24, 25, 1, 13])
+def test_ranks_read_each_sample_once_and_make_equally_many_micro_batches(samples: int, world_size: int) -> None:
+    store, channel = stream(samples)
+    ranks = [
+        read(StreamLoader(store, channel, 2, collate_fn=as_they_are), rank=rank, world_size=world_size, accum_steps=2)
+        for rank in range(world_size)
+    ]
+    assert sorted(int(i) for rank in ranks for ids in ids_of(rank) for i in ids) == list(range(samples))
+    assert len({tuple((batch.total, batch.closes) for batch in rank) for rank in ranks}) == 1
+    for number in range(len(ranks[0])):
+        assert sum(rank[number].samples or 0 for rank in ranks) == ranks[0][number].total
+    windows = -(-samples // (world_size * 2 * 2))
+    assert sum(bool(batch.closes) for batch in ranks[0]) == windows
+
+
+def test_a_rank_that_reads_nothing_counts_the_same_batches() -> None:
+    store, channel = stream(13)
+    loader = StreamLoader(store, channel, 2)
+    loader.take_place(ReaderPlace(rank=1, world_size=2, accum_steps=2))
+    known = [batch[1:] for batch in loader.micro_batches(read=True)]
+    store.discard(ref.object_id for ref in channel.read(0, 13))
+    assert [batch[1:] for batch in loader.micro_batches(read=False)] == known
+
+
+def test_parts_of_a_window_are_those_of_its_division() -> None:
+    refs = [SampleRef(str(i), str(i), {"x": TensorSpec((1,), "float32")}) for i in range(5)]
+    division = Division.of_update(8, 2, micro_batch_size=2)
+    parts = [parts_of(Window(10, refs), division, rank) for rank in (0, 1)]
+    assert [[(p.start, [r.id for r in p.refs], p.samples, p.closes) for p in rank] for rank in parts] == [
+        [(10, ["0", "1"], 2, False), (12, ["2"], 1, True)],
+        [(13, ["3"], 1, False), (14, ["4"], 1, True)],
+    ]
+
+
+def test_prefetched_batches_do_not_move_the_position() -> None:
+    store, channel = stream(12)
+    loader = StreamLoader(store, channel, 2, prefetch=4)
+    loader.take_place(ReaderPlace(accum_steps=2))
+    batches = loader.micro_batches(read=True)
+    next(batches)
+    loader.advance(1)
+    assert loader.consumed == 0
+    next(batches)
+    loader.advance(1)
+    assert loader.consumed == 4
+    assert loader.state_dict()["last_id"] == "3"
+    loader.close()
+
+
+def test_collate_draws_the_same_after_a_resume() -> None:
+    def noisy(samples: list[Sample]) -> torch.Tensor:
+        return torch.stack([sample["input"] for sample in samples]) + torch.randn(len(samples), 4)
+
+    store, channel = stream(12)
+    whole = [batch.data for batch in read(StreamLoader(store, channel, 2, collate_fn=noisy, retain="all"), seed=3)]
+    torch.manual_seed(99)
+    resumed = StreamLoader(store, channel, 2, collate_fn=noisy, retain="all", prefetch=0)
+    resumed.load_state_dict({"epoch": 0, "consumed": 4, "last_id": "3", "skipped": 0})
+    assert torch.equal(torch.cat([batch.data for batch in read(resumed, seed=3)]), torch.cat(whole[2:]))
+
+
+def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
+    store, channel = stream(3, end=False)
+    looks: list[int] = []
+
+    def waiting() -> None:
+        looks.append(channel.published())
+        if len(looks) == 3:
+            publish(store, channel, range(3, 6), end=False)
+
+    loader = StreamLoader(store, channel, 2, collate_fn=as_they_are)
+    loader.take_place(ReaderPlace(accum_steps=2, waiting=waiting))
+    batches = loader.micro_batches(read=True)
+    assert ids_of([next(batches)]) == [["0", "1"]]
+    assert looks == [3, 3, 3]
+    loader.close()
+
+
+# Errors
+
+
+def test_an_idle_log_is_named() -> None:
+    store, channel = stream(1, end=False)
+    with pytest.raises(TimeoutError, match=r"samples 1 to 1 from the producer of stream a stream.*0.01 seconds"):
+        read(StreamLoader(store, channel, 2, idle_timeout=0.01))
+
+
+@pytest.mark.parametrize("kind", ["failed", "stopped"])
+def test_a_producer_that_fails_is_not_the_end_of_data(kind: str) -> None:
+    store, channel = stream(5, end=False)
+    channel.end(kind, "ValueError: no more disk")
+    loader = StreamLoader(store, channel, 2)
+    loader.take_place(ReaderPlace())
+    batches = loader.micro_batches(read=True)
+    # Whole windows are there for good, so they are trained on; the rest of one is not taken for the last.
+    assert [next(batches).samples, next(batches).samples] == [2, 2]
+    with pytest.raises(
+        RuntimeError, match=r"(failed|was stopped) after 5 samples, of which 4 .*no more disk.*Start the"
+    ):
+        next(batches)
+    channel.reopen()
+    channel.end()
+    loader.consumed = 4
+    assert [batch.samples for batch in loader.micro_batches(read=True)] == [1]
+
+
+def test_a_live_log_of_another_run_is_refused_and_a_complete_one_is_left_as_it_is() -> None:
+    store, channel = stream(4, end=False)
+    channel.claim("one run")
+    other = StreamLoader(store, channel, 2)
+    with pytest.raises(RuntimeError, match="one run"):
+        read(other, run=lambda: "another run")
+    channel.end()
+    other = StreamLoader(store, channel, 2)
+    assert len(read(other, run=lambda: "another run")) == 2
+    other.commit(4)
+    assert channel.committed() == 0
+    assert store.usage() > 0
+
+
+def test_a_wrong_object_is_named_by_its_sample() -> None:
+    store, channel = stream(2, end=False)
+    store.put("other", {"input": torch.zeros(5), "target": torch.zeros(3)})
+    spec = channel.read(0, 1)[0].tensors
+    channel.append([SampleRef("the wrong one", "other", spec)])
+    channel.end()
+    with pytest.raises(ValueError, match="'input' of sample 'the wrong one'"):
+        read(StreamLoader(store, channel, 1))
+
+
+def test_another_log_than_the_one_trained_on_is_refused() -> None:
+    store, channel = stream(6)
+    loader = StreamLoader(store, channel, 2)
+    loader.load_state_dict({"epoch": 0, "consumed": 4, "last_id": "17", "skipped": 0})
+    with pytest.raises(ValueError, match="sample '17' at place 3. Received: sample '3' in a stream"):
+        read(loader)
+    loader.load_state_dict({"epoch": 0, "consumed": 9, "last_id": "17", "skipped": 0})
+    with pytest.raises(ValueError, match="Received: a log of 6 samples"):
+        read(loader)
+
+
+def test_an_older_checkpoint_than_the_last_one_says_how_many_samples_are_gone() -> None:
+    store, channel = stream(8)
+    loader = StreamLoader(store, channel, 2)
+    loader.commit(6)
+    older = StreamLoader(store, channel, 2)
+    older.load_state_dict({"epoch": 0, "consumed": 2, "last_id": "1", "skipped": 0})
+    with pytest.raises(RuntimeError, match=r"from sample 2 on.*4 samples less.*before 6 were freed.*latest checkpoint"):
+        read(older)
+
+
+@pytest.mark.parametrize(
+    ("retain", "unsaved", "expected"),
+    [
+        ("checkpoint", 4, r"at least 16 samples ahead, which are 4 updates of 4.*max_in_flight=8.*checkpoint.interval"),
+        ("checkpoint", None, r"no save within a pass"),
+        ("step", 4, None),
+        ("all", 4, None),
+        ("checkpoint", 2, None),
+    ],
+)
+def test_credit_that_ends_before_a_save_is_refused(retain: Any, unsaved: int | None, expected: str | None) -> None:
+    store, channel = stream(8, end=False, max_in_flight=8)
+    loader = StreamLoader(store, channel, 4, retain=retain)
+    loader.take_place(ReaderPlace(unsaved_updates=lambda: unsaved))
+    if expected is None:
+        assert next(loader.micro_batches(read=True)).samples == 4
+    else:
+        with pytest.raises(ValueError, match=expected):
+            next(loader.micro_batches(read=True))
+    loader.close()
+
+
+def test_credit_for_less_than_an_update_is_refused() -> None:
+    store, channel = stream(8, end=False, max_in_flight=8)
+    loader = StreamLoader(store, channel, 8, retain="step")
+    loader.take_place(ReaderPlace())
+    assert next(loader.micro_batches(read=True)).samples == 8
+    larger = StreamLoader(store, channel, 5, retain="step")
+    larger.take_place(ReaderPlace(accum_steps=2))
+    publish(store, channel, range(8, 12), end=False, max_in_flight=8)
+    with pytest.raises(ValueError, match="at least 10 samples ahead.*lower batch_size"):
+        next(larger.micro_batches(read=True))
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 0}, {"retain": "never"}, {"on_gap": "skip"}, {"prefetch": -1}, {"idle_timeout": 0}],
+)
+def test_arguments_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"Expected {next(iter(options))}"):
+        StreamLoader(MemoryStore(), MemoryChannel(), **{"batch_size": 2, **options})
+
+
+# Freeing
+
+
+def test_what_a_thread_commits_is_freed_by_the_reader() -> None:
+    store, channel = stream(8)
+    loader = StreamLoader(store, channel, 2)
+    loader.take_place(ReaderPlace())
+    batches = loader.micro_batches(read=True)
+    next(batches)
+    thread = threading.Thread(target=loader.commit, args=(6,))
+    thread.start()
+    thread.join()
+    assert channel.committed() == 0
+    loader.free()
+    assert channel.committed() == 6
+    with pytest.raises(KeyError):
+        store.get(channel.read(5, 6)[0])
+    assert store.get(channel.read(6, 7)[0])
+    loader.close()
+
+
+def test_only_one_process_frees() -> None:
+    store, channel = stream(8)
+    loader = StreamLoader(store, channel, 2)
+    loader.take_place(ReaderPlace(rank=1, world_size=2, is_main=False))
+    loader.commit(8)
+    assert channel.committed() == 0
+
+
+# In a run
+
+
+def run(directory: Path, stream: tuple[MemoryStore, MemoryChannel], **options: Any) -> Any:
+    """Train on a stream to the end, and return losses and weights."""
+    config = settings(directory, **options.pop("config", {}))
+    with Draft(config, *stream, **options) as runner:
+        runner.train()
+        return runner.end()
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Iterator[Any]:
+    """Return the end of a run that nothing has interrupted."""
+    yield run(tmp_path / "whole", stream(19))
+
+
+@pytest.mark.parametrize("saves", [{"async_enabled": False}, {"async_enabled": True}, {"backend": "dcp"}])
+@pytest.mark.parametrize("stop_at", [1, 3])
+def test_a_run_that_is_resumed_ends_as_the_whole_one(
+    tmp_path: Path, whole: Any, saves: dict[str, Any], stop_at: int
+) -> None:
+    found = stream(19)
+    config = {"checkpoint": {"interval": 2, **saves}}
+    first = Draft(settings(tmp_path / "run", **config), *found, stop_at=stop_at)
+    with pytest.raises(Stopped), first:
+        first.train()
+    last = run(tmp_path / "run", found, config=config)
+    before = [(step, loss) for step, loss in first.trace if step < last[0][0][0]]
+    assert_same((before + last[0], last[1]), whole)
+    assert found[0].usage() == 0
+    assert found[1].committed() == 19
+
+
+def test_nothing_is_freed_before_a_save_is_on_the_disk(tmp_path: Path) -> None:
+    found = stream(19)
+    seen: list[tuple[int, int]] = []
+
+    class Watched(Draft):
+        def train_step(self, data: Any) -> Any:
+            seen.append((self.state.train.global_step, found[1].committed()))
+            return super().train_step(data)
+
+    with Watched(settings(tmp_path), *found) as runner:
+        runner.train()
+    assert seen[::2] == [(0, 0), (1, 0), (2, 8), (3, 8), (4, 16)]
+
+
+def test_a_stream_that_is_over_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    found = stream(19)
+    with Draft(settings(tmp_path, steps=100), *found) as runner:
+        runner.train()
+        assert runner.state.train.global_step == 5
+        assert runner.state.train.samples == 19
+    assert found[0].usage() == 0
+    with Draft(settings(tmp_path, steps=100), *found) as again:
+        again.train()
+        assert again.state.train.global_step == 5
+
+
+def test_several_passes_over_what_is_kept(tmp_path: Path) -> None:
+    found = stream(19)
+    with Draft(settings(tmp_path, steps=None, epochs=2), *found, retain="all") as runner:
+        runner.train()
+        assert runner.state.train.global_step == 10
+    assert found[0].usage() > 0
+
+
+def test_features_that_are_freed_at_each_step(tmp_path: Path, whole: Any) -> None:
+    found = stream(19)
+    assert_same(run(tmp_path / "run", found, retain="step"), whole)
+    assert found[0].usage() == 0
+
+
+@pytest.mark.parametrize("on_gap", ["error", "skip"])
+def test_a_gap_after_a_crash(tmp_path: Path, on_gap: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = stream(19)
+    config = settings(tmp_path, steps=100)
+    first = Draft(config, *found, retain="step", on_gap=on_gap, stop_at=3)
+    with pytest.raises(Stopped), first:
+        first.train()
+    second = Draft(config, *found, retain="step", on_gap=on_gap)
+    if on_gap == "error":
+        with pytest.raises(RuntimeError, match=r"from sample 8 on.*4 samples less.*on_gap='skip'"), second:
+            second.train()
+        return
+    with second:
+        second.train()
+        loader = second.dataloaders["train"]
+        assert loader.skipped == 4
+        assert second.state.train.samples == 15
+        assert loader.state_dict()["skipped"] == 4
+    assert "4 samples behind the checkpoint were freed at their updates; they are skipped (4 in this run" in caplog.text
+
+
+def test_evaluation_reads_a_list_that_does_not_grow(tmp_path: Path) -> None:
+    found, held_out = stream(19), stream(5)
+
+    class Evaluated(Draft):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.datasets = {"val": FeatureDataset(held_out[0], held_out[1].read(0, 5))}
+
+    with Evaluated(settings(tmp_path / "a"), *found) as runner:
+        runner.train()
+        assert "loss" in runner.results[5]["val"]
+    assert held_out[0].usage() > 0
+
+    class Wrong(Draft):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.dataloaders["val"] = StreamLoader(*held_out, 2)
+
+    with pytest.raises(ValueError, match="stays as it is to evaluate split 'val'.*FeatureDataset"):
+        Wrong(settings(tmp_path / "b"), *stream(19))

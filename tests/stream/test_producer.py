@@ -1,0 +1,349 @@
+"""A producer: what it skips, when it waits, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.streams import Draft, Points, Stopped, Target, assert_same, frozen_target, settings
+
+from danling.stream import FeatureProducer, MemoryChannel, MemoryStore, TensorSpec, run_together
+from danling.stream.production import Captured, Production, Publisher, by_sample, check_like
+
+
+def captured(number: int, width: int = 4) -> Captured:
+    """Return a sample."""
+    return Captured(str(number), {"x": torch.full((width,), float(number))}, {})
+
+
+def publisher(store: MemoryStore, channel: MemoryChannel, max_in_flight: int | None = None, part: int = 0) -> Publisher:
+    """Return a publisher."""
+    return Publisher(store, channel, max_in_flight=max_in_flight, part=part)
+
+
+def publish(way: Publisher, *samples: Captured) -> int:
+    """Check and publish samples."""
+    return way.publish(way.check(samples), samples)
+
+
+# Features
+
+
+def test_features_are_taken_apart_by_sample() -> None:
+    rows = by_sample({"x": torch.arange(6).reshape(2, 3)}, ["a", "b"])
+    assert [row["x"].tolist() for row in rows] == [[0, 1, 2], [3, 4, 5]]
+    own = [{"x": torch.zeros(2)}, {"x": torch.zeros(5)}]
+    assert by_sample(own, ["a", "b"]) == own
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"x": torch.zeros(3, 2)}, r"'x' with the 2 samples of the batch.*shape \(3, 2\).*begins with sample 'a'"),
+        ({"x": torch.zeros(())}, r"'x' with the 2 samples"),
+        ({"x": 3}, r"sample 'a' to be tensors by name. Received: 'x': int"),
+        ([{"x": torch.zeros(2)}, {"x": None}], r"sample 'b' to be tensors by name. Received: 'x': NoneType"),
+        ([{"x": torch.zeros(2)}], r"for each of 2 samples. Received: 1 items"),
+        (torch.zeros(2), r"Received: Tensor"),
+    ],
+)
+def test_features_of_a_wrong_form_are_refused(features: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        by_sample(features, ["a", "b"])
+
+
+def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
+    """Return a spec."""
+    return TensorSpec(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"h": spec(5, 8), "ids": spec(5, dtype="int64"), "mask": spec(5), "x": spec(2)}, None),
+        ({"h": spec(7, 8), "ids": spec(7, dtype="int64"), "mask": spec(7), "x": spec(2)}, None),
+        ({"h": spec(5, 9), "ids": spec(5, dtype="int64"), "mask": spec(5), "x": spec(2)}, "width 8 of feature 'h'"),
+        ({"h": spec(5, 8), "ids": spec(5, dtype="int64"), "mask": spec(5), "x": spec(3)}, "width 2 of feature 'x'"),
+        ({"h": spec(8), "ids": spec(5, dtype="int64"), "mask": spec(5), "x": spec(2)}, "2 dimensions of feature 'h'"),
+        ({"h": spec(5, 8), "ids": spec(5), "mask": spec(5), "x": spec(2)}, "dtype int64 of feature 'ids'"),
+        ({"h": spec(5, 8), "ids": spec(5, dtype="int64"), "mask": spec(5)}, "a feature 'x'"),
+        ({**dict.fromkeys("hx", spec(2))}, "a? ?.*feature"),
+    ],
+)
+def test_features_unlike_those_of_the_first_sample_are_refused(
+    specs: dict[str, TensorSpec], message: str | None
+) -> None:
+    first = {"h": spec(5, 8), "ids": spec(5, dtype="int64"), "mask": spec(5), "x": spec(2)}
+    if message is None:
+        check_like("s", specs, first)
+        return
+    with pytest.raises(ValueError, match=rf"{message}.*in sample 's'"):
+        check_like("s", specs, first)
+
+
+def test_a_wrong_width_is_named_before_anything_is_stored() -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    publish(publisher(store, channel), captured(0))
+    used = store.usage()
+    with pytest.raises(ValueError, match="width 4 of feature 'x' in sample '2'"):
+        publish(publisher(store, channel), captured(1), captured(2, width=5))
+    assert (store.usage(), channel.published()) == (used, 1)
+
+
+# Publishing
+
+
+def test_credit_comes_from_the_log_and_not_from_a_counter_of_the_process() -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    publish(publisher(store, channel, 5), *map(captured, range(4)))
+    restarted = publisher(store, channel, 5)
+    assert restarted.credit() == 1
+    channel.commit(3)
+    assert restarted.credit() == 4
+    assert publisher(store, channel).credit() is None
+
+
+def test_an_object_left_by_a_kill_is_stored_once() -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    way = publisher(store, channel)
+    left = way.check([captured(0)])[0]
+    store.put(left.object_id, captured(0).features)
+    publish(publisher(store, channel), captured(0))
+    assert store.usage() == 16
+    other = way.check([captured(1)])[0]
+    store.put(other.object_id, {"x": torch.full((4,), 1.5)})
+    publish(publisher(store, channel), captured(1))
+    assert store.usage() == 32
+    assert store.get(channel.read(1, 2)[0])["x"].tolist() == [1.0] * 4
+
+
+def test_two_producers_of_one_sample_leave_one_object() -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    one, two = publisher(store, channel, part=0), publisher(store, channel, part=1)
+    samples = [captured(0), captured(1), captured(2)]
+    refs = two.check(samples)
+    publish(one, captured(1))
+    assert two.publish(refs, samples) == 2
+    assert [ref.id for ref in channel.read(0, 9)] == ["1", "0", "2"]
+    assert store.usage() == 3 * 16
+    for ref in channel.read(0, 3):
+        assert store.get(ref)["x"][0] == float(ref.id)
+
+
+def test_a_batch_is_published_as_far_as_the_credit_goes() -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    production = Production(publisher(store, channel, 4), channel, iter([[captured(i) for i in range(6)]]))
+    assert [production.advance(), production.advance()] == ["made", "waits"]
+    assert channel.published() == 4
+    channel.commit(1)
+    assert [production.advance(), production.advance()] == ["made", "waits"]
+    channel.commit(5)
+    assert [production.advance(), production.advance()] == ["made", "done"]
+    assert production.made == channel.published() == 6
+
+
+def test_a_full_store_is_waited_for_while_something_is_in_flight() -> None:
+    store, channel = MemoryStore(max_bytes=40), MemoryChannel()
+    production = Production(publisher(store, channel), channel, iter([[captured(i) for i in range(3)]]))
+    while production.advance() == "made":
+        pass
+    assert channel.published() == 2
+    store.discard(ref.object_id for ref in channel.read(0, 2))
+    channel.commit(2)
+    assert production.advance() == "made"
+    with pytest.raises(BufferError, match="40 bytes"):
+        Production(
+            publisher(MemoryStore(max_bytes=40), MemoryChannel()), MemoryChannel(), iter([[captured(0, 400)]])
+        ).advance()
+
+
+def test_a_producer_that_gets_no_credit_names_the_stream() -> None:
+    channel = MemoryChannel("a stream")
+    production = Production(publisher(MemoryStore(), channel, 1), channel, iter([[captured(0), captured(1)]]))
+    with pytest.raises(TimeoutError, match="trainer of stream a stream.*1 samples in flight.*max_in_flight"):
+        production.run(idle_seconds=0.01, stopping=lambda: False, made=lambda: None)
+    assert production.waited > 0
+
+
+def test_a_producer_ends_when_its_stream_is_stopped() -> None:
+    channel = MemoryChannel()
+    production = Production(publisher(MemoryStore(), channel, 1), channel, iter([[captured(0), captured(1)]]))
+    assert production.advance() == "made"
+    channel.end("stopped")
+    assert not production.run(idle_seconds=60, stopping=lambda: False, made=lambda: None)
+
+
+# The runner
+
+
+def producer(tmp_path: Path, kind: type[Target] = Target, **options: Any) -> Target:
+    """Return a producer of ten points."""
+    options.setdefault("indices", range(10))
+    config = {"dir": str(tmp_path / f"producer{options.get('part', 0)}"), "auto_resume": True}
+    return kind({**config, "dataloader": {"batch_size": 4}}, **options)
+
+
+def test_what_is_in_the_log_is_what_the_target_says_of_every_point(tmp_path: Path) -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    with producer(tmp_path, store=store, channel=channel) as target:
+        assert target.produce() == 10
+        assert not target.model.training or not target.unwrapped_model.weight.grad_fn
+    end = channel.ended()
+    assert end is not None and (end.kind, end.published) == ("complete", 10)
+    points, model = Points(range(10)), frozen_target()
+    for index, ref in enumerate(channel.read(0, 10)):
+        features = store.get(ref)
+        assert ref.id == str(index)
+        assert ref.meta == {"max_in_flight": 1024}
+        assert torch.equal(features["input"], points[index]["point"])
+        torch.testing.assert_close(features["target"], model(points[index]["point"]))
+        assert not features["target"].requires_grad
+
+
+def test_a_restarted_producer_captures_only_what_is_missing(tmp_path: Path) -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+
+    class Failing(Target):
+        def capture(self, batch: Any) -> Any:
+            if 8 in batch["id"]:
+                raise ValueError("no more light")
+            return super().capture(batch)
+
+    with (
+        pytest.raises(ValueError, match="no more light"),
+        producer(tmp_path, Failing, store=store, channel=channel) as failing,
+    ):
+        failing.produce()
+    end = channel.ended()
+    assert end is not None and (end.kind, end.published, end.reason) == ("failed", 8, "ValueError: no more light")
+    with producer(tmp_path, store=store, channel=channel) as target:
+        assert target.produce() == 2
+        assert target.captured == [8, 9]
+        assert target.produce() == 0
+
+
+def test_several_producers_fill_one_log(tmp_path: Path) -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    for part in (0, 1):
+        assert channel.ended() is None
+        with producer(
+            tmp_path, store=store, channel=channel, part=part, parts=2, indices=range(part * 6, part * 4 + 6)
+        ) as target:
+            target.produce()
+    end = channel.ended()
+    assert end is not None and end.published == 10
+    assert {int(ref.id) for ref in channel.read(0, 10)} == set(range(10))
+
+
+def test_what_is_not_overridden_is_named(tmp_path: Path) -> None:
+    class Bare(FeatureProducer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__({"dir": str(tmp_path)}, **options)
+            self.model = frozen_target()
+            self.datasets = {"predict": [torch.zeros(4)]}
+
+    channel = MemoryChannel()
+    with (
+        pytest.raises(NotImplementedError, match="Bare to override `sample_ids"),
+        Bare(store=MemoryStore(), channel=channel) as bare,
+    ):
+        bare.produce()
+    with pytest.raises(ValueError, match="max_in_flight"):
+        Bare(store=MemoryStore(), channel=channel, max_in_flight=0)
+
+
+def test_metadata_goes_with_the_sample(tmp_path: Path) -> None:
+    class Versioned(Target):
+        def metadata(self, batch: Any) -> Any:
+            return [{"version": int(index) // 2} for index in batch["id"]]
+
+    channel = MemoryChannel()
+    with producer(tmp_path, Versioned, store=MemoryStore(), channel=channel) as target:
+        target.produce()
+    assert [ref.meta["version"] for ref in channel.read(0, 5)] == [0, 0, 1, 1, 2]
+
+
+# Together
+
+
+def together(tmp_path: Path, *, max_in_flight: int | None, kind: type[Target] = Target, **changes: Any) -> Any:
+    """Train a draft on what a producer makes in the same process; return its end, the store and the log."""
+    store, channel = MemoryStore(), MemoryChannel()
+    with (
+        producer(
+            tmp_path, kind, store=store, channel=channel, max_in_flight=max_in_flight, indices=range(19)
+        ) as target,
+        Draft(settings(tmp_path / "draft", **changes), store, channel, idle_timeout=5) as draft,
+    ):
+        run_together(target, draft)
+        return draft.end(), store, channel
+
+
+def offline(tmp_path: Path) -> Any:
+    """Train a draft on a log that is complete."""
+    store, channel = MemoryStore(), MemoryChannel()
+    with producer(tmp_path / "offline", store=store, channel=channel, indices=range(19)) as target:
+        target.produce()
+    with Draft(settings(tmp_path / "offline" / "draft"), store, channel) as draft:
+        draft.train()
+        return draft.end()
+
+
+@pytest.mark.parametrize("max_in_flight", [8, 11, None])
+def test_together_is_bitwise_as_offline(tmp_path: Path, max_in_flight: int | None) -> None:
+    end, store, channel = together(tmp_path, max_in_flight=max_in_flight)
+    assert_same(end, offline(tmp_path))
+    assert (store.usage(), channel.committed()) == (0, 19)
+    assert channel.ended().kind == "complete"
+
+
+def test_a_trainer_that_ends_first_stops_the_producer_for_now(tmp_path: Path) -> None:
+    _, store, channel = together(tmp_path, max_in_flight=8, steps=3)
+    assert channel.ended().kind == "stopped"
+    assert channel.committed() == 12
+    with (
+        producer(tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)) as target,
+        Draft(settings(tmp_path / "draft", steps=3), store, channel) as draft,
+    ):
+        draft.train()
+        target.max_in_flight = None
+        assert target.produce() == 19 - 12
+    assert channel.ended().kind == "complete"
+
+
+def test_a_producer_that_raises_is_the_cause(tmp_path: Path) -> None:
+    class Failing(Target):
+        def capture(self, batch: Any) -> Any:
+            if 8 in batch["id"]:
+                raise ValueError("no more light")
+            return super().capture(batch)
+
+    with pytest.raises(ValueError, match="no more light"):
+        together(tmp_path, max_in_flight=8, kind=Failing)
+
+
+def test_a_trainer_that_raises_is_told_in_the_log(tmp_path: Path) -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    with (
+        producer(tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)) as target,
+        Draft(settings(tmp_path / "draft"), store, channel, stop_at=1) as draft,
+    ):
+        with pytest.raises(Stopped):
+            run_together(target, draft)
+        assert channel.ended().reason.startswith("its trainer ended with Stopped")
+
+
+def test_credit_for_less_than_an_update_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 8 samples ahead"):
+        together(tmp_path, max_in_flight=7)
+
+
+def test_the_trainer_reads_the_channel_of_the_producer(tmp_path: Path) -> None:
+    with (
+        producer(tmp_path, store=MemoryStore(), channel=MemoryChannel("one")) as target,
+        Draft(settings(tmp_path / "draft"), MemoryStore(), MemoryChannel("another")) as draft,
+        pytest.raises(ValueError, match="channel of the producer, one.*Received: another"),
+    ):
+        run_together(target, draft)
