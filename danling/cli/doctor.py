@@ -28,6 +28,9 @@ from danling.graph.compiler import cxx_command, cxx_version
 from .environment import EXTRAS, installed
 from .output import DAMAGED, OK, add_json, print_json
 
+_MODULES = {"torchft-nightly": "torchft", "mooncake-transfer-engine-non-cuda": "mooncake.store"}
+"""Modules of packages that are called otherwise."""
+
 RANKS = 2
 
 HALT_AT = 11
@@ -182,7 +185,7 @@ def _extra(package: str, timeout: float) -> tuple[str, str]:
     found = installed(package)
     if found is None:
         return "absent", "not installed"
-    _output(f"import {package.removesuffix('-nightly')}", timeout)
+    _output(f"import {_MODULES.get(package, package)}", timeout)
     return "ok", f"{found}, imports"
 
 

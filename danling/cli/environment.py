@@ -29,6 +29,7 @@ EXTRAS = (
     "deepspeed",
     "accelerate",
     "torchft-nightly",
+    "mooncake-transfer-engine-non-cuda",
 )
 """Packages that only parts of the library use."""
 PACKAGES = ("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy", *EXTRAS)

@@ -8,7 +8,7 @@ from .producer import FeatureProducer
 from .protocols import FeatureStore, RefChannel, StreamEnd
 from .refs import SampleRef, TensorSpec
 from .samples import FeatureDataset, Sample
-from .stores import DirectoryStore, MemoryStore
+from .stores import DirectoryStore, MemoryStore, MooncakeStore
 from .together import run_together
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "FileChannel",
     "MemoryChannel",
     "MemoryStore",
+    "MooncakeStore",
     "RefChannel",
     "SQLiteChannel",
     "Sample",

@@ -9,16 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 from support.forked import fork, wait
+from support.mooncake import WHY_NOT, mooncake_master
 from torch import Tensor
 
-from danling.stream import DirectoryStore, FeatureStore, MemoryStore, SampleRef, TensorSpec
+from danling.stream import DirectoryStore, FeatureStore, MemoryStore, MooncakeStore, SampleRef, TensorSpec
 
 Make = Callable[..., FeatureStore]
-KINDS = ["memory", "directory"]
+KINDS = ["memory", "directory", pytest.param("mooncake", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))]
+
+
+@pytest.fixture(scope="module")
+def mooncake_store() -> Iterator[MooncakeStore | None]:
+    """Return a store of Mooncake, one for all tests since it takes seconds to close; none where it does not run."""
+    if WHY_NOT:
+        yield None
+        return
+    with mooncake_master() as (master, metrics):
+        store = MooncakeStore(master, metrics=metrics, lend_bytes=16 << 20)
+        yield store
+        store.close()
 
 
 @pytest.fixture(params=KINDS)
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+def make(request: pytest.FixtureRequest, tmp_path: Path, mooncake_store: MooncakeStore | None) -> Iterator[Make]:
     """Return what makes an empty store of a kind."""
     made: list[FeatureStore] = []
 
@@ -30,9 +43,15 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         made.append(DirectoryStore(tmp_path / "store", **options))
         return made[-1]
 
-    yield {"memory": memory, "directory": directory}[request.param]
+    def mooncake() -> FeatureStore:
+        assert mooncake_store is not None
+        return mooncake_store
+
+    yield {"memory": memory, "directory": directory, "mooncake": mooncake}[request.param]
     for store in made:
         store.close()
+    if request.param == "mooncake":
+        mooncake()._store.remove_all(True)  # type: ignore[attr-defined]
 
 
 def features(seed: int = 0, rows: int = 3) -> dict[str, Tensor]:
@@ -135,6 +154,7 @@ def test_the_same_bytes_again_are_no_error_and_other_bytes_are_refused(make: Mak
     assert same(store.get(reference("a", tensors)), tensors) and store.usage() == usage
 
 
+@pytest.mark.parametrize("make", ["memory", "directory"], indirect=True)
 def test_a_budget_is_enforced_and_freed_bytes_can_be_used_again(make: Make) -> None:
     tensors = features()
     store = make(max_bytes=5_000)

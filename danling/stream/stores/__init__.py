@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .directory import DirectoryStore
 from .memory import MemoryStore
+from .mooncake import MooncakeStore
 
-__all__ = ["DirectoryStore", "MemoryStore"]
+__all__ = ["DirectoryStore", "MemoryStore", "MooncakeStore"]

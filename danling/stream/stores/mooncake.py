@@ -1,0 +1,258 @@
+"""Features in the memory of other machines, through the store of Mooncake."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor
+
+from ..refs import SampleRef
+from .buffers import BufferPool
+from .objects import check_against, check_object, missing, same_bytes, specs, taken
+from .packed import header_size, pack, packed_size, unpack, writer_of
+
+# What its calls return (mooncake-store/include/types.h).
+_FULL, _TOO_SMALL, _MISSING = -200, -600, -704
+_REACH_SECONDS = 10.0
+_LEAST_LENT = 16 << 20
+_OWN_BUFFER = 1 << 20
+"""Bytes of the buffer that Mooncake keeps for calls without registered memory, of which none is made here."""
+
+
+class MooncakeStore:
+    """A store in the memory that processes lend to a Mooncake master, read and written without a copy in between.
+
+    An object is written by `put` into registered memory and goes from there over the network; `get` has it written into registered
+    memory, of which its tensors are made: they own it until the last of them is gone. Objects are pinned, so that Mooncake frees none by
+    itself, and removed by force, since whoever has read one holds a lease on it.
+
+    Objects lie in the memory of the processes that lend it, and go with them: let a process lend it that is neither the producer nor
+    the trainer (`mooncake_client --global_segment_size=...`), for either may be killed.
+
+    Args:
+        master: Address of `mooncake_master`, such as `10.0.0.1:50051`.
+        namespace: Beginning of all keys; each stream has its own.
+        host: Address of this machine that others reach.
+        lend_bytes: Bytes of memory that this process lends.
+        keep_bytes: Bytes of registered memory that are kept for the next call.
+        protocol: `tcp` or `rdma`.
+        devices: Names of RDMA devices, separated by commas.
+        metrics: Address of the metrics of the master, from which `usage` is read. Without it, `usage` counts what this store object has
+            put and not discarded.
+
+    Raises:
+        ImportError: If Mooncake cannot be imported.
+        ConnectionError: If the master cannot be reached.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        *,
+        namespace: str = "danling",
+        host: str = "127.0.0.1",
+        lend_bytes: int = 0,
+        keep_bytes: int = 256 << 20,
+        protocol: str = "tcp",
+        devices: str = "",
+        metrics: str | None = None,
+    ) -> None:
+        library = _library()
+        self.master = master
+        self.namespace = namespace
+        self._metrics = metrics
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        if 0 < lend_bytes < _LEAST_LENT:
+            raise ValueError(
+                f"Expected to lend no memory or at least {_LEAST_LENT} bytes of it. Received: lend_bytes={lend_bytes}."
+            )
+        _check_reachable(master)
+        self._pinned = library.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        self._store = library.MooncakeDistributedStore()
+        code = self._store.setup(host, "P2PHANDSHAKE", lend_bytes, _OWN_BUFFER, protocol, devices, master)
+        if code:
+            raise ConnectionError(
+                f"Expected to join the store of Mooncake at {master} from {host} over {protocol}. Received: its error {code}. "
+                "See to it that the master runs, and that host, protocol and devices are those of this machine."
+            )
+        self._pool = BufferPool(self._register, self._unregister, keep_bytes)
+
+    def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write an object; see `FeatureStore.put`.
+
+        Raises:
+            BufferError: If the memory that is lent is full.
+        """
+        self._check_process()
+        check_object(object_id, tensors)
+        plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+        found = specs(plain)
+        size = packed_size(object_id, found)
+        memory = self._pool.lease(size)
+        writer = pack(memory, object_id, plain)
+        code = self._store.put_from(self._key(object_id), memory.data_ptr(), size, self._pinned)
+        if code == _FULL:
+            raise BufferError(
+                f"Expected room for object {object_id!r} of {size} bytes in the memory that is lent to {self.master}. Received: "
+                "it is full. Lend more, or lower the number of samples that the producer may be ahead."
+            )
+        if code:
+            raise self._failed(f"write object {object_id!r}", code)
+        # A key that is taken keeps its bytes, and Mooncake says nothing of it.
+        if self._writer(object_id, header_size(object_id, found)) == writer:
+            with self._lock:
+                self._sizes[object_id] = size
+        elif not self._holds(object_id, size, unpack(memory, object_id)):
+            raise taken(object_id, f"the store at {self.master}")
+
+    def _writer(self, object_id: str, size: int) -> str:
+        """Return who has written an object, as far as its header is of this size."""
+        memory = self._pool.lease(size)
+        places = ([[self._key(object_id)]], [[[0]]], [[[0]]], [[[size]]])
+        [[[read]]] = self._store.get_into_ranges([memory.data_ptr()], *places)
+        if read != size:
+            return ""
+        return writer_of(memory)
+
+    def _holds(self, object_id: str, size: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether an object that is there has the same bytes; one that was discarded meanwhile is no contradiction."""
+        memory = self._read(object_id, size)
+        return memory is None or same_bytes(unpack(memory, object_id), tensors)
+
+    def get(self, ref: SampleRef) -> dict[str, Tensor]:
+        """Return the features of a sample, in memory that is theirs alone; see `FeatureStore.get`.
+
+        Raises:
+            OSError: If they are there and cannot be read.
+        """
+        self._check_process()
+        place = f"the store at {self.master}"
+        memory = self._read(ref.object_id, packed_size(ref.object_id, ref.tensors))
+        if memory is None:
+            raise missing(ref, place)
+        try:
+            found = unpack(memory, ref.object_id)
+        except ValueError as error:
+            raise ValueError(
+                f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. "
+                "Discard the object and let the producer make it again."
+            ) from error
+        check_against(ref, specs(found), place)
+        return {name: found[name] for name in ref.tensors}
+
+    def _read(self, object_id: str, size: int) -> Tensor | None:
+        """Return the bytes of an object, `None` when there is none."""
+        while True:
+            memory = self._pool.lease(size)
+            read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
+            if read >= 0:
+                return memory[:read]
+            if read == _MISSING:
+                return None
+            if read != _TOO_SMALL:
+                raise self._failed(f"read object {object_id!r}", read)
+            size = 2 * memory.numel()  # it is not what it was taken for; whoever asked says so when it has been read
+
+    def discard(self, object_ids: Iterable[str]) -> None:
+        """Free objects; see `FeatureStore.discard`.
+
+        Raises:
+            OSError: If one is there and cannot be freed.
+        """
+        self._check_process()
+        wanted = list(dict.fromkeys(object_ids))
+        # By force and without asking first: a question, like a read, is a lease for which `remove` is refused.
+        codes = self._store.batch_remove([self._key(object_id) for object_id in wanted], True) if wanted else []
+        for object_id, code in zip(wanted, codes):
+            if code not in (0, _MISSING):
+                raise self._failed(f"free object {object_id!r}", code)
+            with self._lock:
+                self._sizes.pop(object_id, None)
+
+    def usage(self) -> int:
+        """Return the bytes of all objects of the master, or of those that this store object has put; see `metrics`.
+
+        Raises:
+            OSError: If the metrics cannot be read.
+        """
+        if self._metrics is None:
+            with self._lock:
+                return sum(self._sizes.values())
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=_REACH_SECONDS) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith("master_allocated_bytes "):
+                    return int(float(line.split()[1]))
+        raise OSError(
+            errno.EPROTO,
+            f"Expected the metrics of mooncake_master at {self._metrics}. Received: none of allocated bytes.",
+        )
+
+    def close(self) -> None:
+        """Leave the master, and take back the memory that was lent, with the objects in it."""
+        if os.getpid() == self._pid and self._store is not None:
+            self._pool.close()
+            self._store.close()
+            self._store = None
+
+    def _key(self, object_id: str) -> str:
+        return f"{self.namespace}/{quote(object_id, errors='surrogatepass')}"
+
+    def _register(self, address: int, size: int) -> None:
+        code = self._store.register_buffer(address, size)
+        if code:
+            raise self._failed(f"register {size} bytes of memory", code)
+
+    def _unregister(self, address: int) -> None:
+        self._store.unregister_buffer(address)
+
+    def _failed(self, what: str, code: int) -> OSError:
+        return OSError(
+            errno.EIO,
+            f"Expected to {what} in the store of Mooncake at {self.master}. Received: its error {code}. "
+            "See to it that the master runs, and the processes that lend memory to it.",
+        )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"Expected a MooncakeStore to be used in the process that made it ({self._pid}), which alone is connected. "
+                f"Received: process {os.getpid()}. Make another one there."
+            )
+        if self._store is None:
+            raise ValueError(
+                f"Expected a MooncakeStore that is open. Received: the one at {self.master} after close. Make another one."
+            )
+
+
+def _library() -> Any:
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise ImportError(
+            f"Expected Mooncake to be installed for a MooncakeStore. Received: {error}. "
+            "Run `pip install mooncake-transfer-engine-non-cuda` (mooncake-transfer-engine where there is a CUDA driver), "
+            "and install libibverbs1 of the system."
+        ) from error
+    return mooncake.store
+
+
+def _check_reachable(master: str) -> None:
+    """Check that something answers at once: Mooncake itself tries for a minute and a half, and says no more than -1."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"Expected mooncake_master at {master!r}. Received: {error}. "
+            "Start it (`mooncake_master --rpc_port=...`), or name its host:port."
+        ) from error

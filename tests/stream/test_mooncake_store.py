@@ -1,0 +1,294 @@
+"""Features in the memory of a real Mooncake server: leases, pins, duplicates, full memory, and memory that is used again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.kill import python
+from support.mooncake import WHY_NOT, free_ports, lender, mooncake_master
+from torch import Tensor
+
+from danling.stream import MooncakeStore, SampleRef, TensorSpec
+from danling.stream.stores.buffers import BufferPool
+
+needs_mooncake = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def reference(object_id: str, tensors: dict[str, Tensor]) -> SampleRef:
+    """Return what the log would say."""
+    return SampleRef("sample 7", object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[tuple[str, str]]:
+    """Return the addresses of a server with 16 MB that a process of its own lends, and of its metrics."""
+    with mooncake_master() as addresses, lender(addresses[0], "16MB"):
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def opened(master: tuple[str, str]) -> Iterator[MooncakeStore]:
+    """Return a store that lends nothing, one for all tests since it takes a second to close."""
+    store = MooncakeStore(master[0], metrics=master[1])
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(opened: MooncakeStore) -> Iterator[MooncakeStore]:
+    """Return a store that holds nothing."""
+    assert opened.usage() == 0
+    yield opened
+    opened._store.remove_all(True)
+
+
+@needs_mooncake
+def test_objects_outlive_the_process_that_put_them_and_another_reads_and_frees_them(
+    store: MooncakeStore, tmp_path: Path, master: tuple[str, str]
+) -> None:
+    (tmp_path / "put.py").write_text(
+        f"import torch\nfrom danling.stream import MooncakeStore\nstore = MooncakeStore({master[0]!r})\n"
+        "for index in range(5):\n    store.put(str(index), {'x': torch.full((1000,), float(index))})\n"
+        "print('done', flush=True)\nimport time\ntime.sleep(100)\n"
+    )
+    with python(tmp_path / "put.py", warm=True) as job:
+        job.wait_for_output("done")
+        job.kill()
+        job.wait()
+    for index in range(5):
+        tensors = {"x": torch.full((1000,), float(index))}
+        assert torch.equal(store.get(reference(str(index), tensors))["x"], tensors["x"])
+    assert store.usage() >= 5 * 4000
+    store.discard(map(str, range(5)))
+    assert store.usage() == 0
+
+
+@needs_mooncake
+def test_what_was_read_or_asked_for_a_moment_ago_is_freed_all_the_same(store: MooncakeStore) -> None:
+    tensors = {"x": torch.ones(100)}
+    store.put("a", tensors)
+    store.get(reference("a", tensors))
+    assert store._store.is_exist(store._key("a")) == 1
+    assert store._store.remove(store._key("a")) == -706  # the lease of whoever has read or asked
+    store.discard(["a"])
+    assert store.usage() == 0
+    with pytest.raises(KeyError, match="sample 'sample 7'.*no object 'a'"):
+        store.get(reference("a", tensors))
+
+
+@needs_mooncake
+def test_full_memory_is_an_error_at_once_and_pushes_nothing_out(store: MooncakeStore) -> None:
+    tensors = {"x": torch.arange(200_000)}
+    with pytest.raises(BufferError, match="room for object '.*' of 1600.* bytes.*Received: it is full. Lend more"):
+        for index in range(100):
+            store.put(str(index), tensors)
+    assert 8 <= index < 11
+    for place in range(index):
+        assert torch.equal(store.get(reference(str(place), tensors))["x"], tensors["x"])
+    store.discard(["0"])
+    store.put("again", tensors)
+    assert torch.equal(store.get(reference("again", tensors))["x"], tensors["x"])
+
+
+@needs_mooncake
+def test_two_writers_of_one_name_are_told_apart_although_mooncake_says_nothing(
+    store: MooncakeStore, master: tuple[str, str]
+) -> None:
+    other = MooncakeStore(master[0])
+    store.put("a", {"x": torch.ones(5)})
+    other.put("a", {"x": torch.ones(5)})
+    for tensors in ({"x": torch.zeros(5)}, {"x": torch.ones(500)}, {"x": torch.ones(1)}, {}):
+        with pytest.raises(ValueError, match="Received: 'a', which holds other bytes"):
+            other.put("a", tensors)
+    assert torch.equal(other.get(reference("a", {"x": torch.ones(5)}))["x"], torch.ones(5))
+    other.close()
+    with pytest.raises(ValueError, match="Received: the one at .* after close"):
+        other.put("b", {})
+
+
+@needs_mooncake
+def test_a_damaged_object_names_the_sample(store: MooncakeStore) -> None:
+    tensors = {"x": torch.ones(100)}
+    store.put("whole", tensors)
+    raw = store._store.get(store._key("whole"))
+    for place, (name, data) in enumerate(
+        {"short": raw[:-64], "tiny": b"x", "flipped": raw[:-100] + b"\1" + raw[-99:], "renamed": raw}.items()
+    ):
+        if place < 3:
+            data = data.replace(b'"whole"', f'"{name}"'.encode()) if len(name) == 5 else data
+        assert store._store.put(store._key(name), data) == 0
+        with pytest.raises(
+            ValueError,
+            match="Expected the features of sample 'sample 7' in the store at .*Received: (a damaged )?object",
+        ):
+            store.get(reference(name, tensors))
+
+
+@needs_mooncake
+def test_what_is_read_is_not_overwritten_by_what_is_read_next_and_memory_is_used_again(store: MooncakeStore) -> None:
+    kept = []
+    for index in range(20):
+        store.put(str(index), {"x": torch.full((1000,), float(index)), "y": torch.tensor(index)})
+        found = store.get(reference(str(index), {"x": torch.ones(1000), "y": torch.tensor(0)}))
+        if index % 2:
+            kept.append((index, found["x"][10:20] if index % 4 == 1 else found["y"]))
+        del found
+    gc.collect()
+    in_use = len(kept)
+    assert all(torch.equal(tensor, torch.full_like(tensor, index)) for index, tensor in kept)
+    assert store._pool.blocks() <= in_use + 3
+    blocks = store._pool.blocks()
+    kept.clear()
+    for index in range(20):
+        store.get(reference(str(index), {"x": torch.ones(1000), "y": torch.tensor(0)}))
+    assert store._pool.blocks() == blocks
+
+
+@needs_mooncake
+@pytest.mark.parametrize("samples", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_samples_leave_no_byte_and_no_descriptor(store: MooncakeStore, samples: int) -> None:
+    tensors = {"x": torch.ones(1000)}
+    ref = reference("0", tensors)
+    for index in range(samples):
+        name = str(index)
+        store.put(name, tensors)
+        store.get(SampleRef(name, name, ref.tensors))
+        if index % 50 == 49:
+            store.discard(str(place) for place in range(index - 49, index + 1))
+        if index == samples // 5:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            descriptors = len(os.listdir("/proc/self/fd"))
+    assert store.usage() == 0
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
+
+
+@needs_mooncake
+def test_without_metrics_a_store_counts_what_it_has_put(master: tuple[str, str], store: MooncakeStore) -> None:
+    other = MooncakeStore(master[0], namespace="another stream")
+    store.put("a", {"x": torch.ones(100)})
+    other.put("a", {"x": torch.zeros(200)})
+    assert 800 <= other.usage() <= 1_200 and store.usage() > other.usage()
+    other.discard(["a"])
+    assert other.usage() == 0
+    assert torch.equal(store.get(reference("a", {"x": torch.ones(100)}))["x"], torch.ones(100))
+    other.close()
+
+
+@needs_mooncake
+def test_a_server_that_is_not_there_is_named_at_once() -> None:
+    (port,) = free_ports(1)
+    start = time.monotonic()
+    for address in (f"127.0.0.1:{port}", "nowhere", "127.0.0.1:"):
+        with pytest.raises(ConnectionError, match=f"Expected mooncake_master at '{address}'. Received: .*Start it"):
+            MooncakeStore(address)
+    assert time.monotonic() - start < 30  # Mooncake itself tries for 90 seconds
+
+
+@needs_mooncake
+def test_memory_that_is_too_little_to_be_lent_is_refused() -> None:
+    with pytest.raises(ValueError, match="no memory or at least 16777216 bytes of it. Received: lend_bytes=1000"):
+        MooncakeStore("127.0.0.1:1", lend_bytes=1000)
+
+
+@needs_mooncake
+@pytest.mark.slow  # Mooncake waits some times for an answer
+def test_a_server_that_dies_is_an_error_that_names_it() -> None:
+    with mooncake_master() as (address, metrics):
+        store = MooncakeStore(address, metrics=metrics, lend_bytes=16 << 20)
+        store.put("a", {"x": torch.ones(3)})
+    for call in (
+        lambda: store.put("b", {"x": torch.ones(3)}),
+        lambda: store.get(reference("b", {"x": torch.ones(3)})),
+        lambda: store.discard(["a"]),
+    ):
+        with pytest.raises(
+            OSError, match=f"Mooncake at {address}. Received: its error -[0-9]+. See to it that the master runs"
+        ):
+            call()
+    with pytest.raises(OSError):
+        store.usage()
+    store.close()
+
+
+def test_without_mooncake_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mooncake", None)
+    monkeypatch.setitem(__import__("sys").modules, "mooncake.store", None)
+    with pytest.raises(
+        ImportError,
+        match="Expected Mooncake to be installed.*`pip install mooncake-transfer-engine-non-cuda`.*libibverbs1",
+    ):
+        MooncakeStore("127.0.0.1:1")
+
+
+class Registry:
+    """Remembers what a pool registers."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, int] = {}
+        self.most = 0
+
+    def register(self, address: int, size: int) -> None:
+        assert address not in self.memory
+        self.memory[address] = size
+        self.most = max(self.most, len(self.memory))
+
+    def unregister(self, address: int) -> None:
+        del self.memory[address]
+
+
+def test_leased_memory_comes_back_when_the_last_tensor_of_it_is_gone() -> None:
+    registry = Registry()
+    pool = BufferPool(registry.register, registry.unregister, keep_bytes=1 << 20)
+    first = pool.lease(100_000)
+    assert first.numel() >= 100_000 and first.data_ptr() in registry.memory and first.data_ptr() % 64 == 0
+    address, part = first.data_ptr(), first[64:128].view(torch.float32)
+    del first
+    second = pool.lease(100_000)
+    assert second.data_ptr() != address
+    del part
+    assert pool.lease(100_000).data_ptr() == address
+    assert pool.blocks() == len(registry.memory) == 2
+
+
+def test_a_pool_keeps_no_more_than_it_was_told() -> None:
+    registry = Registry()
+    pool = BufferPool(registry.register, registry.unregister, keep_bytes=300_000)
+    leases = [pool.lease(size) for size in (1, 65_536, 65_537, 1_000_000)]
+    assert sorted(lease.numel() for lease in leases) == [65_536, 65_536, 131_072, 1_048_576]
+    leases.clear()
+    assert pool.blocks() == 3 and sum(registry.memory.values()) == 262_144
+    pool.close()
+    assert registry.memory == {}
+
+
+def test_threads_lease_and_let_go_at_once() -> None:
+    registry = Registry()
+    pool = BufferPool(registry.register, registry.unregister, keep_bytes=1 << 20)
+    wrong: list[int] = []
+
+    def work(worker: int) -> None:
+        generator = random.Random(worker)
+        held: list[Tensor] = []
+        for _ in range(200):
+            held.append(pool.lease(generator.choice([10, 70_000])).fill_(worker))
+            if len(held) > 3:
+                gone = held.pop(generator.randrange(4))
+                if not bool((gone == worker).all()):
+                    wrong.append(worker)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and registry.most <= 4 * 5 * 2
