@@ -56,7 +56,7 @@ def test_objects_outlive_the_process_that_put_them_and_another_reads_and_frees_t
     store: MooncakeStore, tmp_path: Path, master: tuple[str, str]
 ) -> None:
     (tmp_path / "put.py").write_text(
-        f"import torch\nfrom danling.stream import MooncakeStore\nstore = MooncakeStore({master[0]!r})\n"
+        f"import torch\nfrom danling.stream import MooncakeStore\nstore = MooncakeStore({master[0]!r}, metrics={master[1]!r})\n"
         "for index in range(5):\n    store.put(str(index), {'x': torch.full((1000,), float(index))})\n"
         "print('done', flush=True)\nimport time\ntime.sleep(100)\n"
     )
@@ -103,7 +103,7 @@ def test_full_memory_is_an_error_at_once_and_pushes_nothing_out(store: MooncakeS
 def test_two_writers_of_one_name_are_told_apart_although_mooncake_says_nothing(
     store: MooncakeStore, master: tuple[str, str]
 ) -> None:
-    other = MooncakeStore(master[0])
+    other = MooncakeStore(master[0], metrics=master[1])
     store.put("a", {"x": torch.ones(5)})
     other.put("a", {"x": torch.ones(5)})
     for tensors in ({"x": torch.zeros(5)}, {"x": torch.ones(500)}, {"x": torch.ones(1)}, {}):
@@ -173,15 +173,24 @@ def test_many_samples_leave_no_byte_and_no_descriptor(store: MooncakeStore, samp
 
 
 @needs_mooncake
-def test_without_metrics_a_store_counts_what_it_has_put(master: tuple[str, str], store: MooncakeStore) -> None:
-    other = MooncakeStore(master[0], namespace="another stream")
+def test_streams_with_names_of_their_own_share_a_server(master: tuple[str, str], store: MooncakeStore) -> None:
+    other = MooncakeStore(master[0], namespace="another stream", metrics=master[1])
     store.put("a", {"x": torch.ones(100)})
     other.put("a", {"x": torch.zeros(200)})
-    assert 800 <= other.usage() <= 1_200 and store.usage() > other.usage()
     other.discard(["a"])
-    assert other.usage() == 0
     assert torch.equal(store.get(reference("a", {"x": torch.ones(100)}))["x"], torch.ones(100))
     other.close()
+
+
+@needs_mooncake
+def test_metrics_that_are_not_there_are_named(master: tuple[str, str]) -> None:
+    (port,) = free_ports(1)
+    for address in (f"127.0.0.1:{port}", master[0], "nowhere:x"):
+        with pytest.raises(
+            ConnectionError,
+            match=f"metrics of mooncake_master at {address}. Received: .*Name its host and metrics_port",
+        ):
+            MooncakeStore(master[0], metrics=address)
 
 
 @needs_mooncake

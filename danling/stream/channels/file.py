@@ -39,7 +39,7 @@ class FileChannel:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._directory = Path(path)
+        self._directory = Path(path).absolute()
         self._log = self._directory / "log.jsonl"
         self._watermark = self._directory / "committed.json"
         self._claim = Claim(self._directory / "owner.json", self._directory / "trainer.lock", self.name)

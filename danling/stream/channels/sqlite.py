@@ -39,7 +39,7 @@ class SQLiteChannel:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._claim = Claim(_beside(self._path, "owner.json"), _beside(self._path, "trainer.lock"), self.name)

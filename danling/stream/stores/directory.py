@@ -42,7 +42,7 @@ class DirectoryStore:
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None, read_only: bool = False) -> None:
         require_safetensors()
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.max_bytes = max_bytes
         self.read_only = read_only
         self._objects = self.path / "objects"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
-import urllib.request
 from collections.abc import Iterable, Mapping
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +21,8 @@ from .packed import header_size, pack, packed_size, unpack, writer_of
 # What its calls return (mooncake-store/include/types.h).
 _FULL, _TOO_SMALL, _MISSING = -200, -600, -704
 _REACH_SECONDS = 10.0
+_METRICS_PORT = 9003
+_ALLOCATED = "master_allocated_bytes "
 _LEAST_LENT = 16 << 20
 _OWN_BUFFER = 1 << 20
 """Bytes of the buffer that Mooncake keeps for calls without registered memory, of which none is made here."""
@@ -44,12 +46,12 @@ class MooncakeStore:
         keep_bytes: Bytes of registered memory that are kept for the next call.
         protocol: `tcp` or `rdma`.
         devices: Names of RDMA devices, separated by commas.
-        metrics: Address of the metrics of the master, from which `usage` is read. Without it, `usage` counts what this store object has
-            put and not discarded.
+        metrics: Address of the metrics of the master, from which `usage` is read; by default the port 9003 of its host, which is that of
+            `mooncake_master`.
 
     Raises:
         ImportError: If Mooncake cannot be imported.
-        ConnectionError: If the master cannot be reached.
+        ConnectionError: If the master or its metrics cannot be reached.
     """
 
     def __init__(
@@ -67,15 +69,14 @@ class MooncakeStore:
         library = _library()
         self.master = master
         self.namespace = namespace
-        self._metrics = metrics
+        self._metrics = metrics or f"{master.rpartition(':')[0]}:{_METRICS_PORT}"
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}
         if 0 < lend_bytes < _LEAST_LENT:
             raise ValueError(
                 f"Expected to lend no memory or at least {_LEAST_LENT} bytes of it. Received: lend_bytes={lend_bytes}."
             )
         _check_reachable(master)
+        self.usage()
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = library.MooncakeDistributedStore()
@@ -109,10 +110,8 @@ class MooncakeStore:
         if code:
             raise self._failed(f"write object {object_id!r}", code)
         # A key that is taken keeps its bytes, and Mooncake says nothing of it.
-        if self._writer(object_id, header_size(object_id, found)) == writer:
-            with self._lock:
-                self._sizes[object_id] = size
-        elif not self._holds(object_id, size, unpack(memory, object_id)):
+        kept = self._writer(object_id, header_size(object_id, found)) == writer
+        if not kept and not self._holds(object_id, size, unpack(memory, object_id)):
             raise taken(object_id, f"the store at {self.master}")
 
     def _writer(self, object_id: str, size: int) -> str:
@@ -176,26 +175,24 @@ class MooncakeStore:
         for object_id, code in zip(wanted, codes):
             if code not in (0, _MISSING):
                 raise self._failed(f"free object {object_id!r}", code)
-            with self._lock:
-                self._sizes.pop(object_id, None)
 
     def usage(self) -> int:
-        """Return the bytes of all objects of the master, or of those that this store object has put; see `metrics`.
+        """Return the bytes of all objects of the master, whichever stream they are of.
 
         Raises:
-            OSError: If the metrics cannot be read.
+            ConnectionError: If its metrics cannot be read.
         """
-        if self._metrics is None:
-            with self._lock:
-                return sum(self._sizes.values())
-        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=_REACH_SECONDS) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith("master_allocated_bytes "):
-                    return int(float(line.split()[1]))
-        raise OSError(
-            errno.EPROTO,
-            f"Expected the metrics of mooncake_master at {self._metrics}. Received: none of allocated bytes.",
-        )
+        try:
+            with closing(HTTPConnection(self._metrics, timeout=_REACH_SECONDS)) as connection:
+                connection.request("GET", "/metrics")
+                lines = connection.getresponse().read().decode().splitlines()
+            return next(int(float(line.split()[1])) for line in lines if line.startswith(_ALLOCATED))
+        except (OSError, HTTPException, ValueError, StopIteration) as error:
+            received = "none of allocated bytes" if isinstance(error, StopIteration) else str(error)
+            raise ConnectionError(
+                f"Expected the metrics of mooncake_master at {self._metrics}. Received: {received}. "
+                "Name its host and metrics_port in `metrics`."
+            ) from error
 
     def close(self) -> None:
         """Leave the master, and take back the memory that was lent, with the objects in it."""
