@@ -47,7 +47,7 @@ fuzz: $(VENV)/.dev
 bench: $(VENV)/.dev
 	mkdir -p build/bench
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --json build/bench/peers.json --plot build/bench/peers.png
-	for name in step_cost distributed_cost accelerate_cost evaluation telemetry keyed_randomness checkpoints resume_time compile; do \
+	for name in step_cost distributed_cost accelerate_cost evaluation telemetry keyed_randomness checkpoints resume_time compile streams; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json build/bench/$$name.json || failed=1; \
 	done; exit $${failed:-0}
 

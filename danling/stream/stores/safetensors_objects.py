@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,22 +66,27 @@ def serialize(object_id: str, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _check(object_id: str, tensors: Mapping[str, Tensor]) -> None:
-    import safetensors.torch
-
     if _RESERVED in tensors:
         raise TypeError(
             f"Expected names that safetensors does not use itself in object {object_id!r}. Received: {_RESERVED!r}. Call it otherwise."
         )
-    for dtype in {tensor.dtype for tensor in tensors.values()}:
-        try:
-            safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
-        except Exception as error:
-            # Its own errors differ between versions (KeyError, ValueError, SafetensorError).
-            name = next(name for name, tensor in tensors.items() if tensor.dtype == dtype)
+    for name, tensor in tensors.items():
+        if not _can_hold(tensor.dtype):
             raise TypeError(
-                f"Expected dtypes that safetensors can hold in object {object_id!r}. Received: {name!r} of {dtype}. "
+                f"Expected dtypes that safetensors can hold in object {object_id!r}. Received: {name!r} of {tensor.dtype}. "
                 "Return it from capture in another, such as the real and imaginary parts of complex128 by view_as_real."
-            ) from error
+            )
+
+
+@cache
+def _can_hold(dtype: torch.dtype) -> bool:
+    import safetensors.torch
+
+    try:
+        safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+    except Exception:  # its own error differs between versions: KeyError, ValueError, SafetensorError
+        return False
+    return True
 
 
 def load(file: Path, object_id: str) -> dict[str, Tensor]:

@@ -1,0 +1,35 @@
+"""`benchmarks/streams.py` hands every sample over, each way, and measures a log of any length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.kill import run_python
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "streams.py"
+
+
+@pytest.mark.slow
+def test_all_ways_are_measured(tmp_path: Path) -> None:
+    finished = run_python(
+        BENCHMARK, "--rounds", "1", "--samples", "2000", "--json", str(tmp_path / "figures.json"), timeout=250
+    )
+    assert finished.exit_code == 0, finished.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    ways = ["queue", "files", "files, synced", "directory, file", "directory, sqlite"]
+    assert list(figures)[:10] == [f"{size} {way}" for size in ("16 KiB", "4 MiB") for way in ways]
+    assert all(figures[name]["samples/s"] > 0 for name in list(figures)[:10])
+    assert set(figures) - set(list(figures)[:10]) == {"log, file", "log, sqlite"}
+
+
+def test_a_log_is_measured_at_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    from streams import log_at
+
+    from danling.stream import FileChannel
+
+    figures = log_at(300, lambda: FileChannel(tmp_path / "log"), 2)
+    assert len(figures) == 9 and all(value >= 0 for value in figures.values())
+    assert FileChannel(tmp_path / "log").published() == 300 + 32
