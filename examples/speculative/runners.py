@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import danling as dl
 from danling.checkpoints import export_weights
 from danling.data import derive_seed
 from danling.metrics import Meters
+from danling.stream import StreamLoader
 
 from .acceptance import expected_acceptance, lengths, position_sums
 from .dflash import (
@@ -46,7 +48,7 @@ class DraftConfig(dl.RunnerConfig):
         self.score_name = "acceptance_length"
         self.target.path = "experiments/target"
         self.target.layers = 3
-        self.draft = {"heads": 4, "depth": 2, "steps": 7, "vocabulary": 48, "block": 8, "anchors": 16}
+        self.draft.update({"heads": 4, "depth": 2, "steps": 7, "vocabulary": 48, "block": 8, "anchors": 16})
         self.dataloader.batch_size = 8
         self.optim = {"type": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.0}
         self.scheduler = {"type": "cosine", "warmup_steps": 0.05, "final_lr_ratio": 0.1}
@@ -67,14 +69,25 @@ def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class DraftRunner(dl.Runner):
-    """Trains a draft on captured features; a subclass says which draft, and what a batch is to it."""
+    """Trains a draft on captured features; a subclass says which draft, and what a batch is to it.
+
+    Args:
+        config: Settings, as those of `DraftConfig`.
+        train: A stream of samples, or a dataset of them.
+        val: A dataset of samples.
+    """
 
     positions: int
     """Tokens that are drafted at a time, K."""
 
-    def __init__(self, config: dl.RunnerConfig) -> None:
+    def __init__(
+        self, config: dl.RunnerConfig, *, train: StreamLoader | Dataset[Any], val: Dataset[Any] | None = None
+    ) -> None:
         super().__init__(config)
         self.config.dataloader.collate_fn = collate
+        (self.dataloaders if isinstance(train, StreamLoader) else self.datasets)["train"] = train
+        if val is not None:
+            self.datasets["val"] = val
         # Not a part of the model: neither trained nor saved with it.
         self.target = TargetEnds.load(self.config.target.path, self.device)
         self.model = self.build_draft()

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from danling.stream.hooks import capture_hidden_states
+
 
 def build_target(tokens: int, *, width: int = 64, depth: int = 6, heads: int = 4) -> Any:
     """Return a small Llama with random weights.
@@ -82,9 +84,9 @@ def capture(model: Any, tokens: Tensor, layers: list[int]) -> dict[str, Tensor]:
         `features`, (B, S, m * d), and `final`, the output of the last norm, (B, S, d). Of it a trainer makes the scores with the frozen
         head: they would be 304 KB a token for a vocabulary of 152,000, and it is 8 KB at d = 4,096.
     """
-    states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states
-    # The first of them is the embedding.
-    return {"features": torch.cat([states[layer + 1] for layer in layers], -1), "final": states[-1]}
+    with capture_hidden_states(model.base_model, layers) as states:
+        final = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return {"features": torch.cat([states[layer] for layer in layers], -1), "final": final}
 
 
 @dataclass(frozen=True)

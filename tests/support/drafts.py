@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -68,12 +71,6 @@ def draft_config(steps: int | None, batch_size: int = 2, **settings: object) -> 
     return config
 
 
-def with_samples(kind: type[DraftRunner], train: object, val: object = None) -> type[DraftRunner]:
-    """Return a runner of a draft on datasets."""
-
-    class Runner(kind):  # type: ignore[misc,valid-type]
-        def __init__(self, config: DraftConfig) -> None:
-            super().__init__(config)
-            self.datasets = {"train": train, **({} if val is None else {"val": val})}
-
-    return Runner
+def with_samples(kind: type[DraftRunner], train: Any, val: Any = None) -> Callable[[DraftConfig], DraftRunner]:
+    """Return what makes a runner of a draft on datasets."""
+    return partial(kind, train=train, val=val)
