@@ -27,7 +27,7 @@ logger = logging.getLogger("danling")
 
 _T = TypeVar("_T")
 
-_SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+_SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "stream_in_flight": "in_flight"}
 """Metrics of an update that are printed, and what they are called there."""
 
 _RESULT_LINES = 100
@@ -236,6 +236,7 @@ class Reporter:
         counts_samples: bool,
         per_token: Callable[[], float | None],
         per_sample: Callable[[], float | None],
+        of_loaders: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """Log the metrics of an update and the speed since the last line. One collective over the domain.
 
@@ -250,6 +251,7 @@ class Reporter:
             counts_samples: Whether the tokens of this rank count: of several ranks that read the same data, one does.
             per_token: Gives the FLOPs of a token, `None` when not known.
             per_sample: Gives the FLOPs of a sample, `None` when not known.
+            of_loaders: Gives what the loaders have to show; called on the main process.
         """
         telemetry = self.telemetry
         assert telemetry is not None
@@ -261,6 +263,7 @@ class Reporter:
         values = {"loss": float(loss)}
         pace = telemetry.report(step, samples=new, shared=shared, learning_rates=learning_rates, grad_norm=grad_norm)
         values |= pace | self.flops.usage(pace, per_token=per_token(), per_sample=per_sample(), devices=self.world_size)
+        values |= of_loaders()
         self.trackers.log({f"train/{name}": value for name, value in values.items()}, step)
         if self.bar is not None:
             self.bar.epoch = epoch

@@ -54,6 +54,7 @@ class ReportFacts:
         flops_per_token: Returns the model's FLOPs for a token, `None` when not known.
         flops_per_sample: Returns the model's FLOPs for a sample, `None` when not known.
         ended: Returns whether the run is at its end.
+        of_loaders: Returns what the loaders have to show; called on the main process.
     """
 
     counters: Callable[[], TrainedSoFar]
@@ -68,6 +69,7 @@ class ReportFacts:
     flops_per_token: Callable[[], float | None]
     flops_per_sample: Callable[[], float | None]
     ended: Callable[[], bool]
+    of_loaders: Callable[[], Mapping[str, float]] = dict
 
 
 class RunReport:
@@ -153,6 +155,7 @@ class RunReport:
             counts_samples=self._counts_samples,
             per_token=facts.flops_per_token,
             per_sample=facts.flops_per_sample,
+            of_loaders=facts.of_loaders,
         )
 
     def log_result(self, result: Mapping[str, Mapping[str, float]]) -> None:

@@ -485,6 +485,7 @@ class TorchParts:
             sums_loss=self.sums_loss,
             flops_per_token=lambda: runner.flops_per_token(),
             flops_per_sample=lambda: runner.flops_per_sample(),
+            of_loaders=runner._data.metrics,
             ended=lambda: runner.progress >= 1 or runner._session.stop_reason is not None,
         )
         return RunReport(

@@ -51,6 +51,8 @@ class StreamLoader:
         store: Where the features lie.
         channel: The log.
         batch_size: Samples that a rank holds at once.
+        global_batch_size: Samples of an update over all ranks, in the place of `ranks x batch_size x accum_steps`: then an update takes the
+            same samples on any number of ranks.
         collate_fn: Makes a batch of a list of `Sample`, mappings from names to tensors; by default each name is stacked. What it draws
             from the random streams is the same when the run is resumed.
         retain: What is kept for how long.
@@ -69,6 +71,7 @@ class StreamLoader:
         channel: RefChannel,
         batch_size: int,
         *,
+        global_batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         retain: Retain = "checkpoint",
         on_gap: Literal["error", "skip"] = "error",
@@ -76,6 +79,12 @@ class StreamLoader:
         idle_timeout: float = 600.0,
     ) -> None:
         _check("batch_size", batch_size, "a positive integer", isinstance(batch_size, int) and batch_size > 0)
+        _check(
+            "global_batch_size",
+            global_batch_size,
+            "a positive integer, or None",
+            global_batch_size is None or (isinstance(global_batch_size, int) and global_batch_size > 0),
+        )
         _check("retain", retain, "'checkpoint', 'step' or 'all'", retain in ("checkpoint", "step", "all"))
         _check("on_gap", on_gap, "'error', or 'skip' with retain='step'", on_gap in ("error", "skip"))
         _check("on_gap", on_gap, "'error' unless retain='step'", on_gap == "error" or retain == "step")
@@ -84,6 +93,7 @@ class StreamLoader:
         self.store = store
         self.channel = channel
         self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.collate_fn = collate_fn
         self.retain = retain
         self.on_gap = on_gap
@@ -148,9 +158,8 @@ class StreamLoader:
             return
         self._find_place()
         place = self._place
-        division = Division.of_update(
-            place.world_size * self.batch_size * place.accum_steps, place.world_size, micro_batch_size=self.batch_size
-        )
+        samples = self.global_batch_size or place.world_size * self.batch_size * place.accum_steps
+        division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
         self._reader = WindowReader(
             self.channel,
             samples=division.samples,
@@ -387,8 +396,8 @@ class StreamLoader:
         waited = self._reader.waited if self._reader is not None else 0.0
         since, self._waited = waited - self._waited if waited >= self._waited else waited, waited
         return {
-            "stream_bytes": float(self.store.usage()),
-            "stream_in_flight": float(self.channel.published() - self.channel.committed()),
+            "stream_bytes": self.store.usage(),
+            "stream_in_flight": self.channel.published() - self.channel.committed(),
             "stream_wait_seconds": since,
         }
 

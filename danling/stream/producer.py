@@ -195,8 +195,8 @@ class FeatureProducer(Runner):
         ids = [str(sample) for sample in self.sample_ids(data)]
         wanted = [not self.channel.holds(sample) for sample in ids]
         # Where a forward is a collective, all ranks make it for the one that needs it.
-        votes = ("capture",) if any(wanted) else ()
-        together = self.world_size > 1 and self._parts is not None and self.preparation.evaluates_together
+        votes = ("continue",) if any(wanted) else ()
+        together = self.world_size > 1 and self.preparation.evaluates_together
         if not (agree(self.placement.optimizer, votes) if together else votes):
             return [None] * len(ids)
         features = by_sample(self.capture(data), ids)
@@ -211,6 +211,13 @@ class FeatureProducer(Runner):
 
     def _say(self, production: Production, how: str) -> None:
         if self.is_main_process:
+            figures = {
+                "produce/samples": production.made,
+                "produce/stream_bytes": self.store.usage(),
+                "produce/stream_in_flight": self.channel.published() - self.channel.committed(),
+                "produce/stream_wait_seconds": production.waited,
+            }
+            self.log_figures(figures, step=production.made)
             logger.info(
                 "%s: %d samples into stream %s by this process, which holds %d; %.1f s waiting for the trainer, %d bytes in the store",
                 how,
@@ -218,5 +225,5 @@ class FeatureProducer(Runner):
                 self.channel.name,
                 self.channel.published(),
                 production.waited,
-                self.store.usage(),
+                figures["produce/stream_bytes"],
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,7 +232,14 @@ def test_credit_for_less_than_an_update_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch_size": 0}, {"retain": "never"}, {"on_gap": "skip"}, {"prefetch": -1}, {"idle_timeout": 0}],
+    [
+        {"batch_size": 0},
+        {"global_batch_size": 0},
+        {"retain": "never"},
+        {"on_gap": "skip"},
+        {"prefetch": -1},
+        {"idle_timeout": 0},
+    ],
 )
 def test_arguments_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Expected {next(iter(options))}"):
@@ -382,3 +390,20 @@ def test_evaluation_reads_a_list_that_does_not_grow(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="stays as it is to evaluate split 'val'.*FeatureDataset"):
         Wrong(settings(tmp_path / "b"), *stream(19))
+
+
+def test_the_stream_is_among_the_metrics_and_in_the_progress_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "danling")
+    found = stream(19)
+    size = found[0].usage() // 19
+    with Draft(settings(tmp_path, log_interval=1), *found) as runner:
+        runner.train()
+    (file,) = tmp_path.rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    shown = {line["step"]: line for line in lines if "train/stream_bytes" in line}
+    assert [shown[step]["train/stream_in_flight"] for step in range(1, 6)] == [19, 19, 11, 11, 3]
+    assert [shown[step]["train/stream_bytes"] for step in range(1, 6)] == [n * size for n in (19, 19, 11, 11, 3)]
+    assert all(line["train/stream_wait_seconds"] >= 0 for line in shown.values())
+    assert "in_flight 19" in caplog.text

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
 from support.streams import Draft, Points, Stopped, Target, assert_same, frozen_target, settings
 
-from danling.stream import FeatureProducer, MemoryChannel, MemoryStore, TensorSpec, run_together
+from danling.stream import (
+    DirectoryStore,
+    FeatureProducer,
+    MemoryChannel,
+    MemoryStore,
+    SQLiteChannel,
+    TensorSpec,
+    run_together,
+)
 from danling.stream.production import Captured, Production, Publisher, by_sample, check_like
 
 
@@ -347,3 +357,49 @@ def test_the_trainer_reads_the_channel_of_the_producer(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="channel of the producer, one.*Received: another"),
     ):
         run_together(target, draft)
+
+
+def test_a_producer_logs_what_it_made_and_how_long_it_waited(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with producer(tmp_path, store=store, channel=MemoryChannel()) as target:
+        target.produce()
+    (file,) = tmp_path.rglob("metrics.jsonl")
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert (last["produce/samples"], last["produce/stream_in_flight"]) == (10, 10)
+    assert last["produce/stream_bytes"] == store.usage()
+    assert last["produce/stream_wait_seconds"] == 0
+
+
+def produce_on_a_mesh(root: str, stack: str) -> Any:
+    """Produce on two ranks: with a target of its own on each, or divided over both."""
+    axes: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "fsdp" else {}
+    config = {"dir": str(Path(root) / "producer"), "dataloader": {"batch_size": 2}, **axes}
+    store, channel = DirectoryStore(Path(root) / "store"), SQLiteChannel(Path(root) / "log.sqlite")
+    # Rank 0 finds its first samples in the log, and makes the forward of the divided target all the same.
+    with Target(config, indices=range(9), store=store, channel=channel, parts=2) as target:
+        made = target.produce()
+        return made, target.captured
+
+
+@pytest.mark.parametrize("stack", ["ddp", "fsdp"])
+def test_a_target_on_two_ranks_publishes_each_sample_once(tmp_path: Path, stack: str) -> None:
+    store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
+    with Target(
+        {"dir": str(tmp_path / "before"), "dataloader": {"batch_size": 2}},
+        indices=range(2),
+        store=store,
+        channel=channel,
+        parts=2,
+        part=1,
+    ) as target:
+        target.produce()
+    ranks = run_processes(produce_on_a_mesh, str(tmp_path), stack, world_size=2, timeout=120)
+    assert sum(made for made, _ in ranks) == 7
+    refs = channel.read(0, channel.published())
+    assert sorted(int(ref.id) for ref in refs) == list(range(9))
+    points, model = Points(range(9)), frozen_target()
+    for ref in refs:
+        torch.testing.assert_close(store.get(ref)["target"], model(points[int(ref.id)]["point"]))
+    if stack == "fsdp":
+        assert len({len(captured) > 0 for _, captured in ranks}) == 1
+    channel.close()

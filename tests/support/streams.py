@@ -24,7 +24,7 @@ class Points(Dataset[dict[str, Any]]):
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = list(indices)
         generator = torch.Generator().manual_seed(5)
-        self.points = torch.randn(max(self.indices, default=0) + 1, 4, generator=generator)
+        self.points = torch.randn(256, 4, generator=generator)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -72,6 +72,7 @@ class Draft(dl.TorchRunner):
         store: Where the features lie.
         channel: The log.
         batch_size: Samples of a rank at once.
+        dropout: Share of the activations that are dropped.
         stop_at: Update after which it fails, as if killed there.
         options: As for `StreamLoader`.
     """
@@ -83,11 +84,12 @@ class Draft(dl.TorchRunner):
         channel: RefChannel,
         *,
         batch_size: int = 2,
+        dropout: float = 0.2,
         stop_at: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
         self.criterion = nn.MSELoss()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.dataloaders = {"train": StreamLoader(store, channel, batch_size, **options)}
