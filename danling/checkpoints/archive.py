@@ -1,4 +1,4 @@
-"""The sums inside a file of `torch.save`: a zip archive has the CRC-32 of each of its records, which `torch.load` does not compare."""
+"""The checksums inside a file of `torch.save`: a zip archive has the CRC-32 of each of its records, which `torch.load` does not compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAGIC = b"PK\x03\x04"
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins as an archive does; files of `torch.save` before 1.6 are none, and have no sums inside."""
+    """Whether a file begins as an archive does; files of `torch.save` before 1.6 are none, and have no checksums inside."""
     with _opened(path) as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -26,7 +26,7 @@ def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, require
     Args:
         source: The file, or an open one.
         tensors: Read the records of tensors too, which are nearly all of it.
-        required: Complain of an archive without sums, which torch writes when it is told to.
+        required: Complain of an archive without checksums, which torch writes when it is told to.
     """
     try:
         with _opened(source) as file, ZipFile(file) as archive:

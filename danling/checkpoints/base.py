@@ -199,7 +199,7 @@ class CheckpointManager(ABC):
         store.verify(path, self.settings.verify)
         if store.lacks_sums(path) and path not in self._alone:
             self._alone.add(path)
-            logger.warning("%s has no sums beside it%s", path, _ALONE[self.settings.verify])
+            logger.warning("%s has no checksums beside it%s", path, _ALONE[self.settings.verify])
         self._record_of(store, path)
         return store.target(path)
 
@@ -215,7 +215,7 @@ class CheckpointManager(ABC):
         )
 
     def find_latest(self) -> str | None:
-        """Return the newest checkpoint of this run's line that verifies, as a source to load; what is passed over is logged.
+        """Return the newest checkpoint of this run's line that is intact, as a source to load; those that are skipped are logged.
 
         Call on all ranks.
         """

@@ -42,7 +42,7 @@ METADATA = ".metadata"
 
 
 class HashingFileSystem(FileSystem):
-    """Files whose sizes and sums are known when they have been written.
+    """Files whose sizes and checksums are known when they have been written.
 
     Attributes:
         written: `(size, SHA-256)` by file name.
@@ -142,7 +142,7 @@ class TargetWriter(FileSystemWriter):
 def _taken_over(
     metadata: Metadata, path: Path, reuse: Reuse
 ) -> tuple[Metadata, list[WriteResult], dict[str, tuple[int, str]]]:
-    """Link the files of tensors of another target into a new one; return what is known of it with them, and their places and sums."""
+    """Link the files of tensors of another target into a new one; return what is known of it with them, and their places and checksums."""
     source = path.parent / reuse.target
     manifest, other = read_manifest(source / SUMS, f"{reuse.target}/{SUMS}"), _metadata(source)
     assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None

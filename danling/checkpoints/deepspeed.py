@@ -47,7 +47,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
 
     Beside the engine's files lies `runner.pth` with everything but model and optimizer; the same goes to the engine as its client
     state, so that `engine.load_checkpoint("checkpoints/targets", tag)` of a program without this library finds it too. Where the state was
-    saved before an evaluation and once more with its figures, the client state may be the one from before: the engine's files are linked.
+    saved before an evaluation and once more with its metrics, the client state may be the one from before: the engine's files are linked.
     This library reads `runner.pth` alone, which has the figures.
 
     The engine writes from its live tensors, so a save is finished when it returns, whatever `checkpoint.async_mode` says.

@@ -1,7 +1,7 @@
-"""The files of a DeepSpeed checkpoint: an engine's tag, and beside its files what the runner saves.
+"""The files of a DeepSpeed checkpoint: the directory (tag) of an engine, and in it the part that the runner saves.
 
-Reading the runner's part needs nothing of DeepSpeed and runs nothing that is in the file. The engine's own files are read through a
-fixed table of classes. Where shares have to be put together, DeepSpeed's own converters do it, which unpickle: that takes trust.
+Reading the runner's part does not need DeepSpeed and runs no code from the file. The engine's own files are read through a fixed table
+of classes. To put divided states together, DeepSpeed's own converters are called; they unpickle, so this requires `trust`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineTag:
     """Model and optimizer of a checkpoint that an engine reads itself.
 
     Attributes:
-        path: The target: a tag of DeepSpeed's.
+        path: The directory, which DeepSpeed calls a tag.
         stage: ZeRO stage it was saved at.
         world_size: Number of ranks that saved it.
         outline: What the runner saved of the engine.
@@ -52,17 +52,17 @@ class EngineTag:
 
 
 CLIENT_STATE = "danling"
-"""Under this name the engine keeps what the runner saves, beside its own part of the model's file."""
+"""Key of the runner's state in the engine's model file."""
 
 
 @dataclass(frozen=True)
 class EngineAhead:
-    """The files of an engine that were written before an evaluation, whose figures belong to the same state.
+    """The files of an engine that were written before an evaluation, whose metrics belong to the same state.
 
     Attributes:
-        path: Their target.
+        path: Their directory.
         step: Committed updates.
-        client: What the engine was given of the runner's state.
+        client: The runner's state that was handed to the engine.
         written: `(size in bytes, SHA-256)` of the files that this rank wrote, by name.
     """
 
@@ -72,10 +72,9 @@ class EngineAhead:
     written: Mapping[str, tuple[int, str]]
 
     def link(self, state: object, path: Path) -> tuple[int, str] | None:
-        """Make a file of the same state appear at a path without writing it again; return its size and sum.
+        """Link an unchanged file to a new path instead of writing it again; return its size and checksum.
 
-        The state of the runner in it may be another one: the file keeps the one from before the evaluation, which is as good a one to
-        go on from.
+        The runner's state in the file is the one from before the evaluation; a run can be resumed from it just as well.
 
         Args:
             state: What the engine saves.

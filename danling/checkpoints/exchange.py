@@ -1,7 +1,7 @@
-"""Weights for others and from others: plain `state_dict` files and safetensors, in shards with an index where they are large.
+"""Exports weights to other programs and imports theirs: plain `state_dict` files and safetensors, in shards with an index if large.
 
-The averaged weights lie beside the trained ones under the same names: in `ema` of a plain file, and in files of their own that start
-with `ema` for safetensors.
+EMA weights are written beside the trained ones under the same names: in the entry `ema` of a plain file, and for safetensors in files
+that start with `ema`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def export_weights(
     `model-00001-of-00003.safetensors` and so on and `model.safetensors.index.json`, as the Hugging Face libraries read them; any
     other suffix gives a file for `torch.load(weights_only=True)`: the `state_dict` itself, or `{"model": ..., "ema": ...}` with
     averaged weights. What an earlier export to the same path wrote and this one does not, such as shards and their index, is removed
-    once the new files stand: no directory holds two models.
+    after the new files are written, so that no directory holds two models.
 
     Args:
-        path: Where to.
-        model: Weights by name; prefixes of DDP and `torch.compile` are left out of the names.
+        path: The file or directory.
+        model: Weights by name; prefixes of DDP and `torch.compile` are removed from the names.
         ema: Averaged weights by name.
         dtype: Dtype to cast floating tensors to.
         max_shard_bytes: Size above which a directory gets several files; `None` writes one.
@@ -121,7 +121,7 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
 
 
 def _read_torch_file(path: Path) -> object:
-    """Read a file of `torch.save` after comparing it with its sums, or with those inside of it where it has none beside it."""
+    """Read a file of `torch.save` after comparing it with its checksums, or with those inside of it where it has none beside it."""
     if has_sums(path):
         read_manifest(path, "full")
         return read_file(path)

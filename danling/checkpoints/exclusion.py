@@ -1,4 +1,4 @@
-"""Leaving parts of a checkpoint out of a load: the one reader of `checkpoint.exclude_from_loading`."""
+"""Parses `checkpoint.exclude_from_loading`: which parts of a checkpoint are not loaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from danling.config.updates import is_update_key
 
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
 _SETTINGS = "runner"
-"""Component of the stored configuration. Nothing of it is loaded: it is compared with that of the run."""
+"""Component of the stored configuration, which is never loaded, only compared with that of the run."""
 
 
 class ExcludedFromLoading:
-    """What a load leaves out: components (`"optimizer"`), dotted paths within one (`"model.head"`), and settings (`"runner.optim.lr"`)
+    """The parsed entries: components (`"optimizer"`), dotted paths within one (`"model.head"`), and settings (`"runner.optim.lr"`)
     that may differ from those of the checkpoint.
+
+    Examples:
+        >>> excluded = ExcludedFromLoading(["model.head", "runner.optim.lr"])
+        >>> excluded.mentions("model"), excluded.leaves_out("model"), excluded.leaves_out("model.head.weight")
+        (True, False, True)
+        >>> excluded.allows_setting("optim.lr")
+        True
 
     Args:
         entries: One entry or several; `data_loader`, `dataloader` and `lr_scheduler` are understood as `dataloaders` and `scheduler`.
@@ -33,7 +40,7 @@ class ExcludedFromLoading:
 
         Args:
             payload: A checkpoint.
-            section: The only component whose entries count, where nothing else is read; `None` lets all of them count.
+            section: Consider only the entries of this component, when nothing else is loaded; `None` considers all.
 
         Raises:
             ValueError: If an entry that counts matches nothing.
@@ -41,7 +48,7 @@ class ExcludedFromLoading:
         counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
         return exclude(payload, counting)
 
-    def names(self, component: str) -> bool:
+    def mentions(self, component: str) -> bool:
         """Whether an entry names a component, or anything in it."""
         return any(_canonical(entry)[0] == component for entry in self.entries)
 
@@ -50,12 +57,12 @@ class ExcludedFromLoading:
         return [entry for entry in self.entries if entry.startswith(f"{component}.")]
 
     def leaves_out(self, path: str) -> bool:
-        """Whether an entry names a dotted path, or what it lies in."""
+        """Whether an entry names a dotted path, or something that contains it."""
         return any(f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in self.entries)
 
     def allows_setting(self, key: str) -> bool:
         """Whether the value of a dotted key of the configuration may differ from that of the checkpoint."""
-        # The samples of an update follow from several keys: to name one of them is enough.
+        # Several keys together determine the samples of an update: naming one of them is enough.
         if is_update_key(key) and any(is_update_key(entry.removeprefix(f"{_SETTINGS}.")) for entry in self._all):
             return True
         return any(f"{_SETTINGS}.{key}.".startswith(f"{entry}.") for entry in self._all)

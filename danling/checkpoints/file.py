@@ -14,7 +14,7 @@ from .snapshot import count_bytes, to_host
 
 
 class FileCheckpointManager(CheckpointManager):
-    """`latest.pth`, `best.pth` and `ckpt-*.pth`, each with its sums in `*.pth.sha256`.
+    """`latest.pth`, `best.pth` and `ckpt-*.pth`, each with its checksums in `*.pth.sha256`.
 
     A save writes one file and gives it its names by hard links, so that several names cost one write. Only rank 0 touches the
     disk; what it finds and what goes wrong is made known to all. The payload of rank 0 is the one that is written.

@@ -1,4 +1,4 @@
-"""Checkpoints that are single files, each with its sums beside it."""
+"""Checkpoints that are single files, each with its checksums beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from . import storage
 from .archive import archive_complaints
 from .errors import CheckpointDamaged
-from .manifest import Manifest, complaints, damage_of, damaged
+from .manifest import Manifest, damage_of, damaged, find_problems
 from .manifest import read_manifest as read_sums
 from .policy import Record, is_name
 from .store import CheckpointStore
@@ -23,7 +23,7 @@ DELETING = ".deleting-"
 class FileStore(CheckpointStore):
     """`{name}.pth` with `{name}.pth.sha256`.
 
-    A file and its sums cannot change at one instant. The new sums wait in `{name}.pth.sha256.next` while the file is replaced, so
+    A file and its checksums cannot change at one instant. The new checksums wait in `{name}.pth.sha256.next` while the file is replaced, so
     that at every instant one of the two describes the file that is there.
     """
 
@@ -108,7 +108,7 @@ class FileStore(CheckpointStore):
         return sorted((r for r in found if r is not None), key=lambda record: (record.sequence, record.name))
 
     def _named(self, present: set[str], suffixes: Sequence[str]) -> list[Path]:
-        """Return the files and those of which only sums are left, sorted."""
+        """Return the files and those of which only checksums are left, sorted."""
         files = {name for name in present if name.endswith(SUFFIX)}
         described = {
             name.removesuffix(suffix) for suffix in suffixes for name in present if name.endswith(f"{SUFFIX}{suffix}")
@@ -138,9 +138,9 @@ class FileStore(CheckpointStore):
             raise damage_of(path, error) from error
 
     def verify(self, path: Path, level: str) -> None:
-        """Compare a file with its sums; one that was copied without them, with those inside of it. Level `"none"` needs none.
+        """Compare a file with its checksums; one that was copied without them, with those inside of it. Level `"none"` needs none.
 
-        In the directory of a run missing sums are damage: nothing else tells whether a file there is the one of its name.
+        In the directory of a run missing checksums are damage: nothing else tells whether a file there is the one of its name.
         """
         if level == "none":
             return
@@ -156,27 +156,27 @@ class FileStore(CheckpointStore):
         return path.suffix == SUFFIX
 
     def listed(self) -> list[Path]:
-        """Return every file, and every file of which only the sums are left."""
+        """Return every file, and every file of which only the checksums are left."""
         present = storage.names(self.directory) if self.directory.is_dir() else set()
         return self._named(present, (SUMS, NEXT))
 
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
-        """Return the sums beside a file, and how it differs from them."""
+        """Return the checksums beside a file, and how it differs from them."""
         if storage.size_of(_beside(path, NEXT)) is not None:
-            # A save was killed between the file and its sums: either of the two may be the one that fits.
+            # A save was killed between the file and its checksums: either of the two may be the one that fits.
             return read_manifest(path, level), []
         sums = _beside(path, SUMS)
         manifest = read_sums(sums, sums.name)
         if set(manifest.files) != {path.name}:
             return manifest, [f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}"]
-        return manifest, complaints(manifest, path.parent, level)
+        return manifest, find_problems(manifest, path.parent, level)
 
     def lacks_sums(self, path: Path) -> bool:
-        """Whether a checkpoint was copied without its sums."""
+        """Whether a checkpoint was copied without its checksums."""
         return not has_sums(path)
 
     def delete(self, name: str) -> None:
-        """Remove a file and its sums, under a mark that lets whoever comes after a kill finish it."""
+        """Remove a file and its checksums, under a mark that lets whoever comes after a kill finish it."""
         mark = self.directory / f"{DELETING}{name}"
         storage.write_new_text(mark, "")
         # Sums last: a file that lost them alone would lie there for ever, neither a checkpoint nor removed by retention.
@@ -190,33 +190,33 @@ class FileStore(CheckpointStore):
 
 
 def has_sums(path: Path) -> bool:
-    """Whether sums lie beside a file."""
+    """Whether checksums lie beside a file."""
     return any(storage.size_of(_beside(path, suffix)) is not None for suffix in (SUMS, NEXT))
 
 
 def is_of_run(directory: Path) -> bool:
-    """Whether files in a directory are checkpoints of a run, and no copies: others have sums, or the run's description is near."""
+    """Whether files in a directory are checkpoints of a run, and no copies: others have checksums, or the run's description is near."""
     if storage.size_of(directory.parent / "metadata" / "config.full.yaml") is not None:
         return True
     return any(name.endswith((f"{SUFFIX}{SUMS}", f"{SUFFIX}{NEXT}")) for name in storage.names(directory))
 
 
 def missing_sums(path: Path) -> CheckpointDamaged:
-    """Return the error for a file in the directory of a run that has no sums."""
+    """Return the error for a file in the directory of a run that has no checksums."""
     return CheckpointDamaged(
-        f"Expected a checkpoint with its sums beside it. Received: {path}; {path.name}{SUMS} is missing, which in the directory of a run "
-        "is damage. Use another checkpoint; or, if you put the file there, move it to a directory of its own, where it is verified "
-        "by the sums inside of it."
+        f"Expected a checkpoint with its checksums beside it. Received: {path}; {path.name}{SUMS} is missing, which in the directory of "
+        "a run is damage. Use another checkpoint; or, if you put the file there, move it to a directory of its own, where it is verified "
+        "by the checksums inside of it."
     )
 
 
 def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
-    """Compare a file with the sums inside of it.
+    """Compare a file with the checksums inside of it.
 
     Args:
         path: A file of `torch.save`.
         level: `"full"` reads all of it, `"size"` all but the tensors, `"none"` nothing.
-        required: Refuse a file without sums inside.
+        required: Refuse a file without checksums inside.
 
     Raises:
         CheckpointDamaged: If they differ.
@@ -243,10 +243,10 @@ def read_manifest(path: Path, level: str) -> Manifest:
         CheckpointDamaged: If there is no manifest, or none that fits.
     """
     waiting = storage.size_of(_beside(path, NEXT)) is not None
-    # What lies there says more than that it has no sums.
+    # What lies there says more than that it has no checksums.
     problems = [f"{path.name} {storage.absence(path)}"] if storage.is_no_file(path) else []
     for suffix in (SUMS, NEXT) if waiting else (SUMS,):
-        # A save was killed between file and sums: only the contents tell which of the two the file is described by.
+        # A save was killed between file and checksums: only the contents tell which of the two the file is described by.
         manifest, found = _compared(path, _beside(path, suffix), "full" if waiting else level)
         if manifest is not None and not found:
             return manifest
@@ -259,7 +259,7 @@ def _compared(path: Path, sums: Path, level: str) -> tuple[Manifest | None, list
         manifest = _parsed(path, sums)
     except CheckpointDamaged as error:
         return None, [str(error)]
-    return manifest, complaints(manifest, path.parent, level)
+    return manifest, find_problems(manifest, path.parent, level)
 
 
 def _parsed(path: Path, sums: Path) -> Manifest:

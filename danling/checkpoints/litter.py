@@ -33,7 +33,7 @@ def litter_in(directory: Path, *, keep: int = 0) -> list[Path]:
 
 
 def half_deleted(directory: Path) -> list[Path]:
-    """Return the sums whose file was removed by a deletion that was killed before it came to them."""
+    """Return the checksums whose file was removed by a deletion that was killed before it came to them."""
     marked = (name.removeprefix(DELETING) for name in storage.names(directory) if name.startswith(DELETING))
     orphans = _orphans(directory)
     return [directory / f"{name}{SUFFIX}{SUMS}" for name in marked if f"{name}{SUFFIX}{SUMS}" in orphans]

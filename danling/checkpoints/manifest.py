@@ -1,4 +1,4 @@
-"""Sizes and SHA-256 sums beside every checkpoint, in a form that `sha256sum -c` reads."""
+"""Sizes and SHA-256 checksums beside every checkpoint, in a form that `sha256sum -c` reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .errors import CheckpointDamaged, reason
 from .policy import Record
 
 HEADER = "# danling-manifest 1"
-_GUIDES = ("index.json", ".metadata")
-_SEAL = "# sha256 of the lines above: "
+_INDEX_FILES = ("index.json", ".metadata")
+_SELF_CHECKSUM = "# sha256 of the lines above: "
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Manifest:
         lines += [f"# size: {size} {name}" for name, (size, _) in sorted(self.files.items())]
         lines += [f"{digest}  {name}" for name, (_, digest) in sorted(self.files.items())]
         body = "\n".join(lines) + "\n"
-        return f"{body}{_SEAL}{hashlib.sha256(body.encode()).hexdigest()}\n"
+        return f"{body}{_SELF_CHECKSUM}{hashlib.sha256(body.encode()).hexdigest()}\n"
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
@@ -59,7 +59,7 @@ class Manifest:
 
     @classmethod
     def _parse(cls, text: str) -> Manifest:
-        body, seal, digest = text.rpartition(_SEAL)
+        body, seal, digest = text.rpartition(_SELF_CHECKSUM)
         if not text.startswith(f"{HEADER}\n"):
             raise ValueError("its first line is not a manifest's")
         if not seal or digest != f"{hashlib.sha256(body.encode()).hexdigest()}\n":
@@ -109,17 +109,17 @@ def _record(fields: dict[str, str]) -> Record:
     return Record(fields["name"], sequence, branch, line, fields["run"], step, epoch)
 
 
-def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
+def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:
     """Return what is wrong with the files of a checkpoint; empty when they are as written.
 
     Args:
         manifest: What was written.
         directory: Where its files lie.
-        level: `"full"` compares sizes and sums, `"size"` sizes, and the sums of what says where everything lies, `"none"` looks whether
-            the files exist.
+        level: `"full"` compares sizes and checksums, `"size"` sizes and the checksums of index files, `"none"` only checks that the
+            files exist.
     """
 
-    def complaint(name: str) -> str | None:
+    def problem(name: str) -> str | None:
         try:
             return differs(name)
         except OSError as error:
@@ -132,15 +132,17 @@ def complaints(manifest: Manifest, directory: Path, level: str) -> list[str]:
             return f"{name} {storage.absence(directory / name)}"
         if level != "none" and found != size:
             return f"{name} has {found} bytes instead of {size}"
-        if (level == "full" or (level == "size" and name in _GUIDES)) and storage.hash_file(directory / name) != digest:
+        if (level == "full" or (level == "size" and name in _INDEX_FILES)) and storage.hash_file(
+            directory / name
+        ) != digest:
             return f"{name} has another SHA-256 than was written"
         return None
 
     if len(manifest.files) == 1 or level != "full":
-        found = [complaint(name) for name in manifest.files]
+        found = [problem(name) for name in manifest.files]
     else:
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(complaint, manifest.files))
+            found = list(pool.map(problem, manifest.files))
     return [problem for problem in found if problem is not None]
 
 

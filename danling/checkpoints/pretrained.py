@@ -23,7 +23,7 @@ _CONFIG = "config.json"
 def describe_model(model: object) -> dict[str, str]:
     """Return what a model of transformers is made from: JSON by the name of the file that `from_pretrained` reads.
 
-    Empty for any other model, and for one with adapters, of which peft decides by the model itself what belongs to them.
+    Empty for any other model, and for one with adapters, for which peft writes its own files.
 
     Args:
         model: The model, out of the wrapper of its stack.

@@ -1,4 +1,4 @@
-"""Reading parts of a checkpoint without a run."""
+"""Reads a checkpoint, or parts of it, without a runner."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def read_payload(
 
     Raises:
         CheckpointDamaged: If torch cannot read it.
-        CheckpointError: If it takes trust to read it.
-        CheckpointMismatch: If it is no checkpoint of this library, or of a format that this version does not know.
+        CheckpointError: If it can be read only with `trust`.
+        CheckpointMismatch: If it is not a checkpoint of this library, or has a format that this version does not know.
     """
     wanted = None if sections is None else frozenset({*sections, "format_version"})
     return backend_of(path).read_payload(path, template=template, sections=wanted, mmap=mmap, trust=trust)
@@ -75,14 +75,14 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 
 def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
-    """Return the seed of the checkpoint that a run will go on from, so that what it draws before it is restored is drawn again.
+    """Return the seed of the checkpoint that a run will resume from, so that construction draws the same random numbers again.
 
     Args:
         directory: The run's own checkpoint directory.
         asked: Name or path of the checkpoint; `None` takes the newest one in the directory.
 
     Returns:
-        `None` where there is no such checkpoint, or it holds none.
+        `None` if there is no such checkpoint, or no seed in it.
     """
     if asked is None:
         sources = [directory / name for name in ("latest", "latest.pth", "best", "best.pth")]
@@ -113,13 +113,13 @@ def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]
     return read_payload(store.target(found), sections=sections, mmap=True)
 
 
-# The second names compiled code, which runs when it is loaded; options of a compiler name the programs that it runs.
+# A file must not declare itself trusted. Compiled code runs when it is loaded, and options of a compiler can name programs that it runs.
 _NEVER_OBEYED = frozenset({"checkpoint.trust", "compile.precompile_artifact_dir"})
 _COMPILER = "compile.options."
 
 
 def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the settings of a checkpoint less those that would let a file say that it is to be trusted, or what is to be run.
+    """Return the settings of a checkpoint without those by which a file could declare itself trusted or name code to run.
 
     Args:
         stored: What `read_config` returned.
@@ -132,7 +132,7 @@ def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
             kept[name] = obeyed(value, f"{key}.")
         elif key.startswith(_COMPILER) and not (value is None or isinstance(value, (bool, int, float))):
             logger.warning(
-                "%s of the checkpoint is left out: it could name a program that runs. Give it again if it is meant.",
+                "%s of the checkpoint is left out, since it could name a program to run. Set it again if you want it.",
                 key,
             )
         elif key not in _NEVER_OBEYED:
@@ -162,7 +162,7 @@ def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tens
 
 
 def moment(payload: Mapping[str, object]) -> str:
-    """Return when in its run a payload was saved, as people read it."""
+    """Return the step and epoch of a payload as readable text."""
     state = payload.get("state")
     train = state.get("train") if isinstance(state, Mapping) else None
     if not isinstance(train, Mapping):

@@ -1,4 +1,4 @@
-"""What a save takes over from another one that was made of the same tensors: names, and sums of what is in memory."""
+"""Finds the tensors that a save need not write again, by comparing checksums with those of the save before it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Reuse:
 
 @dataclass(frozen=True)
 class SavedAhead:
-    """A target that was written before an evaluation, whose figures belong to the same state.
+    """A target that was written before an evaluation, whose metrics belong to the same state.
 
     Attributes:
         target: Its name.
         step: Committed updates.
-        sums: SHA-256 of what this rank holds of each tensor, by dotted name.
+        sums: SHA-256 of this rank's part of each tensor, by dotted name.
     """
 
     target: str
@@ -45,9 +45,9 @@ class SavedAhead:
     def reuse(
         self, payload: Mapping[str, object], exchange: Callable[[Any], list[Any]], *, exists: bool
     ) -> Reuse | None:
-        """Return what a later payload has in common with it on every rank, `None` where that is nothing. Call on all ranks.
+        """Return the tensors that are unchanged in a later payload on every rank, `None` if there are none. Call on all ranks.
 
-        Compared is what the tensors hold, so that whatever an evaluation has written to, such as a buffer, is saved again.
+        The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
 
         Args:
             payload: The later state, on the host.
@@ -62,7 +62,7 @@ class SavedAhead:
 
 
 def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
-    """Return the SHA-256 of what this rank holds of each dense tensor of a state, with dtype and shape, by dotted name.
+    """Return the SHA-256 of this rank's part of each dense tensor of a state, with dtype and shape, by dotted name.
 
     Args:
         payload: The state, on the host.

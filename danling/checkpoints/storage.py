@@ -1,4 +1,4 @@
-"""Files that survive a crash at any instant: the only place where checkpoints touch the disk.
+"""Files that survive a crash at any instant: every write of a checkpoint goes through this module.
 
 Every call goes through `os`, so that a test can let each of them fail once. What fails is raised as a `CheckpointDiskError`,
 which names the operation and the path.
@@ -57,7 +57,7 @@ class HashingWriter:
     """A binary stream into a file descriptor that is hashed as it is written: no second pass over the data.
 
     Attributes:
-        error: What went wrong when it was written to; what comes of it in the caller may tell less.
+        error: The first error of a write; the caller may raise another one that tells less.
 
     Args:
         handle: A descriptor that is open for writing.
@@ -126,13 +126,13 @@ class HashingWriter:
 
 @contextmanager
 def open_new(path: Path) -> Iterator[HashingWriter]:
-    """Open a file under a name that no reader takes for finished; it is durable when the context ends, and gone when that fails.
+    """Open a new file for writing. When the context ends the contents are durable; if it fails, the file is removed.
 
     Args:
         path: The file.
     """
     with _trying("create", path):
-        # Never through a link, and no wait for the reader of a named pipe.
+        # Follow no symlink, and do not wait for the reader of a named pipe.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     writer = HashingWriter(handle, path)
     try:
@@ -144,7 +144,7 @@ def open_new(path: Path) -> Iterator[HashingWriter]:
         _close_quietly(handle)
         discard(path)
         if writer.error is not None and writer.error is not error:
-            # torch.save answers a failed write with the positions in its archive.
+            # torch.save hides the error of the operating system behind one about offsets in its archive; raise the real one.
             raise writer.error from None
         raise
     with _trying("close", path):
@@ -200,13 +200,13 @@ def staged_name(directory: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a small text file in place, durably and at one instant."""
+    """Replace a small text file atomically and durably, its directory entry included."""
     replace_text(path, text)
     sync_directory(path.parent)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a small text file in place at one instant, durably but for its name; see `sync_directory`."""
+    """Replace a small text file atomically. The content is fsynced; the directory entry is not, see `sync_directory`."""
     staged = staged_name(path.parent)
     write_new_text(staged, text)
     try:
@@ -217,7 +217,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def link(source: Path, path: Path) -> None:
-    """Make a finished file appear under another name, in place of what was there: a hard link where there are such, else a copy."""
+    """Give a finished file another name atomically, replacing what was there: by a hard link, or a copy where there are none."""
     staged = staged_name(path.parent)
     try:
         with _trying("write", path):
@@ -271,7 +271,7 @@ def make_directory(directory: Path) -> None:
 
 
 def refuse_no_directory(directory: Path) -> None:
-    """Refuse what lies in the place of a directory and is none, such as a link to where nothing is mounted.
+    """Refuse something other than a directory in the place of one, such as a link to a file system that is not mounted.
 
     Raises:
         CheckpointDiskError: If there is such.
@@ -293,7 +293,7 @@ def names(directory: Path) -> set[str]:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the size of a regular file in bytes; `None` when there is none, of which `absence` tells more."""
+    """Return the size of a regular file in bytes; `None` when there is none, see `absence` for the reason."""
     with _trying("look at", path):
         try:
             found = os.stat(path)
@@ -330,7 +330,7 @@ def absence(path: Path) -> str:
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether something lies at a path that holds no contents and leads to none: a directory, a named pipe, a socket, a device."""
+    """Whether a path exists but is neither a regular file nor a symlink: a directory, a named pipe, a socket or a device."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -339,30 +339,30 @@ def is_no_file(path: Path) -> bool:
 
 
 def make_way(path: Path) -> Path | None:
-    """Move aside what lies where a file is to be put and is none: directories, links, named pipes.
+    """Rename what blocks the path of a file that is to be written: a directory, a link or a named pipe.
 
     Returns:
-        Where it lies now; `None` when nothing was in the way.
+        Its new path; `None` when nothing blocked the path.
     """
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
-        # What cannot even be looked at may be replaced all the same: its name lies in the directory.
+        # A file that cannot be examined can still be replaced: that only changes the directory.
         return None
     return None if stat.S_ISREG(mode) else set_aside(path)
 
 
 def set_aside(path: Path) -> Path:
-    """Give what lies at a path a name that is free and means nothing, and return it."""
+    """Rename what lies at a path to a unique name `<name>.aside-<random>`, and return the new path."""
     aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
     replace(path, aside)
     return aside
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor. A named pipe would let its opener wait for somebody who writes."""
+    """Open a regular file for reading and return its descriptor. Opening a named pipe would block until a writer appears."""
     with _trying("read", path):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -384,7 +384,7 @@ def _chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
 
 
 def read_text(path: Path, *, limit: int | None = _TEXT_LIMIT) -> str:
-    """Return the contents of a small text file; bytes that are no text come back as marks.
+    """Return the contents of a small text file; bytes that are not UTF-8 are decoded as U+FFFD.
 
     Args:
         path: The file.
@@ -431,7 +431,7 @@ def remove_tree(directory: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove an unfinished file; when that fails as well, the next save of this directory does it."""
+    """Remove an unfinished file; if that fails too, the next save into this directory removes it."""
     try:
         remove(path)
     except OSError:
@@ -456,7 +456,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove what a save that was killed has left. What cannot be removed is in nobody's way: it is left for the next time."""
+    """Remove what a killed save has left. What cannot be removed is harmless: the next save tries again."""
     for name in names(directory):
         if name.startswith(STAGED):
             discard(directory / name)

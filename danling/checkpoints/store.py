@@ -75,7 +75,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def listed(self) -> list[Path]:
-        """Return every checkpoint in the directory, those of which only the sums are left included."""
+        """Return every checkpoint in the directory, those of which only the checksums are left included."""
 
     @abstractmethod
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
@@ -86,7 +86,7 @@ class CheckpointStore(ABC):
         """
 
     def lacks_sums(self, path: Path) -> bool:
-        """Whether a checkpoint was copied without the sums that belong beside it."""
+        """Whether a checkpoint was copied without the checksums that belong beside it."""
         return False
 
     @abstractmethod
@@ -144,10 +144,10 @@ class CheckpointStore(ABC):
         """Say, once for each reason, that a checkpoint does not count."""
         if self._passed.get(path) != str(error):
             self._passed[path] = str(error)
-            logger.warning("%s is passed over: %s", path, error)
+            logger.warning("%s is skipped: %s", path, error)
 
     def lost(self) -> list[str]:
-        """Return a line for each checkpoint that was passed over and of which something is left."""
+        """Return a line for each checkpoint that was skipped and of which something is left."""
         return [
             f"{path}: {why}"
             for path, why in self._passed.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import storage
 from .errors import CheckpointDamaged, reason
-from .manifest import Manifest, complaints, damage_of, damaged, read_manifest
+from .manifest import Manifest, damage_of, damaged, find_problems, read_manifest
 from .policy import Record, history_name, is_history, is_name
 from .store import CheckpointStore, logger
 
@@ -147,7 +147,7 @@ class TargetStore(CheckpointStore):
         except CheckpointDamaged as error:
             self.pass_over(path, error)
             return None
-        problems = complaints(manifest, target, "size")
+        problems = find_problems(manifest, target, "size")
         if problems:
             self.pass_over(path, damaged(problems, path))
         return None if complete and problems else manifest.record
@@ -183,7 +183,7 @@ class TargetStore(CheckpointStore):
         """Return the manifest of a target, or of the one that a pointer leads to, and how the target differs from it."""
         target = self.target(path)
         manifest = read_manifest(target / SUMS, f"{target.name}/{SUMS}")
-        problems = complaints(manifest, target, level)
+        problems = find_problems(manifest, target, level)
         if manifest.record.name != target.name:
             problems.append(f"{target.name}/{SUMS} describes {manifest.record.name}")
         problems += misled(path, manifest.record)
@@ -200,7 +200,7 @@ class TargetStore(CheckpointStore):
         except CheckpointDamaged as error:
             raise damaged([str(error)], path) from error
         extra = storage.names(target) - manifest.files.keys() - {SUMS}
-        problems = complaints(manifest, target, level) + [f"{name} is not part of it" for name in sorted(extra)]
+        problems = find_problems(manifest, target, level) + [f"{name} is not part of it" for name in sorted(extra)]
         problems += misled(path, manifest.record)
         if problems:
             raise damaged(problems, target)

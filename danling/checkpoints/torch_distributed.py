@@ -16,7 +16,7 @@ from danling.distributed import Domain
 from .base import CollectiveCheckpointManager
 from .dcp_files import TargetWriter, save_target
 from .errors import CheckpointDiskError, CheckpointError
-from .manifest import complaints, read_manifest
+from .manifest import find_problems, read_manifest
 from .plan_cache import PlanCache
 from .policy import Record
 from .reuse import Reuse, SavedAhead, tensor_sums
@@ -34,7 +34,7 @@ class _Save:
     record: Record
     names: tuple[str, ...]
     ahead: bool = False
-    """Whether the same state is saved once more, with the figures of an evaluation."""
+    """Whether the same state is saved once more, with the metrics of an evaluation."""
 
 
 class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
@@ -139,7 +139,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     def _is_whole(self, name: str) -> bool:
         target = self.store.path(name)
         try:
-            return not complaints(read_manifest(target / SUMS, f"{name}/{SUMS}"), target, "size")
+            return not find_problems(read_manifest(target / SUMS, f"{name}/{SUMS}"), target, "size")
         except (CheckpointError, OSError):
             return False
 

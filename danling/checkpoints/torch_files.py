@@ -75,7 +75,7 @@ def holds_format(path: Path) -> bool:
     """Whether a file is a checkpoint of this library, by what is in it.
 
     Raises:
-        CheckpointDamaged: If it cannot be read, or the sums inside of it are not those of its contents.
+        CheckpointDamaged: If it cannot be read, or the checksums inside of it are not those of its contents.
     """
     check_foreign(path, "size")
     return is_own(read_file(path, mmap=True))
@@ -87,7 +87,7 @@ def is_own(payload: object) -> bool:
 
 
 def check_foreign(path: Path, level: str) -> None:
-    """Compare a file that need not be of this library with the sums inside of it, where it has some.
+    """Compare a file that need not be of this library with the checksums inside of it, where it has some.
 
     Raises:
         CheckpointDamaged: If they differ.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its directory of names: tensors stay on disk."""
+"""Lists what a checkpoint contains from its index; tensors stay on disk."""
 
 from __future__ import annotations
 

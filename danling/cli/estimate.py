@@ -1,4 +1,4 @@
-"""Estimate the memory that each rank needs for weights, gradients, optimizer and averages in a layout.
+"""Estimate the memory that each rank needs for weights, gradients, optimizer and EMA in a layout.
 
 The model is given by its number of parameters, or by a checkpoint, whose shapes make uneven shards exact. Activations and what a
 forward pass gathers for a moment come on top: they depend on the batch.
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master", action="store_true", help="the optimizer keeps fp32 weights and states, as DeepSpeed does"
     )
-    parser.add_argument("--ema", action="store_true", help="averaged weights are kept")
+    parser.add_argument("--ema", action="store_true", help="an EMA of the weights is kept")
     add_json(parser)
 
 

@@ -167,7 +167,7 @@ def read_weights(
         )
     if alone:
         print(
-            f"danling: {found} has no sums beside it: verified by those inside of it, {moment(payload)}",
+            f"danling: {found} has no checksums beside it: verified by those inside of it, {moment(payload)}",
             file=sys.stderr,
         )
     step = payload.get("state", {}).get("train", {}).get("global_step") if alone else store.record(found).step

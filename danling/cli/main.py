@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
     "inspect": ("inspection", "show what is in a checkpoint without loading it"),
-    "verify": ("verify", "compare checkpoints with their SHA-256 sums"),
+    "verify": ("verify", "compare checkpoints with their SHA-256 checksums"),
     "export": ("export", "write weights as a plain torch file or safetensors"),
     "estimate": ("estimate", "estimate the memory on each rank in a layout"),
 }

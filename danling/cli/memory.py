@@ -1,4 +1,4 @@
-"""Bytes that training keeps on one rank for parameters, gradients, optimizer and averages, from shapes or from counts.
+"""Bytes that training keeps on one rank for parameters, gradients, optimizer and EMA, from shapes or from counts.
 
 Sources. What is divided by stage: ZeRO, arXiv:1910.02054, section 5 (stage 1 optimizer states, 2 gradients too, 3 parameters too);
 mixed precision with a float32 master copy: the same, section 3.1. How a tensor is divided: `fully_shard` splits the first
@@ -44,7 +44,7 @@ class Layout:
     Attributes:
         axes: The degree of each parallel axis; what an axis divides, `danling.mesh.axes.TRAITS` says.
         stage: What is divided over `shard`: 0 nothing (DDP), 1 optimizer and master weights, 2 gradients too, 3 parameters and
-            averages too (FSDP2).
+            EMA too (FSDP2).
 
     Args:
         stage: See above.

@@ -66,13 +66,13 @@ def with_curves(runs: Sequence[Run], figures: Sequence[str], by: str) -> list[Ru
         if any(run.problems for run in runs):
             return []
         raise FileNotFoundError(
-            f"Expected runs with figures in metrics.jsonl. Received: {[str(run.path) for run in runs]}. Name runs that have logged."
+            f"Expected runs with metrics in metrics.jsonl. Received: {[str(run.path) for run in runs]}. Name runs that have logged."
         )
     names = [name for panel in group(logged, figures).values() for name in panel]
     drawn = [run for run in logged if any(run.curve(name, by=by)[0] for name in names)] or logged
     for run in runs:
         if run not in drawn and not run.problems:
-            print(f"danling: not drawn, since it has no such figures: {run.path}", file=sys.stderr)
+            print(f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr)
     return drawn
 
 

@@ -1,7 +1,7 @@
-"""Compare checkpoints with the SHA-256 sums that were written with them, and name every file that differs.
+"""Compare checkpoints with the SHA-256 checksums that were written with them, and name every file that differs.
 
-A file, pointer or target is verified alone; a checkpoint or run directory means all that lies in it, sums whose file is gone
-included. A file that was copied without its sums is compared with those inside of it. What a killed process of the run has left is
+A file, pointer or target is verified alone; a checkpoint or run directory means all that lies in it, checksums whose file is gone
+included. A file that was copied without its checksums is compared with those inside of it. What a killed process of the run has left is
 named as litter: it is no damage, and the next start removes it. Nothing is loaded, and torch is not needed. Exit code 1 says that
 something is damaged.
 
@@ -40,7 +40,7 @@ from .output import DAMAGED, OK, add_json, print_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("checkpoint", help="a checkpoint, or a checkpoint or run directory")
-    parser.add_argument("--level", choices=("full", "size"), default="full", help="sums and sizes, or sizes only")
+    parser.add_argument("--level", choices=("full", "size"), default="full", help="checksums and sizes, or sizes only")
     add_json(parser)
 
 
@@ -85,7 +85,7 @@ def litter_of(path: Path) -> list[Path]:
 
 
 def _is_left_of(path: str, litter: list[Path]) -> bool:
-    """Whether a checkpoint is one of which a deletion that was killed has left the sums alone."""
+    """Whether a checkpoint is one of which a deletion that was killed has left the checksums alone."""
     return Path(path + FILE_SUMS) in litter
 
 
@@ -102,7 +102,7 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
     if path.is_file() and path.suffix != SUFFIX and not is_name(path.name):
         raise CheckpointNotFound(
             f"Expected a checkpoint of this library: {SUFFIX} files, names such as latest, or targets. Received: {str(path)!r}, which has "
-            "no sums to compare with. `danling inspect` shows weights of other programs."
+            "no checksums to compare with. `danling inspect` shows weights of other programs."
         )
     verdicts = [_verdict(found, level) for found in checkpoints_of(path)]
     if not verdicts:
@@ -113,7 +113,7 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
 
 
 def checkpoints_of(path: Path) -> Iterator[Path]:
-    """Yield every checkpoint that a path means, those of which only the sums are left included."""
+    """Yield every checkpoint that a path means, those of which only the checksums are left included."""
     if path.is_file() or storage.size_of(path.with_name(path.name + FILE_SUMS)) is not None or (path / SUMS).is_file():
         yield path
         return
@@ -141,10 +141,10 @@ def _verdict(path: Path, level: str) -> dict[str, object]:
 
 
 def _verdict_alone(path: Path, level: str) -> dict[str, Any]:
-    """Judge a file that was copied without its sums by those inside of it."""
+    """Judge a file that was copied without its checksums by those inside of it."""
     facts: Mapping[str, Any] = {}
     problems: list[str] = []
-    note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 sums inside of the file"
+    note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
     try:
         verify_alone(path, level)
         # torch is needed to say more: what a file is stands in a manifest, and else only in what torch reads.

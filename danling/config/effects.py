@@ -88,7 +88,7 @@ def idle_settings(
         (
             "monitor" in scheduler and "plateau" not in str(scheduler.get("type", "plateau")).lower(),
             "scheduler.monitor",
-            "the scheduler does not go by a figure",
+            "the scheduler does not follow a metric",
         ),
         (config.gc.generation != 1 and config.gc.interval is None, "gc.generation", "gc.interval is not set"),
         *_idle_group_checkpoints(config, changed),

@@ -55,7 +55,7 @@ ENGINE_KEYS = (
     "zero_force_ds_cpu_optimizer",
     "zero_optimization",
 )
-"""Keys that DeepSpeed reads. It passes over any other in silence, so that a slip of the pen would train without."""
+"""Keys that DeepSpeed reads. It silently ignores any other, so that a misspelled key would have no effect."""
 
 
 def slip_of(name: object, known: Iterable[str]) -> str | None:

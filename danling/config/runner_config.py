@@ -147,9 +147,9 @@ class RunnerConfig(ClosedSection):
     log: bool = True
     """Write a log file."""
     log_interval: PositiveInt | None = None
-    """Updates between figures; none: about 100 times a run."""
+    """Updates between metrics; none: about 100 times a run."""
     log_seconds: NonNegativeFloat = 5.0
-    """Seconds at least between two lines of figures on the console and in the log; metrics.jsonl has all. 0 prints all."""
+    """Seconds at least between two lines of metrics on the console and in the log; metrics.jsonl has all. 0 prints all."""
     tensorboard: bool = False
     """Write scalars for TensorBoard."""
 

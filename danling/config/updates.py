@@ -81,7 +81,7 @@ def _size_of(section: Mapping[str, object], place: str, accum_steps: object, rep
 def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str, Any]:
     """Return settings with the samples of an update as `global_batch_size`, in the place of all that they follow from.
 
-    Batch sizes of splits that are only evaluated are left out: figures do not depend on them.
+    Batch sizes of splits that are only evaluated are left out: metrics do not depend on them.
 
     Args:
         settings: A whole configuration as plain values.

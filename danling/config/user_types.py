@@ -1,4 +1,4 @@
-"""What type checkers are told about sections; when the program runs, nothing of it is left."""
+"""Typing helpers for the sections of a configuration; they have no effect at run time."""
 
 from __future__ import annotations
 

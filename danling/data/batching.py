@@ -1,4 +1,4 @@
-"""What the settings under `dataloader` say of the samples of an update."""
+"""Interprets the batch sizes under `dataloader`: how many samples an update has, and how they are divided."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from .shares import Division
 
 AUTO = "auto"
-"""The `micro_batch_size` that is found by running out of memory."""
+"""The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
 OWN = frozenset({"global_batch_size", "micro_batch_size"})
 """Settings of a split that are not arguments of a loader."""
 OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"})
-"""Settings of worker processes, which are errors where there are none."""
+"""Settings of worker processes, which are errors without workers."""
 
 
 def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of one split over those that all splits share.
 
-    One of the two batch sizes in the split's own section takes the place of the other one in the common section. What
-    the common section says about workers does not count for a split that has none.
+    A batch size in the split's own section replaces the other kind of batch size in the common section. Settings of workers in
+    the common section do not apply to a split without workers.
     """
     replaced: set[str] = set(OF_WORKERS) if own.get("num_workers") == 0 else set()
     if own.get("batch_size") is not None:
@@ -32,10 +32,10 @@ def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> d
 def divide_updates(
     settings: Mapping[str, Any], *, split: str, train: bool, world_size: int, accum_steps: int
 ) -> tuple[dict[str, Any], Division | None]:
-    """Return the arguments of a loader, and how an update is divided where `global_batch_size` says what it is.
+    """Return the arguments of a loader, and with `global_batch_size` how an update is divided over ranks and micro-batches.
 
-    A split that is not trained on has no updates. Its `batch_size` stands beside `global_batch_size`; without one, a
-    rank holds as many samples at once as in training, so that what fits there fits here.
+    A split that is not trained on has no updates. It may have a `batch_size` beside `global_batch_size`; without one, a
+    rank holds as many samples at once as in training, which are known to fit into memory.
 
     Args:
         settings: The settings of the split.
@@ -74,14 +74,14 @@ def divide_updates(
 
 
 def check_sizes(section: Mapping[str, object], place: str) -> None:
-    """Refuse sizes that are no numbers of samples, or that exclude one another.
+    """Refuse sizes that are not positive integers, or that exclude one another.
 
     Args:
         section: The settings of one section.
         place: Its dotted name, for messages.
 
     Raises:
-        ValueError: If there are some.
+        ValueError: If there are such.
     """
     batch, samples = section.get("batch_size"), section.get("global_batch_size")
     for name in OWN:

@@ -11,14 +11,14 @@ from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
 
 _LISTED, _COMPUTED = "listed", "computed"
-"""How a permutation is come by; positions that do not say it were saved by a version that listed every one."""
+"""How the permutation is generated; positions saved by older versions, which listed it, do not say."""
 
 
 class DataLoader(KeyedLoader):
-    """A `StatefulDataLoader` that comes back exactly.
+    """A `StatefulDataLoader` whose position is restored exactly.
 
-    Its state is (seed, epoch, consumed): what is read is a function of them, and neither of the number of workers, of
-    what these have prefetched, nor of the number of ranks. Iterating begins at the position; the position moves when
+    Its state is (seed, epoch, consumed), which determines everything that is read: the number of workers, their
+    prefetched batches and the number of ranks do not matter. Iterating begins at the position; the position moves when
     `advance` says that batches were consumed. `len(loader)` is the number of batches of a whole pass on this rank.
 
     Args:

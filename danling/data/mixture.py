@@ -125,7 +125,7 @@ class Mixture(Dataset[Any]):
             if isinstance(source, Mixture):
                 source.set_seed(derive_seed(seed, "mixture", name))
 
-    # Figures
+    # Metrics
 
     @property
     def shares(self) -> dict[str, Fraction]:

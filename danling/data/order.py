@@ -1,4 +1,4 @@
-"""The order of the samples of a pass: that of the dataset, a permutation that is drawn, or one that is computed where it is looked at."""
+"""The order of the samples of a pass: that of the dataset, a drawn permutation, or one that is computed position by position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .host_streams import get_numpy
 from .randomness import mix_seed
 
 LISTED_UP_TO = 1 << 16
-"""Up to this length an order is drawn by `torch.randperm`, half a megabyte once an epoch, which is quicker to read."""
+"""Up to this length `torch.randperm` draws the order: it takes half a megabyte per epoch, and is quicker to read."""
 
 _BLOCK = 4096
 _ROUNDS = 6
@@ -53,12 +53,12 @@ class Order(ABC):
 def epoch_order(length: int, seed: int | None, *, listed: bool = False) -> Order:
     """Return the order of a pass.
 
-    A permutation is drawn by `torch.randperm` up to `LISTED_UP_TO` samples, and computed where it is looked at above.
+    Up to `LISTED_UP_TO` samples `torch.randperm` draws the permutation; above, each index is computed when it is read.
 
     Args:
         length: Number of samples.
-        seed: What a permutation follows from; `None` is the dataset's own order.
-        listed: Draw the permutation whatever the length is, as versions did that knew nothing else.
+        seed: Seed of the permutation; `None` gives the dataset's own order.
+        listed: Draw the permutation whatever the length is, as older versions did.
     """
     if seed is None:
         return DatasetOrder(length)

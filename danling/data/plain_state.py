@@ -41,14 +41,14 @@ def _flat(values: Any) -> bool:
 
 
 def to_plain(value: Any, path: str = "state") -> object:
-    """Return a copy as tensors and plain values; arrays of NumPy become tensors that `from_plain` turns back.
+    """Return a copy as tensors and plain values; NumPy arrays become tensors, which `from_plain` converts back.
 
     Args:
         value: What `state_dict` returned.
-        path: Where it is, for the message.
+        path: Where the value is in the state, for the message.
 
     Raises:
-        TypeError: If a checkpoint cannot hold something; the message is its path and type.
+        TypeError: If a checkpoint cannot hold a value; the message names its path and type.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -64,7 +64,7 @@ def to_plain(value: Any, path: str = "state") -> object:
         kind: Any = next(kind for kind in (list, tuple, frozenset, set) if isinstance(value, kind))
         return items if kind is list else kind(items)
     if type(value).__module__ == "numpy" and getattr(value, "dtype", None) is not None and value.dtype.kind in "biuf":
-        # 64-bit words whatever the width: torch has no unsigned ones that all its functions take.
+        # Stored as 64-bit words whatever the width, since not all functions of torch accept unsigned dtypes.
         wide = value.astype("float64" if value.dtype.kind == "f" else "int64" if value.dtype.kind != "u" else "uint64")
         dtype = torch.float64 if value.dtype.kind == "f" else torch.int64
         words = torch.tensor((wide.view("int64") if value.dtype.kind == "u" else wide).tolist(), dtype=dtype)

@@ -10,7 +10,7 @@ from .source import BatchSource
 
 
 class Placeholder:
-    """Stands where the data of a batch would be."""
+    """Takes the place of the data of a batch."""
 
     def __repr__(self) -> str:
         return "PLACEHOLDER"
@@ -21,10 +21,10 @@ PLACEHOLDER = Placeholder()
 
 
 class ProxySource(BatchSource):
-    """A source that reads nothing: it yields placeholders, and keeps the position of the ranks that read.
+    """A source for a rank that reads no data: it yields placeholders, and its position follows that of the ranks that read.
 
-    A loader of the library, or of windows, says how many batches there are. Of a user's loader only the ranks that read it know when it
-    ends, so the proxy never does: the ranks have to agree on it.
+    For a loader of the library, or of windows, the number of batches is known. The end of a user's loader is known only to the ranks that
+    read it, so the proxy never ends by itself: the ranks have to agree on the end.
     """
 
     reads = False

@@ -64,7 +64,7 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         self.rank = rank
         self.world_size = world_size
         self.listed = False
-        """Whether the order is drawn as versions did that drew all of it; a run that began so ends so."""
+        """Whether the order is that of `torch.randperm`, as in older checkpoints; a run that began with it keeps it."""
         self.epoch = 0
         self.consumed = 0
 

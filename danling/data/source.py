@@ -1,4 +1,4 @@
-"""The one view the training loop has of any loader."""
+"""A common interface to every kind of loader: its batches, and the position in them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger("danling")
 class BatchSource:
     """Batches of a loader, and the position up to which they are consumed.
 
-    What the position means depends on the loader, which is never changed:
+    The position depends on the kind of the loader, which is never changed:
 
-    - a loader of the library: three integers, good for any number of workers and ranks, and nothing is read twice;
+    - a loader of the library: three integers, valid for any number of workers and ranks, and nothing is read twice;
     - a loader over a map-style dataset in the order of a sampler: what the sampler was like when it began the pass, and
-      how far it is, one on each rank. A `DataLoader` or `StatefulDataLoader` of the user's is read through such a one;
-    - a loader with `state_dict` and `load_state_dict`: its own state, one on each rank;
+      how far it got; one state per rank. A `DataLoader` or `StatefulDataLoader` of the user's is wrapped in this kind;
+    - a loader with `state_dict` and `load_state_dict`: its own state; one per rank;
     - a `WindowLoader`, such as that of a stream: samples consumed of the one order that all ranks share;
     - any other iterable: the number of batches consumed, which are read again and dropped when the run is resumed.
 
@@ -45,6 +45,9 @@ class BatchSource:
     Raises:
         ValueError: If `loader` cannot be iterated.
     """
+
+    reads: bool = True
+    """Whether batches are read on this rank."""
 
     def __init__(
         self,
@@ -81,16 +84,13 @@ class BatchSource:
         self._cursor.shared = shared
 
     def described(self, batch: Batch) -> object:
-        """Return something that is equal where other ranks read the same data: what the dataset holds, else the batch.
+        """Return a fingerprint by which ranks that read identical data are found: what the dataset holds, else the batch.
 
         Args:
             batch: The first one of a pass.
         """
         held = describe_dataset(self.loader)
         return describe(batch.data) if held is None else held
-
-    reads: bool = True
-    """Whether batches are read on this rank."""
 
     @property
     def kind(self) -> str:
@@ -109,7 +109,7 @@ class BatchSource:
 
     @property
     def consumed(self) -> int:
-        """How far the pass is consumed: samples over all ranks, for a user's loader batches of this rank."""
+        """How much of the pass is consumed: samples over all ranks for a loader of the library, batches of this rank for any other."""
         return self._cursor.consumed
 
     @property

@@ -112,7 +112,7 @@ class Splits:
         return names
 
     def to_score(self, evaluated: Sequence[str]) -> str | None:
-        """Return the split whose figures select the best checkpoint: that of the setting, else the one named like a validation set,
+        """Return the split whose metrics select the best checkpoint: that of the setting, else the one named like a validation set,
         else the first one evaluated."""
         asked = self._setting("score_split")
         if asked is not None:
@@ -120,7 +120,7 @@ class Splits:
         return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
 
     def check_scored(self, split: str, *, trained: Sequence[str], evaluated: Sequence[str]) -> None:
-        """Refuse a split whose figures cannot select a checkpoint.
+        """Refuse a split whose metrics cannot select a checkpoint.
 
         Args:
             split: The split that is scored.

@@ -187,7 +187,7 @@ class EngineModelStates(ModelStates):
         return tag.stage == self._stage() and (tag.world_size == self._world_size or tag.stage == 0)
 
     def _load_tag(self, tag: EngineTag) -> None:
-        engine, whole = self._engine(), not self._excluded().names("optimizer")
+        engine, whole = self._engine(), not self._excluded().mentions("optimizer")
         with engines.single_writer(engine, HashingFiles(trust=self._trust())):
             engine.load_checkpoint(str(tag.path.parent), tag=tag.path.name, load_optimizer_states=whole)
         self._tag_read = tag

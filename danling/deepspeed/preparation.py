@@ -91,7 +91,7 @@ class EnginePreparation(ModelPreparation):
         return False
 
     def optimized_parameters(self, optimizer: SteppedOptimizer) -> list[nn.Parameter]:
-        """Return what the engine updates; ZeRO's optimizer has flat pieces of it. May be called on one rank."""
+        """Return the parameters that the engine updates, of which ZeRO's optimizer holds flat pieces. May be called on one rank."""
         if self.engine is None:
             return super().optimized_parameters(optimizer)
         held = {name for names in self.group_names for name in names} or self._trained
@@ -110,11 +110,11 @@ class EnginePreparation(ModelPreparation):
             for parameter in model.parameters():
                 self.world.broadcast(parameter.data)
         if self.engine is not None and engines.is_divided(self.engine):
-            # ZeRO updates weights of its own in float32, which would come back with the next update.
+            # ZeRO updates its own float32 copy of the weights, which would otherwise overwrite these at the next update.
             self.engine.optimizer.refresh_fp32_params()
 
     def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
-        """Give all ranks the buffers of the first one, which an engine leaves alone."""
+        """Broadcast the buffers of the first rank, which an engine does not do."""
         if self.data.size > 1:
             for buffer in (*self.unwrap(model).buffers(), *more):
                 self.world.broadcast(buffer)
@@ -126,7 +126,7 @@ class EnginePreparation(ModelPreparation):
 
     @contextmanager
     def averaged(self, ema: EMA) -> Iterator[None]:
-        """Put the averaged weights into the model, and the trained ones back on exit."""
+        """Put the EMA weights into the model, and the trained ones back on exit."""
         applied = ema.applied()
         with engines.gathered(self.engine, modify=True):
             applied.__enter__()
@@ -137,7 +137,7 @@ class EnginePreparation(ModelPreparation):
                 applied.__exit__(None, None, None)
 
     def update_averages(self, ema: EMA, model: nn.Module) -> None:
-        """Let the averaged weights follow an update, for which the weights are made whole."""
+        """Update the EMA of the weights after an update, for which the weights are gathered."""
         with self.whole_weights(model, modify=False):
             ema.update()
 

@@ -30,7 +30,7 @@ class ArtifactDirectory:
     """A subfolder of `compile.precompile_artifact_dir`, which is the cache of torch's compiler while anything is compiled.
 
     Compiled code is loaded into the process and run: whoever may write into the folder may run code, so it must be one that is trusted.
-    What was compiled is listed with its SHA-256 sums. At the next start everything is compared with them: a folder with a file that is
+    What was compiled is listed with its SHA-256 checksums. At the next start everything is compared with them: a folder with a file that is
     not as it was written is emptied, and everything is compiled anew; what a killed run has left half-written is removed. Nothing that
     is wrong with the folder ends a run: it is warned about, once.
 
@@ -116,7 +116,7 @@ class ArtifactDirectory:
         return True
 
     def _read_manifest(self) -> dict[str, str] | None:
-        """Return the sums by name; what cannot be read lists nothing that is there."""
+        """Return the checksums by name; what cannot be read lists nothing that is there."""
         try:
             text = (self.path / _MANIFEST).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -177,7 +177,7 @@ class ArtifactDirectory:
         return torch.compiler.load_cache_artifacts(content) is not None
 
     def seal(self, *, everything: bool) -> None:
-        """List what is in the folder with its sums, so that the next start may use it.
+        """List what is in the folder with its checksums, so that the next start may use it.
 
         Args:
             everything: Whether nothing is being compiled by any process of the run. Else a library that this process has not loaded

@@ -1,4 +1,4 @@
-"""Weights that are divided over ranks, put together for a while."""
+"""Temporarily gathers weights that are divided over ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from danling.utils.tensors import is_sharded, whole
 
 @contextmanager
 def wholly(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Put plain parameters of full shape in the place of a model's own, and its own back on exit. Enter on all ranks of its meshes.
+    """Replace divided parameters of a model by whole, plain ones; on exit the own ones are put back. Enter on all ranks of its meshes.
 
     Args:
         model: The model, or this rank's part of it, resharded.
 
     Returns:
-        For every parameter the model's own and the one that stands in its place, which is the same one where it is not divided.
+        Pairs of the model's own parameter and its stand-in, which is the same object if it is not divided.
     """
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     owners = [
@@ -27,7 +27,7 @@ def wholly(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]
     for module, name, own in owners:
         if own not in stand_ins:
             stand_ins[own] = nn.Parameter(whole(own.detach()), own.requires_grad) if is_sharded(own) else own
-        # Not by setattr, which modules of FSDP watch.
+        # Not by `setattr`, which modules of FSDP override.
         module._parameters[name] = stand_ins[own]
     try:
         yield list(stand_ins.items())

@@ -24,7 +24,7 @@ class MetricSet:
     object of its class.
 
     Args:
-        metrics: Metrics by name; a name of `""` stands for an object whose figures have names of their own.
+        metrics: Metrics by name; a name of `""` stands for an object whose metrics have names of their own.
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class MetricSet:
 
         Args:
             metrics: The user's.
-            domain: Ranks that figures will be computed over, where they are known already.
+            domain: Ranks that metrics will be computed over, where they are known already.
             device: Where predictions will be; objects that can be moved go there.
 
         Raises:
@@ -114,9 +114,9 @@ class MetricSet:
                 _without_target(name or "metrics", metric.update, pred)
 
     def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
-        """Return the figures over the domain, by name, the same on all its members. Call on all of them.
+        """Return the metrics over the domain, by name, the same on all its members. Call on all of them.
 
-        A figure that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
+        A metric that no member has data for is left out. Several values of one metric are called `name.key` or `name.0`.
 
         Raises:
             ValueError: If a metric cannot be computed over the domain, or is no number.

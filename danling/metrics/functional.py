@@ -1,4 +1,4 @@
-"""Common figures as `(sum, weight)`, so that they stay exact over batches and ranks.
+"""Common metrics as `(sum, weight)`, so that they stay exact over batches and ranks.
 
 What is no mean follows from one: the perplexity of a language model is `math.exp(result["loss"])`, the root mean squared error
 `math.sqrt(result["mse"])`; compute them in an overridden `summarize`.

@@ -14,7 +14,7 @@ from danling.utils.protocols import ReductionDomain
 
 
 class Meter:
-    """Sum and weight of one figure, in float64.
+    """Sum and weight of one metric, in float64.
 
     On the CPU they are Python floats; on an accelerator 0-dim tensors that nobody waits for.
     """
@@ -43,7 +43,7 @@ class Meters:
         {'loss': 2.5}
 
     Args:
-        reserved: Names that are refused, since their figures come from elsewhere and would be mixed with these.
+        reserved: Names that are refused, since their metrics come from elsewhere and would be mixed with these.
     """
 
     def __init__(self, *, reserved: Iterable[str] = ()) -> None:
@@ -91,7 +91,7 @@ class Meters:
             weight = _number("weight", weight)
         if name in self._reserved:
             raise ValueError(
-                f"Expected a name out of use for a meter. Received: {name!r}, which the runner figures itself. Choose another "
+                f"Expected a name out of use for a meter. Received: {name!r}, which the runner computes itself. Choose another "
                 f"name, such as 'my_{name}'."
             )
         if isinstance(weight, Tensor):
@@ -169,10 +169,10 @@ def _number(name: str, value: object) -> float | Tensor:
 
 
 def as_number(name: str, value: object) -> float:
-    """Return a figure as a float: a number of Python or numpy, or a tensor with one element, which is waited for.
+    """Return a metric as a float: a number of Python or numpy, or a tensor with one element, which is waited for.
 
     Args:
-        name: What the figure is called in the error.
+        name: What the metric is called in the error.
         value: The figure.
 
     Raises:
@@ -194,7 +194,7 @@ def _not_a_number(name: str, value: object) -> ValueError:
     kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
     received = f"{value!r} ({kind})" if shape is None else f"a {kind} of shape {tuple(shape)}"
     return ValueError(
-        f"Expected a single number for figure {name!r}. Received: {received}. Reduce what has more than one, such as by .mean()."
+        f"Expected a single number for metric {name!r}. Received: {received}. Reduce what has more than one, such as by .mean()."
     )
 
 

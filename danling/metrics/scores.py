@@ -59,7 +59,7 @@ class ScoreBoard:
     """The scores of a run, the best of them, and how long it is since.
 
     Args:
-        name: Figure to watch.
+        name: Metric to watch.
         split: Split it is taken from.
         mode: `"min"`, `"max"`, or `None` to infer it from the name.
         min_delta: A score is better when it differs by more than this.
@@ -96,13 +96,13 @@ class ScoreBoard:
 
         Args:
             index: Completed epoch or global step. One that was recorded before is replaced, and counts once.
-            result: Figures by split.
+            result: Metrics by split.
 
         Returns:
             Whether it is the best one.
 
         Raises:
-            ValueError: If the figure is not there; the message names those that are.
+            ValueError: If the metric is not there; the message names those that are.
         """
         self.check(result)
         figures = result[self.split]
@@ -123,10 +123,10 @@ class ScoreBoard:
         """Refuse an evaluation without the figure.
 
         Args:
-            result: Figures by split.
+            result: Metrics by split.
 
         Raises:
-            ValueError: If the figure is not there; the message names those that are.
+            ValueError: If the metric is not there; the message names those that are.
         """
         if not self.finds(result):
             present = [f"{split}.{name}" for split, values in result.items() for name in values]
@@ -137,12 +137,12 @@ class ScoreBoard:
                 else ""
             )
             raise ValueError(
-                f"Expected the score {self.split}.{self.name} among the figures of an evaluation. Received: {present}. Set "
+                f"Expected the score {self.split}.{self.name} among the metrics of an evaluation. Received: {present}. Set "
                 f"score_split and score_name to one of them.{source}"
             )
 
     def finds(self, result: Mapping[str, Mapping[str, float]]) -> bool:
-        """Whether the figure is among those of an evaluation."""
+        """Whether the metric is among those of an evaluation."""
         return self.name in result.get(self.split, {})
 
     def best_of(self, scores: Mapping[int, float]) -> int | None:

@@ -16,7 +16,7 @@ class Standing:
         own: Whether the scores are the program's, not those of the board.
 
     Attributes:
-        board: Scores of the split and the figure that are watched; `None` before it is known which, and where nothing is evaluated.
+        board: Scores of the split and the metric that are watched; `None` before it is known which, and where nothing is evaluated.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Optimizer state keyed by parameter name, so that it outlives the order of parameters and the shape of a run."""
+"""Optimizer state by parameter name: it depends neither on the order of the parameters nor on the number of processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from danling.utils.names import canonical_name
 def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
     """Return the name of every parameter of every group.
 
-    A parameter that no given name belongs to is called `group.{i}.{j}` by its place in the optimizer.
+    A parameter without a name is called `group.{i}.{j}` by its place in the optimizer.
 
     Args:
         optimizer: The optimizer.
-        named_parameters: Names and parameters, in model order; of tied names the first counts.
+        named_parameters: Names and parameters, in model order; for a tied parameter the first name is used.
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters:

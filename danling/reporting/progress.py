@@ -29,7 +29,7 @@ _BAR = "{desc}  {n_fmt}/{total_fmt}, {remaining} left |{bar}|"
 class Progress:
     """Progress towards a number of steps.
 
-    On a terminal it draws a bar of `tqdm`, figures first: where there is little room it is the bar that gives way. Elsewhere (a file, a
+    On a terminal it draws a bar of `tqdm`, metrics first: where there is little room it is the bar that gives way. Elsewhere (a file, a
     pipe, CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the first and the last are
     always written. Counting costs about a microsecond a step with a bar, a tenth of one without.
 
@@ -116,11 +116,11 @@ class Progress:
         return "  ".join(part for part in (head, self._figures) if part)
 
     def show(self, step: int, values: Mapping[str, float], *, speed: str = "") -> None:
-        """Show figures at `step`: on the bar, and as a line of the log when one is due.
+        """Show metrics at `step`: on the bar, and as a line of the log when one is due.
 
         Args:
             step: As for `update`.
-            values: Figures by name.
+            values: Metrics by name.
             speed: Speed in a few words, such as `5.1k samples/s`; steps a second without.
         """
         self.update(step)
@@ -136,12 +136,12 @@ class Progress:
             self._withheld = line
 
     def write_last(self) -> None:
-        """Write the line of the last figures, if it was withheld: what is said next is the end."""
+        """Write the line of the last metrics, if it was withheld: what is said next is the end."""
         if self._withheld is not None:
             self._write(self._withheld)
 
     def forget_last(self) -> None:
-        """Leave out a line that was withheld: later figures have been said."""
+        """Leave out a line that was withheld: later metrics have been said."""
         self._withheld = None
 
     def _write(self, line: str) -> None:
@@ -149,7 +149,7 @@ class Progress:
         logger.info("%s", line, extra={SHOWN_ON_BAR: True})
 
     def line(self, figures: str = "", speed: str = "") -> str:
-        """Return the state as one plain line: name, steps, share, figures, speed and time left."""
+        """Return the state as one plain line: name, steps, share, metrics, speed and time left."""
         share = f"/{self.total} ({100 * self.step / self.total:.0f}%)" if self.total else ""
         head = f"{self.desc or self.unit}{f' {self.epoch}' if self.epoch else ''} {self.step}{share}"
         done, elapsed = self.step - self.initial, self._clock() - self._started
@@ -186,10 +186,10 @@ def is_terminal(stream: Any) -> bool:
 
 
 def format_scores(values: Mapping[str, Any]) -> str:
-    """Return figures as one short text, in their order.
+    """Return metrics as one short text, in their order.
 
     Args:
-        values: Figures by name, or such mappings by split.
+        values: Metrics by name, or such mappings by split.
 
     Examples:
         >>> format_scores({"loss": 0.12345, "accuracy": 0.95})

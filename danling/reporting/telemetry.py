@@ -147,7 +147,7 @@ class Telemetry:
         learning_rates: Sequence[float] = (),
         grad_norm: float | Tensor | None = None,
     ) -> dict[str, float]:
-        """Return the figures since the last report and open the next window.
+        """Return the metrics since the last report and open the next window.
 
         Args:
             global_step: Optimizer updates committed.

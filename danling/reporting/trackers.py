@@ -26,7 +26,7 @@ class Tracker(Protocol):
         """Record figures.
 
         Args:
-            values: Figures by name, usually `split/name`.
+            values: Metrics by name, usually `split/name`.
             step: Global step: optimizer updates committed.
         """
         ...
@@ -41,7 +41,7 @@ class Tracker(Protocol):
 
 
 class TrackerSet:
-    """The trackers of a run: each is opened once, gets every figure, and is flushed and closed with the others.
+    """The trackers of a run: each is opened once, gets every metric, and is flushed and closed with the others.
 
     Args:
         is_main: Whether this process sends figures. Others open none, and only close what they were given.
@@ -58,7 +58,7 @@ class TrackerSet:
         self.is_main = is_main
         self.is_open = False
         self.opened: list[Tracker] = []
-        """What figures are sent to."""
+        """What metrics are sent to."""
         self._added: list[Any] = []
 
     def add(self, tracker: Tracker | Callable[[], Tracker]) -> None:
@@ -95,10 +95,10 @@ class TrackerSet:
             self.opened.append(tracker if _is_tracker(tracker) else _made_by(tracker))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send figures to every tracker.
+        """Send metrics to every tracker.
 
         Args:
-            values: Figures by name, usually `split/name`.
+            values: Metrics by name, usually `split/name`.
             step: Global step: optimizer updates committed.
         """
         for tracker in self.opened:
@@ -159,12 +159,12 @@ class JsonlTracker:
         """Append one line.
 
         Raises:
-            ValueError: If a figure is called `step` or `time`.
+            ValueError: If a metric is called `step` or `time`.
         """
         for name in ("step", "time"):
             if name in values:
                 raise ValueError(
-                    "Expected names of figures other than 'step' and 'time', which every line has. "
+                    "Expected names of metrics other than 'step' and 'time', which every line has. "
                     f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
                 )
         if self._stream is None:
@@ -289,7 +289,7 @@ class WandbTracker:
         self.run = wandb.init(id=run_id, resume=_resume_policy(mode), **settings)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send figures; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
+        """Send metrics; wandb drops those of steps before its newest, so that curves of a resumed run never double."""
         self.run.log({name: float(value) for name, value in values.items()}, step=step)
 
     def flush(self) -> None:

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 Results = dict[int, dict[str, dict[str, float]]]
-"""Evaluated and trained figures by completed epoch or global step, then by split."""
+"""Evaluated and trained metrics by completed epoch or global step, then by split."""
 
 SplitNames = str | Sequence[str] | None
 """One split, several, or `None` for those that the configuration or their names say."""
@@ -109,7 +109,7 @@ class BaseRunner(metaclass=MetaRunner):
         state: Counters, attempts and random streams; saved with every checkpoint.
         mode: `"train"`, `"evaluate"` or `"infer"`.
         model: The model; wrapped for the stack after construction.
-        ema: Averaged weights, or `None`.
+        ema: The exponential moving average of the weights, or `None`.
         criterion: Loss callable `(pred, target) -> 0-dim tensor`, or `None`.
         optimizer: The optimizer, or `None`.
         scheduler: The learning-rate scheduler, or `None`.
@@ -118,7 +118,7 @@ class BaseRunner(metaclass=MetaRunner):
         metrics: What evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
-        results: Figures by completed epoch or global step, then by split.
+        results: Metrics by completed epoch or global step, then by split.
         standing: Which score is the best, and how long it is since.
         run_state: The parts of a checkpoint, in the order in which they are restored.
         saver: What saves them, and where the last save stands.
@@ -451,7 +451,7 @@ class BaseRunner(metaclass=MetaRunner):
         raise _unimplemented(self, "evaluate_step")
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
-        """Return the figures of an evaluation."""
+        """Return the metrics of an evaluation."""
         raise _unimplemented(self, "summarize")
 
     @overload
@@ -514,7 +514,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     @property
     def score_split(self) -> str | None:
-        """The split whose figures select the best checkpoint."""
+        """The split whose metrics select the best checkpoint."""
         return self._data.splits.to_score(self.evaluate_splits)
 
     def build_dataloaders(self) -> None:
@@ -691,9 +691,9 @@ class BaseRunner(metaclass=MetaRunner):
 
     @property
     def scores(self) -> dict[int, float]:
-        """The monitored figure by completed epoch or global step, of evaluations only.
+        """The monitored metric by completed epoch or global step, of evaluations only.
 
-        Override it for a score of your own, such as one made of several figures in `self.results`, in the order of the
+        Override it for a score of your own, such as one made of several metrics in `self.results`, in the order of the
         evaluations: the best and the latest score, `best`, early stopping and metric schedulers go by it. No communication: the same
         on all ranks.
         """
@@ -732,7 +732,7 @@ class BaseRunner(metaclass=MetaRunner):
     # What is seen of the run
 
     def add_tracker(self, tracker: Tracker | Callable[[], Tracker]) -> None:
-        """Send every figure of the run to a tracker of your own as well; call it in `__init__` or before `train`, on all ranks.
+        """Send every metric of the run to a tracker of your own as well; call it in `__init__` or before `train`, on all ranks.
 
         It is opened once, when training first begins, gets what `metrics.jsonl` gets, is flushed at every checkpoint and at the end of
         every training, also one that fails, and is closed by `close`.
@@ -749,25 +749,25 @@ class BaseRunner(metaclass=MetaRunner):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """What figures are sent to: empty before training begins, and on all processes but the main one."""
+        """What metrics are sent to: empty before training begins, and on all processes but the main one."""
         return self._reporter.trackers.opened
 
     def log_figures(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Send figures to every tracker, `metrics.jsonl` included. May be called on all ranks; the main process sends them.
+        """Send metrics to every tracker, `metrics.jsonl` included. May be called on all ranks; the main process sends them.
 
         Args:
-            values: Figures by name, usually `split/name`.
+            values: Metrics by name, usually `split/name`.
             step: Global step; `None` is that of `train_state`.
         """
         self.open_trackers()
         self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
 
     def open_trackers(self) -> None:
-        """Open what keeps the figures, when training begins: a runner that only evaluates leaves an earlier run's alone."""
+        """Open what keeps the metrics, when training begins: a runner that only evaluates leaves an earlier run's alone."""
         if self._reporter.trackers.is_open:
             return
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
-            # It may look into the directory of another run, but its figures must not replace those that are there.
+            # It may look into the directory of another run, but its metrics must not replace those that are there.
             self.checkpoint_manager.check_directory()
             self._run_place.write_figures(resumed=self.state.train.global_step > 0)
         # First of all at the end: what a tracker has to say then stands in the log of the run.

@@ -28,7 +28,7 @@ class GraphRunner(TorchRunner):
 
     What becomes part of the graph is the model, and `compute_loss` with the criterion; an override of `train_step` calls that of the
     library, with what it makes of the batch. The backward is compiled with them; weights of micro-batches, the vote, clipping, optimizer
-    and averages stay outside, as on every stack. Evaluation and inference run the model as it is, uncompiled. `compile.enable` need not be
+    and EMA stay outside, as on every stack. Evaluation and inference run the model as it is, uncompiled. `compile.enable` need not be
     set; `compile.fullgraph` is true and `compile.dynamic` false unless they are set.
 
     `compile.memory_policy` says what is kept for the backward, `compile.precompile_artifact_dir` where compiled code is kept for the next

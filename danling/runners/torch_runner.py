@@ -304,7 +304,7 @@ class TorchRunner(BaseRunner):
             evaluate_splits: Splits to evaluate; `None` is `self.evaluate_splits`.
 
         Returns:
-            `self.results`: figures by completed epoch or global step, then by split.
+            `self.results`: metrics by completed epoch or global step, then by split.
 
         Raises:
             ValueError: If there is no budget, no optimizer, or nothing to train on.
@@ -346,8 +346,8 @@ class TorchRunner(BaseRunner):
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train what is left of one pass over one split. Call on all ranks.
 
-        What an override returns are the figures of the split. Called alone, it trains the next pass, and closes the epoch when every
-        split to train on has had its pass: `epoch` is counted, the figures go into `results`, a schedule by epochs advances. Evaluating and
+        What an override returns are the metrics of the split. Called alone, it trains the next pass, and closes the epoch when every
+        split to train on has had its pass: `epoch` is counted, the metrics go into `results`, a schedule by epochs advances. Evaluating and
         saving are left to the caller; a signal, `stop()` and `max_time` end it as they end `train`.
 
         Args:
@@ -404,7 +404,7 @@ class TorchRunner(BaseRunner):
         self._session.request("save")
 
     def count_tokens(self, data: Any) -> float:
-        """Return the tokens of a batch for the figures of speed, 0 for data that has none; override it for batches of your own.
+        """Return the tokens of a batch for the metrics of speed, 0 for data that has none; override it for batches of your own.
 
         No communication: may be called on one rank.
 
@@ -694,7 +694,7 @@ class TorchRunner(BaseRunner):
             splits: One split or several; `None` is `evaluate_splits`.
 
         Returns:
-            Figures by split, the same on all ranks.
+            Metrics by split, the same on all ranks.
 
         Raises:
             ValueError: If a split is unknown, or there is none.
@@ -745,9 +745,9 @@ class TorchRunner(BaseRunner):
         return self._parts.evaluator.forward.evaluate(data)
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
-        """Return the figures of an evaluation; override to add those that are no mean, such as a perplexity.
+        """Return the metrics of an evaluation; override to add those that are no mean, such as a perplexity.
 
-        Call on all ranks. Each figure is a number, or a tensor of one. `super().summarize(split, totals)` returns means over all
+        Call on all ranks. Each metric is a number, or a tensor of one. `super().summarize(split, totals)` returns means over all
         ranks, from which others follow:
         `result["perplexity"] = math.exp(result["loss"])`.
 
@@ -802,7 +802,7 @@ class TorchRunner(BaseRunner):
     # What is saved and restored
 
     def build_model_states(self) -> ModelStates:
-        """Return how the states of model, averages and optimizer are read and put back; a stack that divides them brings its own."""
+        """Return how the states of model, EMA and optimizer are read and loaded; a stack that divides them overrides this."""
         return ModelStates(
             model=lambda: self.unwrapped_model,
             named_parameters=lambda: self.named_parameters(),
@@ -811,7 +811,7 @@ class TorchRunner(BaseRunner):
         )
 
     def component_parts(self) -> list[StatePart]:
-        """Return model, criterion, averages, optimizer and scheduler, in the order in which they are restored."""
+        """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
         return component_parts(self, lambda: self._parts.saved_without)
 
     def progress_parts(self) -> list[StatePart]:
@@ -870,7 +870,7 @@ class TorchRunner(BaseRunner):
         super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
-        """Restore model, criterion, averages, optimizer and scheduler, in this order. Called on all ranks.
+        """Restore model, criterion, EMA, optimizer and scheduler, in this order. Called on all ranks.
 
         Args:
             payload: What is left of the payload of a checkpoint.
@@ -903,7 +903,7 @@ class TorchRunner(BaseRunner):
         """Restore the averaged weights. Called on all ranks.
 
         Args:
-            state: What the averages' `state_dict` returned: `weights` by canonical name, and `num_updates`.
+            state: What `EMA.state_dict` returned: `weights` by canonical name, and `num_updates`.
             partial: Begin the average of weights that are missing at the model's, instead of refusing.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a run has to close, in the order in which it is closed: once."""
+"""Closes everything that a run has opened, in reverse order, exactly once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 
 class Closers(ExitStack):
-    """Closes what was opened, the last one first; everything is closed also where something fails.
+    """Closes what was opened, last opened first; if one of them fails, the others are closed all the same.
 
     Attributes:
         closed: Whether it was closed.

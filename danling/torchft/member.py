@@ -1,4 +1,4 @@
-"""What one replica group does as a member of those that train a run together."""
+"""One replica group as a member of the groups that train a run together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Groups(Quorum, Protocol):
         """Groups that take part in the open update, or took part in the last one; 0 before the first."""
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the counts of a checkpoint."""
 
     def sum_totals(self, totals: Mapping[str, tuple[float, float]]) -> Totals:
         """Add sums and weights by name over the groups that took part in the last update."""
@@ -39,7 +39,7 @@ class Groups(Quorum, Protocol):
 
 
 class Checkpoints(Protocol):
-    """The full checkpoints of the run, of which all groups have one set; see `danling.checkpoints.CheckpointManager`."""
+    """The full checkpoints of the run, which all groups share; see `danling.checkpoints.CheckpointManager`."""
 
     def find_latest(self) -> Path | None:
         """Return the newest checkpoint."""
@@ -57,13 +57,13 @@ class ReplicaMember:
     It is built only with `ft.enabled`. Call every method on all ranks of the group.
 
     Args:
-        groups: What is agreed on with the other groups.
+        groups: Communicates with the other groups.
         healing: Takes over the state of another group.
         world: All ranks of this group.
-        copies: Returns the tensors of which every rank of this group has a copy, the same in the same order.
-        remember: Returns what takes the micro-batches of the next update back.
+        copies: Returns the tensors of which every rank of this group has a copy, in the same order on all ranks.
+        remember: Returns a function that undoes the micro-batches of the next update.
         statistics: Returns the running means and variances of normalisation, which every forward changes.
-        resumes: Whether this group goes on from a checkpoint that another one writes.
+        resumes: Returns whether this group may resume from a checkpoint that another group wrote.
         checkpoints: Returns the manager of the full checkpoints.
         directory: Returns where they lie.
         step: Returns how many updates were committed.
@@ -121,7 +121,7 @@ class ReplicaMember:
         return self.update.around(reduction)
 
     def _begin_alike(self, healed: bool) -> bool:
-        # At step 0 each rank takes its weights from a group of its own choice, and ranks of one group from different ones.
+        # At step 0 TorchFT lets each rank copy weights from any group, so ranks of one group may copy from different ones.
         if not any(self._world.gather_objects(healed)):
             return False
         with torch.no_grad():
@@ -130,7 +130,7 @@ class ReplicaMember:
         return True
 
     def _catch_up(self) -> bool:
-        """Go on from a checkpoint that the others have written since this process began, when it joins and finds nobody."""
+        """Load a checkpoint that the others have written since this process started, if none of them is there when it joins."""
         if not self._resumes() or self.groups.num_participants > 1:
             return False
         manager: Checkpoints = self._checkpoints()
@@ -148,7 +148,7 @@ class ReplicaMember:
         """
         if not self.groups.num_participants:
             return totals
-        # One answer for the group: its ranks may meet different errors.
+        # All ranks of the group use rank 0's result, since they may meet different errors.
         shared: Totals = self._world.broadcast_object(self.groups.sum_totals(totals))
         return shared
 
@@ -164,15 +164,15 @@ class ReplicaMember:
         )
 
     def _fresh_counts(self) -> dict[str, int]:
-        # A run that begins to train in groups at a checkpoint counts from there: at 0 they would all start from one group.
+        # A run whose checkpoint was made without groups counts from there: at 0 all groups would copy the state of one of them.
         tried = self._tried()
         return {"step": tried, "batches_committed": tried}
 
     def writes(self) -> bool:
-        """Whether full checkpoints are this group's to write: one of those that take part does, until it dies."""
+        """Whether this group writes the full checkpoints: one of the participating groups does, until it fails."""
         held, mine = self._world.on_first(self._acquire)
         if mine and not held:
-            # Saves of the group that wrote before come first: the state of this one follows from them.
+            # Continue the history of saves of the group that wrote before.
             manager: Checkpoints = self._checkpoints()
             source = manager.find_latest()
             if source is not None:
@@ -181,18 +181,18 @@ class ReplicaMember:
 
     def _acquire(self) -> tuple[bool, bool]:
         if self._writer is None:
-            # Groups that do not share the directory each have a right of their own, and each write.
+            # Groups that do not share the directory each have a lock of their own, and each write.
             self._writer = FileLock(self._directory() / "writer.lock")
         return self._writer.held, self._writer.acquire()
 
     # Leaving
 
     def leave(self) -> None:
-        """Leave the other groups, which go on without this one; the next update joins them again."""
+        """Leave the other groups, which continue without this one; the next update joins them again."""
         self.groups.leave()
 
     def close(self) -> None:
-        """Give the right to write back, and leave the other groups. A second call does nothing."""
+        """Release the lock for writing, and leave the other groups. A second call does nothing."""
         if self._writer is not None:
             self._writer.release()
         self.leave()

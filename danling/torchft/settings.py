@@ -76,7 +76,7 @@ def workspace_part(config: RunnerConfig) -> str | None:
 def check_layout(
     stack: str, axes: Mapping[str, int], *, shared: Collection[str], replica_id: int, group_size: int
 ) -> None:
-    """Refuse a layout that replica groups cannot have, and a place that is none of theirs.
+    """Refuse a layout that replica groups do not support, and a `replica_id` outside the groups.
 
     Args:
         stack: Name of the stack.
@@ -86,7 +86,7 @@ def check_layout(
         group_size: Number of groups.
 
     Raises:
-        ValueError: If the stack is neither `ddp` nor `parallel`, another axis is used, or the place is none.
+        ValueError: If the stack is neither `ddp` nor `parallel`, another axis is used, or `replica_id` is not one of the groups.
     """
     others = {name: size for name, size in axes.items() if name not in shared and size != 1}
     if stack not in ("ddp", "parallel") or others:

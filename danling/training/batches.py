@@ -163,7 +163,7 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         data: The batch, whose samples count where there is no target tensor.
 
     Returns:
-        A float, or a 0-dim tensor on the target's device that has not been waited for.
+        A float, or a 0-dim tensor on the target's device, which is not synchronized with the host.
     """
     if not isinstance(target, Tensor):
         return float(count_samples(data))
@@ -192,7 +192,7 @@ def model_weight(model: object, target: object, data: object, *, shifts: bool | 
         shifts: Whether the model shifts its labels; `None` is what its class tells.
 
     Returns:
-        A float, or a 0-dim tensor on the device of the labels that has not been waited for.
+        A float, or a 0-dim tensor on the device of the labels, which is not synchronized with the host.
     """
     aligned = data.get(_ALIGNED) if isinstance(data, Mapping) else None
     if isinstance(aligned, Tensor):
@@ -229,7 +229,7 @@ def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None
     if ignore_index is None:
         return weights[target].sum()
     counts = target != ignore_index
-    # Of a fixed shape, so that nobody waits for the device.
+    # A fixed shape needs no synchronization with the device.
     return (weights[target.where(counts, 0)] * counts).sum()
 
 

@@ -142,5 +142,5 @@ def warning_of_score(name: str, score: float, index: int) -> str | None:
     never = " NaN is never the best, and counts against patience." if math.isnan(score) else ""
     return (
         f"Expected the score {name} to be finite. Received: {score} at {index}.{never} See to it that the metric is defined on the whole "
-        "split, or set score_name to another figure."
+        "split, or set score_name to another metric."
     )

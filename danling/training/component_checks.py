@@ -162,7 +162,7 @@ def check_passes(dataloaders: Mapping[str, object], epochs: int | None) -> None:
 
 
 def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
-    """Refuse a metric by the name of a figure that the library computes itself.
+    """Refuse a metric whose name the library uses for a metric of its own.
 
     Args:
         metrics: What the user assigned.

@@ -1,4 +1,4 @@
-"""What an optimizer trains of a model: what it leaves out, what is not the model's, and what gets no gradient."""
+"""Compares the parameters of an optimizer with those of the model: which are left out, foreign, or without a gradient."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which parameters of a model an optimizer has.
+    """Which parameters of a model an optimizer updates.
 
     Attributes:
-        trained: Number of those that require a gradient and are in the optimizer.
-        left_out: Names of those that require a gradient and are in none.
-        foreign: Shapes of what the optimizer has besides.
+        trained: Number of parameters that require a gradient and are in the optimizer.
+        left_out: Names of parameters that require a gradient and are not in it.
+        foreign: Shapes of tensors in the optimizer that are not parameters of the model.
     """
 
     trained: int = 0
@@ -47,19 +47,19 @@ class Coverage:
 
     @classmethod
     def joined(cls, ranks: Sequence[Coverage]) -> Coverage:
-        """Return what all ranks have together, of which each may hold a part of the model."""
+        """Return the coverage of the whole model, of which each rank may hold a part."""
         names = dict.fromkeys(name for rank in ranks for name in rank.left_out)
         foreign = max((rank.foreign for rank in ranks), key=len, default=[])
         return cls(sum(rank.trained for rank in ranks), list(names), foreign)
 
     def check(self, kind: str) -> None:
-        """Refuse an optimizer that would train nothing of a model that can be trained.
+        """Refuse an optimizer that would train no parameter of a model that has trainable ones.
 
         Args:
             kind: Class of the optimizer, for the error.
 
         Raises:
-            ValueError: If it would.
+            ValueError: If the optimizer has none of the trainable parameters.
         """
         if self.left_out and not self.trained:
             raise ValueError(
@@ -69,7 +69,7 @@ class Coverage:
             )
 
     def warnings(self, kind: str) -> list[str]:
-        """Return a sentence for what is left out, and one for what is not the model's."""
+        """Return a sentence about parameters that are left out, and one about foreign ones."""
         found = []
         if self.left_out:
             found.append(
@@ -87,10 +87,10 @@ class Coverage:
 
 
 class GradientWatch:
-    """Notes which parameters get a gradient, where it is taken away before anyone can look.
+    """Notes which parameters get a gradient, for stacks that remove gradients before they can be examined.
 
     Args:
-        named: The parameters. Each is watched until its first gradient comes, or the watch is closed.
+        named: The parameters. Each is watched until it gets its first gradient, or the watch is closed.
     """
 
     def __init__(self, named: NamedParameters) -> None:
@@ -106,7 +106,7 @@ class GradientWatch:
         self._missing.pop(key, None)
 
     def close(self) -> list[str]:
-        """Stop watching, and return the names of the parameters that got none."""
+        """Stop watching, and return the names of the parameters that got no gradient."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -117,9 +117,9 @@ def ungraded_names(mine: Sequence[str], trained: Iterable[str], domain: Reductio
     """Return the names of parameters that got a gradient on no rank. Called on all ranks.
 
     Args:
-        mine: Those that got none on this rank.
+        mine: Names of the parameters that got none on this rank.
         trained: Names of all parameters that are trained on this rank.
-        domain: All ranks. Of a parameter that several of them hold, each may have used another one.
+        domain: All ranks. If several hold copies of a parameter, it is enough that one of them has used it.
     """
     missing = dict.fromkeys(name for names in domain.gather_objects(list(mine)) for name in names)
     if not missing:
@@ -138,6 +138,6 @@ def ungraded(names: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many there are."""
+    """Return the first five names as text, with the total number if there are more."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown}, ... ({len(names)} in all)"

@@ -209,7 +209,7 @@ class Trial:
     """What one batch of a split came to before the first update.
 
     Attributes:
-        figures: The figures; `None` where they are not defined on one batch.
+        figures: The metrics; `None` where they are not defined on one batch.
         scored: Whether the step gave a loss.
     """
 
@@ -227,7 +227,7 @@ def try_one_batch(
 ) -> Trial | None:
     """Evaluate the first batch of a split, so that an error in it comes before anything is trained; loader and buffers stay as they are.
 
-    Some figures need more than one batch, so an error of `summarize` is a warning where it comes on all ranks. Where only some ranks
+    Some metrics need more than one batch, so an error of `summarize` is a warning where it comes on all ranks. Where only some ranks
     fail, the others wait for them, and it is raised.
 
     Args:
@@ -235,7 +235,7 @@ def try_one_batch(
         reopen: Returns another source over the same loader. How a pass began is remembered with the place in a loader of the user's, so
             its place in training is not moved.
         evaluate: Evaluates the first batch of a source.
-        summarize: Returns the figures of its sums.
+        summarize: Returns the metrics of its sums.
         written: Tensors that a forward may write to.
 
     Returns:
@@ -255,7 +255,7 @@ def try_one_batch(
             if not all_arrive(f"tried/{source.split}", seconds=_PATIENCE_SECONDS):
                 raise
             logger.warning(
-                "Of one batch, the figures of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
+                "Of one batch, the metrics of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
                 "else mend the metric or `summarize` now.",
                 source.split,
                 type(error).__name__,
@@ -289,11 +289,11 @@ def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:
         figures: What it returned.
 
     Raises:
-        ValueError: If these are no figures by name.
+        ValueError: If these are no metrics by name.
     """
     if not isinstance(figures, Mapping):
         raise ValueError(
-            f"Expected `{hook}` to return figures by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "
+            f"Expected `{hook}` to return metrics by name. Received: {figures!r} ({type(figures).__name__}) for split {split!r}. Return "
             f"those of super().{hook}(...), or a mapping such as {{'loss': 0.5}}."
         )
     return {str(name): as_number(f"{split}/{name}", value) for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""Evaluation and inference of whole splits: from their batches to figures and predictions."""
+"""Evaluation and inference of whole splits: from their batches to metrics and predictions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EvaluationMode = Literal["evaluate", "infer"]
 
 
 class EvaluationHooks(Protocol):
-    """What an evaluation asks of a run. It is looked up anew each time, since a user may override it."""
+    """The hooks of a run that an evaluation calls. They are looked up each time, since a user may override them."""
 
     def evaluate_step(self, data: object) -> object:
         """Return the prediction of a batch and its loss."""
@@ -35,7 +35,7 @@ class EvaluationHooks(Protocol):
         """Return the prediction of a batch."""
 
     def summarize(self, split: str, totals: Meters) -> Mapping[str, float]:
-        """Return the figures of an evaluation."""
+        """Return the metrics of an evaluation."""
 
     def to_device(self, data: object) -> object:
         """Return the data of a batch on the device."""
@@ -49,13 +49,13 @@ class EvaluatedRun:
     """What an evaluation needs to know of the run that it belongs to.
 
     Attributes:
-        placement: With whom this rank reads, reduces and makes forwards.
+        placement: The ranks that share data, reductions and forwards with this one.
         weights: Weighs batches.
         meters: Returns the meters that a step may add to.
         metrics: Returns what is computed beside the loss.
         sums_loss: Returns whether the loss is a sum over what its weight counts, instead of a mean.
-        undecided: Returns whether a step may still find out what the loss is averaged over.
-        together: Returns whether a forward is a collective, so that all ranks make equally many.
+        undecided: Returns whether the next step may still determine what the loss is averaged over.
+        together: Returns whether a forward is a collective, so that all ranks must make equally many.
         written: Returns the tensors that a forward may write to.
     """
 
@@ -70,7 +70,7 @@ class EvaluatedRun:
 
 
 class EvaluationSources:
-    """Where the batches of an evaluated split come from, so that training keeps its place.
+    """Where the batches of an evaluated split come from, without moving the position of training.
 
     Args:
         check: Refuses an unknown split.
@@ -102,13 +102,13 @@ class EvaluationSources:
         self.build = build
 
     def of(self, split: str) -> BatchSource:
-        """Return the batches of a split; of one that is trained on, a pass of its own, which does not move the position of training.
+        """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position.
 
         Args:
             split: The split.
 
         Raises:
-            ValueError: If the loader of a split to train on would lose its place.
+            ValueError: If the loader of a split to train on would lose its position.
         """
         if split not in self.trained():
             return self.source(split)
@@ -117,23 +117,23 @@ class EvaluationSources:
         if self.source(split).consumed:
             raise ValueError(
                 f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
-                f"its place. Received: {type(self.loaders()[split]).__name__} in `self.dataloaders`. Put a dataset into "
+                f"its position. Received: {type(self.loaders()[split]).__name__} in `self.dataloaders`. Put a dataset into "
                 "`self.datasets` instead, or a second loader under another split name."
             )
         return self.open(split, self.loaders()[split])
 
 
 class Evaluator:
-    """Evaluates and predicts splits, exactly: every sample of every rank counts once, and training finds everything as it was.
+    """Evaluates and predicts splits exactly: every sample of every rank counts once, and the state of training does not change.
 
     Args:
         hooks: What the user may have overridden.
         run: What is known of the run.
         sources: Where the batches come from.
-        evaluation: The mode in which evaluations are made, and what watches their batches.
+        evaluation: Enters the evaluation mode, and watches the batches.
         forward: Makes the forward of a batch as the stack needs it.
-        entered: `(split, mode)` gives the context in which the model is evaluated.
-        paced: Returns batches with garbage collected between them, where that is paced.
+        entered: `(split, mode)` returns the context in which the model is evaluated.
+        paced: Yields batches and collects garbage between them, if `gc.interval` is set.
 
     Attributes:
         evaluation: As given.
@@ -160,17 +160,17 @@ class Evaluator:
         self._paced = paced
         self._has_tried = False
 
-    # Figures
+    # Metrics
 
     def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
-        """Return the figures of a split.
+        """Return the metrics of a split.
 
         Args:
             split: The split.
             limit: Batches of each rank, `None` for all.
 
         Raises:
-            ValueError: If the split is unknown, or a hook returns no figures.
+            ValueError: If the split is unknown, or a hook does not return metrics.
         """
         self._sources.check(split)
         return self._figures(split, self.sums(split, limit).totals)
@@ -179,7 +179,7 @@ class Evaluator:
         return checked_figures("summarize", split, self._hooks.summarize(split, totals))
 
     def sums(self, split: str, limit: int | None, source: BatchSource | None = None) -> EvaluationSums:
-        """Evaluate a pass, or its first batches; what a step puts into `meters` meanwhile belongs to it, not to the open epoch.
+        """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch.
 
         Args:
             split: The split.
@@ -214,13 +214,13 @@ class Evaluator:
     # Before the first update
 
     def try_once(self, splits: Iterable[str], judge: Callable[[str, Trial], None]) -> None:
-        """Evaluate one batch of each split, once in a run, so that an error in it comes before anything is trained.
+        """Evaluate one batch of each split, once in a run, so that an error in evaluation shows before training begins.
 
-        Streams, meters and buffers are left as they were. Splits whose batches are given once are left out.
+        Random streams, meters and buffers are restored. Splits whose loader can be iterated only once are left out.
 
         Args:
             splits: The splits.
-            judge: Is told what each came to, and may refuse it.
+            judge: Called with the result of each split; may raise.
         """
         if self._has_tried:
             return
@@ -240,7 +240,7 @@ class Evaluator:
     # Called alone
 
     def alone(self, mode: EvaluationMode, call: Callable[[object], object], data: object) -> object:
-        """Run a step that nobody has prepared as in an evaluation: in its mode, without gradients, on the device.
+        """Run a step that a user calls alone, as in an evaluation: in evaluation mode, without gradients, on the device.
 
         Args:
             mode: Whether it evaluates or predicts.
@@ -272,7 +272,7 @@ class Evaluator:
         return chain.from_iterable(self.stream_batches(split))
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
-        """Yield the predictions of this rank by batch; whenever the caller goes on, the runner is as it was: it may train, or stop here.
+        """Yield the predictions of this rank by batch. Between two batches the runner is in its normal state: the caller may train or stop.
 
         Args:
             split: The split.

@@ -208,13 +208,13 @@ class TrainingLoop:
             self._results.open[split] = checked_figures("train_epoch", split, metrics)
 
     def _is_interrupted(self) -> bool:
-        """Whether the loops are to leave the pass: it is to stop, or the state stands in another one."""
+        """Whether the loops must leave the pass: the run is to stop, or its state was replaced by one of another pass."""
         return self._session.stop_reason is not None or self.has_jumped
 
     # By updates
 
     def train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
-        """Train update by update, pass after pass over the data; a stop in an evaluation is gone on from with that evaluation.
+        """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation.
 
         Args:
             splits: Splits to train on.

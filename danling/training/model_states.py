@@ -1,4 +1,4 @@
-"""The states of model, criterion, averages, optimizer and schedule, by the names of the bare model, and how they are put back."""
+"""The states of model, criterion, EMA, optimizer and schedule, by the names of the bare model, and how they are put back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelStates:
         model: Returns the bare model.
         named_parameters: Returns its parameters by canonical name.
         optimizer: Returns the optimizer.
-        ema: Returns the averaged weights, `None` without them.
+        ema: Returns the EMA of the weights, `None` without one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelStates:
         except RuntimeError as error:
             raise CheckpointMismatch(f"Expected weights of this model's shapes. Received: {error}") from error
 
-    # Averages
+    # EMA
 
     def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
         """Restore the averaged weights; see `TorchRunner.load_ema`. Called on all ranks.
@@ -91,7 +91,7 @@ class ModelStates:
             raise CheckpointMismatch(str(error.args[0])) from error
 
     def averages(self) -> EMA:
-        """Return the averaged weights, which there must be.
+        """Return the EMA of the weights, or refuse if there is none.
 
         Raises:
             CheckpointMismatch: If there are none.

@@ -106,15 +106,15 @@ def updates_of_pass(
 ) -> Iterator[UpdateOutcome]:
     """Yield the outcome of every update of what is left of a pass: the one batch loop.
 
-    The position of the source moves when an update is decided, be it that it was skipped.
+    The position of the source moves when an update is decided, even if it was skipped.
 
     Args:
         source: The batches of the split.
         agreement: Ends the pass on all ranks at once.
-        timed: Counts the time that is waited for batches.
+        timed: Measures the time spent waiting for batches.
         state_replaced: Called before each update; tells whether the state was replaced by that of another replica group, so that batches
             that were read before do not count; `None` without such groups.
-        is_over: Tells whether the state then stands behind this pass.
+        is_over: Tells whether the replaced state is past this pass.
         run: Runs the micro-batches of an update and fills a list with them; `False` where they are to be read again in smaller ones.
         step: Decides the update.
 

@@ -102,7 +102,7 @@ class ModelPreparation:
             )
 
     def note_constructed(self, model: nn.Module) -> None:
-        """Note the model that optimizer, averages and gradient reduction belong to."""
+        """Note the model that optimizer, EMA and gradient reduction belong to."""
         self._constructed = ref(model)
 
     def check_constructed(self, model: nn.Module) -> None:
@@ -166,12 +166,12 @@ class ModelPreparation:
 
         Args:
             model: The model that training calls.
-            averaged: Averaged weights, which have copies where the model has.
+            averaged: EMA weights, which have copies where the model has.
         """
         whole = isinstance(model, DistributedDataParallel)
         return [*model.module.parameters(), *model.module.buffers(), *averaged] if whole else []
 
-    # Evaluation and averages
+    # Evaluation and EMA
 
     @property
     def evaluates_together(self) -> bool:
@@ -179,7 +179,7 @@ class ModelPreparation:
         return False
 
     def evaluating(self, model: object) -> AbstractContextManager[None]:
-        """Return the context around an evaluation, entered before averaged weights come in and left after they are out.
+        """Return the context around an evaluation, entered before the EMA weights are put into the model and left after they are taken out.
 
         Args:
             model: The model that training calls.
@@ -187,15 +187,15 @@ class ModelPreparation:
         return nullcontext()
 
     def averaged(self, ema: EMA) -> AbstractContextManager[None]:
-        """Return the context in which the model has its averaged weights."""
+        """Return the context in which the model has the EMA weights."""
         applied: AbstractContextManager[None] = ema.applied()
         return applied
 
     def update_averages(self, ema: EMA, model: nn.Module) -> None:
-        """Let the averaged weights follow an update.
+        """Update the EMA of the weights after an update.
 
         Args:
-            ema: The averages.
+            ema: The EMA.
             model: The user's module.
         """
         ema.update()

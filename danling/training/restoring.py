@@ -1,4 +1,4 @@
-"""Which checkpoint a run begins from, and whether it may go on from it."""
+"""Finds the checkpoint that a run begins from, and checks that the run may continue from it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ATTEMPTS_TO_READ = 3
 
 
 class Manager(Protocol):
-    """What finds checkpoints; see `danling.checkpoints.CheckpointManager`."""
+    """Finds checkpoints; see `danling.checkpoints.CheckpointManager`."""
 
     def tidy(self) -> None:
-        """Remove what a save that was killed has left."""
+        """Remove the unfinished files of a killed save."""
 
     def check_directory(self) -> None:
         """Refuse a directory that holds checkpoints of another run."""
@@ -65,7 +65,7 @@ class RestoredRun(Protocol):
 
 
 class RunRestorer:
-    """Finds the checkpoint that the configuration asks for, and looks at what it holds. Called on all ranks.
+    """Finds the checkpoint that the configuration asks for, loads it and checks its contents. Called on all ranks.
 
     Args:
         run: The run.
@@ -83,19 +83,19 @@ class RunRestorer:
             directory: Where the run's own checkpoints lie, for the log.
 
         Raises:
-            CheckpointNotFound: If `resume` or `pretrained` names none.
-            CheckpointMismatch: If it is of another run, or another model.
+            CheckpointNotFound: If `resume` or `pretrained` names a checkpoint that does not exist.
+            CheckpointMismatch: If the checkpoint is of another run or another model.
         """
         config = self._run.config
         manager: Manager = self._run.checkpoint_manager
         if not config.checkpoint.load_only:
-            # Now, and not at the first save. Replica groups share the directory, and another one may be writing.
+            # Check now rather than at the first save. Replica groups share the directory, where another group may be writing: no tidying.
             if not config.ft.enabled:
                 manager.tidy()
             manager.check_directory()
         for _ in range(_ATTEMPTS_TO_READ - 1 if config.ft.enabled and config.auto_resume else 0):
             with suppress(CheckpointDamaged, CheckpointNotFound):
-                # Another replica group may have replaced what was found before it was read; then there is something newer.
+                # Another replica group may replace a checkpoint between finding and reading it; then there is a newer one.
                 return self._load(directory)
         self._load(directory)
 
@@ -113,14 +113,14 @@ class RunRestorer:
             self._run.load_pretrained(config.pretrained)
 
     def check(self, payload: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint from which this run could not go on as the one that was stored.
+        """Refuse a checkpoint from which this run could not continue as the same run.
 
         Args:
-            payload: What it holds.
+            payload: The contents of the checkpoint.
 
         Raises:
-            CheckpointMismatch: If the configurations differ in what changes the result, a pass would end elsewhere, or other random
-                numbers would be drawn.
+            CheckpointMismatch: If the configurations differ in a setting that changes the result, a pass would have another length, or
+                other random numbers would be drawn.
         """
         run, excluded = self._run, self._run.run_state.excluded
         differences = run.config_differences(payload)
@@ -138,21 +138,21 @@ class RunRestorer:
                 check_streams(layout, self._streams.layout, inexact=self.goes_on_inexactly())
 
     def goes_on_inexactly(self) -> bool:
-        """Whether what cannot be divided anew over another number of ranks is begun anew, with a warning."""
+        """Whether state that cannot be divided over another number of ranks starts anew, with a warning, instead of being refused."""
         return self._run.placement.keeps_streams and bool(self._run.config.parallel.allow_degree_change)
 
 
 def best_left_behind(
     directory: Path, index: int | None, score: float | None, source: object, *, speaks: bool = True
 ) -> int | None:
-    """Return the index of a best score whose checkpoint lies beside the one that was loaded, not among the run's own, and say so.
+    """Return the index of the best score if its checkpoint lies beside the one that was loaded, not among the run's own, and log it.
 
     Args:
         directory: Where the run's own checkpoints lie.
-        index: Of the best score.
+        index: Epoch or step of the best score.
         score: The best score.
         source: What was loaded.
-        speaks: Whether this process says so.
+        speaks: Whether this process logs it.
     """
     if index is None or any((directory / name).exists() for name in ("best", "best.pth")):
         return None

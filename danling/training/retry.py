@@ -1,4 +1,4 @@
-"""Making the micro-batches of an update again when memory ran out: nothing has been updated yet."""
+"""Repeats the micro-batches of an update in smaller ones when memory runs out, before anything was updated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from danling.utils.protocols import ReductionDomain
 
 
 class MemoryRetry:
-    """Runs the forwards and backwards of an update, and takes them back on all ranks when memory ran out on any.
+    """Runs the forwards and backwards of an update, and undoes them on all ranks if memory ran out on any.
 
-    They must not communicate: a rank that ran out would leave the others waiting. Whether one did is agreed afterwards, in
-    one collective.
+    They must not communicate: a rank that ran out would leave the others waiting. Afterwards the ranks agree in one collective
+    whether one of them did.
 
     Args:
         domain: Ranks that share an update.
@@ -36,24 +36,24 @@ class MemoryRetry:
         remember: Callable[[], Callable[[], None]],
         shrink: Callable[[int, int], None],
     ) -> bool:
-        """Make the micro-batches of an update; where memory ran out on any rank, have them halved. Call on all ranks.
+        """Make the micro-batches of an update; if memory ran out on any rank, halve their size. Call on all ranks.
 
         Args:
             make: Makes all micro-batches of this rank, without communication.
             held: Samples that a rank holds at once.
-            prepare: Does before the update, and is told `held`, what ranks otherwise do together within it.
-            remember: Returns what puts back what `make` changes.
-            shrink: Is told how many samples were held and how many are to be held from now on.
+            prepare: Called with `held` before the update; does what ranks otherwise do together during it.
+            remember: Returns a function that undoes the changes of `make`.
+            shrink: Called with the number of samples held so far and the number to hold from now on.
 
         Returns:
             Whether they were made; `False` where they are to be read again in smaller ones.
 
         Raises:
-            Exception: What `make` raises; also that memory ran out, where there is nothing left to halve.
+            Exception: What `make` raises, including that memory ran out if one sample is already the size.
         """
         prepare(held)
         if held == 1:
-            # The error is the user's, with its traceback.
+            # Nothing is left to halve: the user gets the error with its traceback.
             make()
             return True
         if self.attempt(make, remember()):
@@ -62,17 +62,17 @@ class MemoryRetry:
         return False
 
     def attempt(self, make: Callable[[], object], take_back: Callable[[], None]) -> bool:
-        """Return whether all ranks have made it; where one has not, it is taken back on all. Call on all ranks.
+        """Return whether all ranks succeeded; if one did not, undo the changes on all. Call on all ranks.
 
         Args:
             make: Makes all micro-batches of this rank, without communication.
-            take_back: Puts back what `make` has changed, also where it was left in the middle.
+            take_back: Undoes the changes of `make`, even if it stopped half-way.
 
         Raises:
             Exception: What `make` raises, unless memory ran out.
         """
         failed = self._fails(make)
-        # Here and not where it is caught: the traceback would keep the tensors of the forward alive.
+        # Not in the `except` block: the traceback would keep the tensors of the forward alive.
         if self.domain.size > 1:
             failed = bool(self.domain.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max").item())
         if failed:

@@ -36,7 +36,7 @@ def remember_forwards(
     Args:
         device: Where forwards draw random numbers.
         counter: What counts the micro-batches.
-        meters: What a forward may add figures to.
+        meters: What a forward may add metrics to.
         buffers: Returns by name what a forward may write to; a buffer that is registered later is left as it is.
     """
     streams, micro_step, figures = capture_random_state(device), counter.micro_step, meters.state_dict()

@@ -129,7 +129,7 @@ class RunState:
 
     Args:
         components: Of a checkpoint, less `state` and `dataloaders`.
-        progress: Of the entry `state`: counters, attempts, figures, scores.
+        progress: Of the entry `state`: counters, attempts, metrics, scores.
         excluded: Returns the entries of `checkpoint.exclude_from_loading`.
     """
 

@@ -96,7 +96,7 @@ class RunSaver:
             self.note_saved()
 
     def leave_out(self) -> None:
-        """Write nothing; what goes with a save in a training, such as flushing the metrics, is done all the same. Called on all ranks."""
+        """Skip the write of a save, but do everything else that belongs to it, such as flushing the trackers. Called on all ranks."""
         with self.around():
             pass
 
@@ -104,18 +104,18 @@ class RunSaver:
         """Write weights only. Called on all ranks.
 
         Args:
-            weights: Returns them. Called on all ranks, where they are to be written.
+            weights: Returns them; called on all ranks if they are to be written.
         """
         if self.writes():
             step, epoch = self.at
             self._manager().export_model(weights(), epoch=epoch, global_step=step)
 
     def note_saved(self) -> None:
-        """Remember that what lies on the disk stands where the run does."""
+        """Remember that the checkpoint on disk has the present state of the run."""
         self.saved_at = self.at
 
     def note_loaded(self) -> None:
-        """Hear that the run was restored from what lies on the disk. Called on all ranks."""
+        """Note that the run was restored from a checkpoint on disk. Called on all ranks."""
         self.note_saved()
         for action in self.loaded:
             action()

@@ -87,7 +87,7 @@ class UpdateHooks(Protocol):
 
 
 class UpdateStep:
-    """Closes windows: each becomes an update, with which everything that counts updates advances, or nothing does.
+    """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does.
 
     Args:
         run: What is asked, and what advances.
@@ -134,7 +134,7 @@ class UpdateStep:
         self._samples_on_device: Tensor | None = None
 
     def make(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
+        """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update. Called on all ranks.
 
         Raises:
             ValueError: If no micro-batch was made, or its loss did not go through the window.
@@ -157,7 +157,7 @@ class UpdateStep:
         step = run.state.train.global_step + 1
         agreed = run.reduction.agree(totals, window, step)
         if agreed is None:
-            # To be asked again with the same batches.
+            # The update is made again with the same batches, and the requests with it.
             session.request(*totals.requests)
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
         gradients = run.unscale_gradients(agreed)

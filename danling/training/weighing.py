@@ -1,4 +1,4 @@
-"""What every batch counts: its weight, its samples, and whether the batches to train on come with a target."""
+"""The weight and the number of samples of each batch, and whether the batches to train on have a target."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class BatchWeights:
     """Weighs batches, and remembers what the batches to train on look like.
 
     Args:
-        learns: Whether the batches to train on are looked at for a target; not where a step of the user's own takes them apart.
-        warns: Whether this process warns once of a criterion that leaves some targets out, and batches in which no target is found.
+        learns: Whether to look for a target in the batches to train on; not if the user's own step takes them apart.
+        warns: Whether this process warns once if the criterion ignores some targets but no target is found in a batch.
         criterion: Returns the criterion, or `None`.
 
     Attributes:
-        targetless: Whether the batches to train on come without a target; `None` before one was seen.
+        targetless: Whether the batches to train on have no target; `None` before one was seen. A checkpoint stores it under the key `bare`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BatchWeights:
         *,
         training: bool = False,
     ) -> tuple[float | Tensor, float]:
-        """Return the weight and the number of samples of a batch; padding, and data that other ranks read, has neither.
+        """Return the weight and the number of samples of a batch; both are 0 for padding and for data that only other ranks read.
 
         Args:
             batch: The batch as its source gave it.

@@ -1,4 +1,4 @@
-"""The accumulation window: micro-batches that make one update, and what each of them weighs."""
+"""The accumulation window: the micro-batches of one update, and the weight of each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Window:
         self._reference: float | Tensor = 1.0
         self._scaled = True
         self.unscaled = 0
-        """Micro-batches of some weight whose loss never came here, the open one not counted."""
+        """Micro-batches of non-zero weight for which `backward` was not called, not counting the open one."""
 
     def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
         """Begin a micro-batch. The first one of a run is a collective of the domain.
@@ -86,10 +86,10 @@ class Window:
         self._scaled = True
 
     def check_open(self) -> None:
-        """Refuse a loss, or an update, of no micro-batch.
+        """Refuse a loss, or an update, without a micro-batch.
 
         Raises:
-            ValueError: If none was opened since the last update.
+            ValueError: If none was begun since the last update.
         """
         if self.count == 0:
             raise ValueError(
@@ -98,10 +98,10 @@ class Window:
             )
 
     def check_scaled(self) -> None:
-        """Refuse an update of micro-batches whose losses never came here.
+        """Refuse an update if `backward` was not called for one of its micro-batches.
 
         Raises:
-            ValueError: If there are such.
+            ValueError: If there is such a micro-batch.
         """
         if self.unscaled:
             raise ValueError(

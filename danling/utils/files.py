@@ -1,4 +1,4 @@
-"""Small files that are whole or not there, and what lies in their place."""
+"""Small files that are written atomically, and obstacles in their place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("danling")
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a small file beside its place and move it there, so that a reader sees the old one or the new one.
+    """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk.
 
     Args:
-        path: Where it goes; its directory exists.
+        path: The file, in a directory that exists.
         data: Its contents.
     """
     raw = data.encode() if isinstance(data, str) else data
@@ -38,8 +38,8 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         raise
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. A named pipe would let its opener wait for somebody who writes.
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears.
 
     Raises:
         OSError: If it cannot be opened, or is no regular file.
@@ -51,14 +51,14 @@ def open_regular(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
-def make_way(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()) -> None:
-    """Move aside what lies where files or directories are to be put and is none, and say where it lies now.
+def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()) -> None:
+    """Rename anything that blocks a path where a file or a directory is needed, and log its new path.
 
-    What a link leads to counts; one that leads nowhere is moved itself.
+    A link counts as what it leads to; a dangling link is renamed itself.
 
     Args:
-        files: Where regular files go.
-        directories: Where directories go.
+        files: Paths where regular files are needed.
+        directories: Paths where directories are needed.
     """
     for paths, is_fitting in ((files, os.path.isfile), (directories, os.path.isdir)):
         for path in paths:

@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user."""
+"""Warnings that are attributed to a line of the user's code."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _INSIDE = ("danling", "chanfig")
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn as of the nearest line outside this library.
+    """Warn, and attribute the warning to the nearest caller outside this library.
 
-    Python shows a `DeprecationWarning` only where it is raised in `__main__`, and says the line it is attributed to: both are of
-    use only if that is the user's, however deep in the library the cause is noticed.
+    Python shows a `DeprecationWarning` only if it is attributed to `__main__`, and prints the line it is attributed to. Both help only
+    if that line is the user's, however deep in the library the cause is noticed.
 
     Args:
-        message: What is said.
-        category: Kind of the warning.
+        message: The text.
+        category: Class of the warning.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:

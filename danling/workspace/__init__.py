@@ -1,4 +1,4 @@
-"""The directory of a run, the right to write into it, and the metadata and figures in it.
+"""The directory of a run, the right to write into it, and the metadata and metrics in it.
 
 Trackers, progress and the log of a run are in `danling.reporting`; their names are found here as well.
 """

@@ -338,7 +338,7 @@ def _refuse_run(wish: Wish, run: Path) -> None:
     _refuse_checkpoints(wish)
     joins = wish.part is not None and is_in_use(run)
     if not joins and wish.holds_run(run):
-        what = "figures in metrics.jsonl" if holds_figures(run) else "a checkpoint"
+        what = "metrics in metrics.jsonl" if holds_figures(run) else "a checkpoint"
         raise ValueError(_refusal(wish, "dir", run, what))
 
 

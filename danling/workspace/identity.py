@@ -1,4 +1,4 @@
-"""Which code and which attempt a run is: the git state of the working directory, the run id, the timestamp."""
+"""Git state, run id and timestamp of a run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.ownership import newest_record, stored_settings
 from danling.config import RunnerConfig, identity
 from danling.config.updates import update_sizes
-from danling.utils.files import open_regular
+from danling.utils.files import open_file
 from danling.utils.nesting import parse_yaml
 
 from .claim import WAIT_SECONDS, Wish, newest_first
@@ -192,7 +192,7 @@ def _ids_now(stored: Mapping[str, object]) -> set[str]:
 
 def _canonical_of(run: Path) -> dict[str, object] | None:
     try:
-        with open_regular(run / "metadata" / "config.canonical.yaml") as file:
+        with open_file(run / "metadata" / "config.canonical.yaml") as file:
             stored = parse_yaml(file.read().decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None

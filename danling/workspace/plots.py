@@ -82,11 +82,11 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
     for wanted in figures:
         if not any(wanted in (name, quantity_of(name)) for name in known):
             raise ValueError(
-                f"Expected a figure that was logged: {', '.join(known) or 'none was'}. Received: {wanted!r}."
+                f"Expected a metric that was logged: {', '.join(known) or 'none was'}. Received: {wanted!r}."
             )
     chosen = [n for n in known if {n, quantity_of(n)} & set(figures)] if figures else [n for n in known if _is_shown(n)]
     if not chosen:
-        raise ValueError(f"Expected runs with figures in metrics.jsonl. Received: {[str(run.path) for run in runs]}.")
+        raise ValueError(f"Expected runs with metrics in metrics.jsonl. Received: {[str(run.path) for run in runs]}.")
     panels: dict[str, list[str]] = {}
     for name in chosen:
         panels.setdefault(quantity_of(name), []).append(name)

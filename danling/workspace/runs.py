@@ -21,7 +21,7 @@ from .series import natural_key
 PathLike = str | os.PathLike[str]
 
 Curve = tuple[list[float], list[float]]
-"""Positions (steps or seconds) and values of one figure, in the order they were written; equally long."""
+"""Positions (steps or seconds) and values of one metric, in the order they were written; equally long."""
 
 _SIGNS = ("metrics.jsonl", "results.json", "metadata/config.full.yaml")
 _PATHS = frozenset({"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "auto_resume"})
@@ -96,14 +96,14 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """Global step of the last figure; `None` when there is none."""
+        """Global step of the last metric; `None` when there is none."""
         return self.records[-1]["step"] if self.records else None
 
     @property
     def score_name(self) -> str | None:
         """Figure that the best evaluation was chosen by, such as `val/acc`; `None` before the first evaluation.
 
-        Where the configuration leaves the split open, it is the one whose figure the score is.
+        Where the configuration leaves the split open, it is the one whose metric the score is.
         """
         name = self.config.get("score_name", "loss")
         splits = self.best.get("result", {})
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def latest_score(self) -> float | None:
-        """The figure of `score_name` in the last evaluation."""
+        """The metric of `score_name` in the last evaluation."""
         split, _, name = (self.score_name or "").partition("/")
         value = self.latest.get("result", {}).get(split, {}).get(name)
         return None if value is None else float(value)
@@ -127,18 +127,18 @@ class Run:
 
     @property
     def changed(self) -> datetime | None:
-        """When figures or metadata were last written, in UTC."""
+        """When metrics or metadata were last written, in UTC."""
         files = [self.path / name for name in _SIGNS]
         times = [file.stat().st_mtime for file in files if file.is_file()]
         return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
     @property
     def figures(self) -> list[str]:
-        """Names of all figures in `metrics.jsonl`, sorted."""
+        """Names of all metrics in `metrics.jsonl`, sorted."""
         return sorted({name for record in self.records for name in record} - {"step", "time"})
 
     def curve(self, figure: str, *, by: str = "step") -> Curve:
-        """Return a figure over steps or time; values that were not finite, or are no numbers, are left out.
+        """Return a metric over steps or time; values that were not finite, or are no numbers, are left out.
 
         Args:
             figure: Its name, such as `train/loss`.

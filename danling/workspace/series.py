@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from danling.utils.files import open_regular
+from danling.utils.files import open_file
 from danling.utils.locks import WRITING
 
 LOCK = ".lock"
@@ -71,7 +71,7 @@ def parts(run: Path) -> Iterator[Path]:
 
 def _has_line(file: Path) -> bool:
     try:
-        with open_regular(file) as lines:
+        with open_file(file) as lines:
             return b"\n" in lines.read(1 << 16)
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from danling.utils.files import json_text, make_way, write_atomically
+from danling.utils.files import clear_places, json_text, write_atomically
 from danling.utils.plain import to_plain
 from danling.utils.secrets import redact_patch
 
@@ -41,9 +41,9 @@ class Workspace:
         wandb_dir: Where Weights & Biases keeps its files; it makes this directory itself, below the `dir` it is given.
         metadata_dir: What the run was made of.
         jsonl_file: Curves of the run over all attempts, one JSON object a line.
-        results_file: All figures by completed epoch or global step, then by split.
-        latest_file: Figures of the last evaluation.
-        best_file: Figures of the best evaluation.
+        results_file: All metrics by completed epoch or global step, then by split.
+        latest_file: Metrics of the last evaluation.
+        best_file: Metrics of the best evaluation.
 
     Args:
         lineage: Name under which the runs of one line of work are kept.
@@ -108,8 +108,8 @@ class Workspace:
             return
         make_directory(self.dir)
         described = [self.metadata_dir / name for name in _DESCRIPTION]
-        make_way(directories=[self.metadata_dir, self.dir / "logs"])
-        make_way(files=[self.jsonl_file, self.results_file, self.latest_file, self.best_file, *described])
+        clear_places(directories=[self.metadata_dir, self.dir / "logs"])
+        clear_places(files=[self.jsonl_file, self.results_file, self.latest_file, self.best_file, *described])
 
     def has_metadata(self) -> bool:
         """Whether an attempt has written what the run was made of."""
@@ -161,7 +161,7 @@ class Workspace:
         whose content stays the same is left alone.
 
         Args:
-            results: All figures by completed epoch or global step, then by split.
+            results: All metrics by completed epoch or global step, then by split.
             latest: The last evaluation; `None` removes the file of an earlier attempt.
             best: The best evaluation; `None` removes the file of an earlier attempt.
         """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from danling.checkpoints import CheckpointDamaged
-from danling.checkpoints.manifest import Manifest, complaints
+from danling.checkpoints.manifest import Manifest, find_problems
 from danling.checkpoints.policy import Record
 from danling.checkpoints.storage import hash_file
 
@@ -45,11 +45,11 @@ def test_every_changed_byte_of_it_is_noticed(tmp_path: Path) -> None:
 
 def test_levels(tmp_path: Path) -> None:
     manifest = _manifest(tmp_path)
-    assert complaints(manifest, tmp_path, "full") == []
+    assert find_problems(manifest, tmp_path, "full") == []
     (tmp_path / "a.bin").write_bytes(b"onf")
-    assert complaints(manifest, tmp_path, "size") == []
-    assert complaints(manifest, tmp_path, "full") == ["a.bin has another SHA-256 than was written"]
+    assert find_problems(manifest, tmp_path, "size") == []
+    assert find_problems(manifest, tmp_path, "full") == ["a.bin has another SHA-256 than was written"]
     (tmp_path / "a.bin").write_bytes(b"")
     (tmp_path / "b.bin").unlink()
-    assert complaints(manifest, tmp_path, "none") == ["b.bin is missing"]
-    assert complaints(manifest, tmp_path, "size") == ["a.bin has 0 bytes instead of 3", "b.bin is missing"]
+    assert find_problems(manifest, tmp_path, "none") == ["b.bin is missing"]
+    assert find_problems(manifest, tmp_path, "size") == ["a.bin has 0 bytes instead of 3", "b.bin is missing"]

@@ -74,6 +74,6 @@ def test_runs_that_are_not_drawn_are_named_and_not_counted(
     assert main(["plot", str(broken), "-o", "none.png"]) == 1
     assert str(broken) in capsys.readouterr().err
     assert main(["plot", str(silent), "-o", "none.png"]) == 3
-    assert "Expected runs with figures" in capsys.readouterr().err and not Path("none.png").exists()
+    assert "Expected runs with metrics" in capsys.readouterr().err and not Path("none.png").exists()
     assert main(["runs", str(tmp_path)]) == 1
     assert str(broken) in capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_a_line_of_metrics_is_a_run_too() -> None:
         runner.save_checkpoint = lambda **_: (_ for _ in ()).throw(ValueError("stop here"))  # type: ignore[method-assign]
         runner.train()
     assert not list(Path("mine/checkpoints").glob("*"))
-    with pytest.raises(ValueError, match=r"figures in metrics.jsonl"):
+    with pytest.raises(ValueError, match=r"metrics in metrics.jsonl"):
         Small(settings(dir="mine"))
 
 

@@ -162,7 +162,7 @@ CONFIGURATION: dict[str, Mistake] = {
     ),
     "a score that is not computed": (
         lambda: train(settings(score_name="acc")),
-        "Expected the score val.acc among the figures",
+        "Expected the score val.acc among the metrics",
     ),
     "a score of no split": (
         lambda: train(settings(score_split="test")),
@@ -237,7 +237,7 @@ LOSS: dict[str, Mistake] = {
     ),
     "one for each sample, evaluated": (
         lambda: train(criterion=nn.CrossEntropyLoss(reduction="none")),
-        "Expected a single number for figure 'loss'. Received: a tensor of shape (4,).",
+        "Expected a single number for metric 'loss'. Received: a tensor of shape (4,).",
     ),
     "without a gradient": (
         lambda: train(criterion=lambda pred, target: pred.sum().detach()),

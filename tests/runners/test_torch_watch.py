@@ -124,10 +124,10 @@ class MeteringLoss(TracingRunner):
 
 def test_a_meter_cannot_change_the_loss(tmp_path: Path) -> None:
     with MeteringLoss(CONFIG) as runner:
-        with pytest.raises(ValueError, match="'loss', which the runner figures itself"):
+        with pytest.raises(ValueError, match="'loss', which the runner computes itself"):
             runner.train()
         runner.where = "evaluate"
-        with pytest.raises(ValueError, match="'loss', which the runner figures itself"):
+        with pytest.raises(ValueError, match="'loss', which the runner computes itself"):
             runner.evaluate("val")
         runner.where = "nowhere"
         assert set(runner.evaluate("val")["val"]) >= {"loss", "own"}

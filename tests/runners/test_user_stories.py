@@ -416,7 +416,7 @@ def test_a_users_loader_is_not_evaluated_in_the_middle_of_training_on_it(tmp_pat
 
     with (
         Both(settings(tmp_path, evaluate_splits=["train"], evaluate_interval=2)) as runner,
-        pytest.raises(ValueError, match="its loader would lose its place"),
+        pytest.raises(ValueError, match="its loader would lose its position"),
     ):
         runner.train()
 

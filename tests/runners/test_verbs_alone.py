@@ -157,7 +157,7 @@ def test_an_override_of_train_epoch_may_return_nothing_but_not_anything(tmp_path
         assert runner.train()[1]["train"] == {}
     with OwnEpoch(settings(tmp_path / "b", epochs=1)) as runner:
         runner.figures = 0.25
-        with pytest.raises(ValueError, match=r"Expected `train_epoch` to return figures by name\. Received: 0\.25"):
+        with pytest.raises(ValueError, match=r"Expected `train_epoch` to return metrics by name\. Received: 0\.25"):
             runner.train()
 
 

@@ -358,7 +358,7 @@ def test_what_a_forward_may_write_to() -> None:
 
 def test_figures_of_a_hook_are_floats_by_name() -> None:
     assert checked_figures("summarize", "val", {"loss": torch.tensor(0.5), 3: 2}) == {"loss": 0.5, "3": 2.0}
-    with pytest.raises(ValueError, match="Expected `summarize` to return figures by name"):
+    with pytest.raises(ValueError, match="Expected `summarize` to return metrics by name"):
         checked_figures("summarize", "val", None)
     with pytest.raises(ValueError, match="val/loss"):
         checked_figures("summarize", "val", {"loss": torch.ones(2)})

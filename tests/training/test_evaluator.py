@@ -174,5 +174,5 @@ def test_a_step_alone_runs_as_in_an_evaluation() -> None:
 def test_figures_that_are_none_are_refused_with_their_hook() -> None:
     run = Run()
     run.summarized = lambda split, totals: None  # type: ignore[assignment, return-value]
-    with pytest.raises(ValueError, match="Expected `summarize` to return figures by name"):
+    with pytest.raises(ValueError, match="Expected `summarize` to return metrics by name"):
         run.evaluator.evaluate("val", None)

@@ -165,7 +165,7 @@ def test_the_one_reader_of_what_a_load_leaves_out() -> None:
     assert left_out == {"model.0", "optimizer.state", "scheduler", "dataloaders.train"}
     assert excluded.apply({"model": {"0.weight": 1}}, section="model") == ({"model": {}}, {"model.0"})
     assert excluded.parts_of("model") == ["model.0"] and excluded.parts_of("scheduler") == []
-    assert excluded.names("optimizer") and excluded.names("scheduler") and not excluded.names("ema")
+    assert excluded.mentions("optimizer") and excluded.mentions("scheduler") and not excluded.mentions("ema")
     assert excluded.leaves_out("dataloaders.train") and not excluded.leaves_out("dataloaders.val")
     assert excluded.allows_setting("optim.lr") and not excluded.allows_setting("optim.weight_decay")
     assert not excluded.allows_setting("accum_steps")
