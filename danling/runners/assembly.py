@@ -519,6 +519,7 @@ class TorchParts:
                 lambda stored, _: self.results.reopen(stored),
                 default=dict,
             ),
+            # `bare` is what checkpoints call batches without a target.
             StatePart(
                 "bare",
                 lambda: self.weights.targetless,
@@ -528,7 +529,7 @@ class TorchParts:
             StatePart(
                 "meters",
                 lambda: runner.meters.state_dict(),
-                # Sums over all ranks were saved: one of those that add up takes them over.
+                # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
                 lambda sums, _: runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {}),
                 default=dict,
             ),
