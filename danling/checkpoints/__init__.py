@@ -1,4 +1,4 @@
-"""Checkpoints: policy, store and executor, and what reads them."""
+"""Checkpoints: which are kept (policy), how they lie on disk (stores), who writes them (managers, executor), and readers."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from .snapshot import count_bytes, to_host
 class FileCheckpointManager(CheckpointManager):
     """`latest.pth`, `best.pth` and `ckpt-*.pth`, each with its checksums in `*.pth.sha256`.
 
-    A save writes one file and gives it its names by hard links, so that several names cost one write. Only rank 0 touches the
-    disk; what it finds and what goes wrong is made known to all. The payload of rank 0 is the one that is written.
+    A save writes one file and gives it its names by hard links, so that several names cost one write. Only rank 0 accesses
+    the disk; it tells all ranks its results and errors. The payload of rank 0 is the one that is written.
 
     Each file can be read by `torch.load(path, weights_only=True)`.
     """
@@ -48,7 +48,7 @@ class FileCheckpointManager(CheckpointManager):
         self._executor.submit(write, reliable=names != ["latest"], discard=release)
 
     def save_alone(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
-        """Save a full state as `latest` now, without a word to the other ranks, which may be anywhere; rank 0 does.
+        """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code.
 
         May be called on one rank.
 
@@ -58,7 +58,7 @@ class FileCheckpointManager(CheckpointManager):
             global_step: Committed updates.
 
         Returns:
-            Whether it is saved: `True` on other ranks, which leave it to rank 0.
+            Whether it is saved: always `True`, since the other ranks leave it to rank 0.
 
         Raises:
             CheckpointError: If it cannot be written.

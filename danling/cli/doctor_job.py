@@ -31,7 +31,7 @@ class DoctorRunner(dl.TorchRunner):
 
     Args:
         config: The configuration.
-        halt_at: Step after which every process stands still and waits for its end.
+        halt_at: Step after which every process waits to be killed.
     """
 
     def __init__(self, config: dl.RunnerConfig, halt_at: int | None) -> None:
@@ -43,12 +43,12 @@ class DoctorRunner(dl.TorchRunner):
         self.criterion = nn.CrossEntropyLoss()
 
     def step(self) -> Any:
-        """Update as usual; stand still when the time has come."""
+        """Update as usual; from step `halt_at` on, wait to be killed."""
         if self.halt_at is not None and self.state.train.global_step == self.halt_at:
-            # What has been saved so far is on disk, as it would be for whoever is killed later.
+            # Finish background writes, so that the checkpoints on disk do not depend on the moment of the kill.
             self.checkpoint_manager.wait()
             Path(self.workspace.dir, f"{HALTED}-{self.rank}").touch()
-            # If whoever started this is gone, nobody is left to end it.
+            # End if the process that started this one has ended, since nothing else would.
             parent = os.getppid()
             while os.getppid() == parent:
                 time.sleep(1)

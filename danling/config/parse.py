@@ -1,4 +1,4 @@
-"""Read a configuration's values from a command line."""
+"""Reads the values of a configuration from a command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_into(
     strict: bool = False,
     check: Callable[[Mapping[str, str], Mapping[str, Any]], None],
 ) -> None:
-    """Set what the command line says, files first.
+    """Set keys from a command line; files are read before single keys.
 
     Args:
         config: The configuration; it is changed.
@@ -45,10 +45,10 @@ def parse_into(
         file_option: Name of an option besides `--config` that names a file.
         missing: `raise`, `warn` or `ignore` when `file_option` is not given.
         strict: Refuse keys that do not exist in the configuration.
-        check: Called with what is about to be set: as it was received, by key, and the values of a file.
+        check: Called before keys are set, with their text as received by key, and with the values if they come from a file.
 
     Raises:
-        ValueError: If a word is no option, or a key is unknown.
+        ValueError: If a word belongs to no option, or a key is unknown.
         TypeError: If a value does not fit its key, naming it.
     """
     options = split_options(arguments)
@@ -115,7 +115,7 @@ def _files(option: str, words: list[str]) -> list[str]:
 
 
 def assign(config: Section, key: str, words: list[str], *, strict: bool = False) -> None:
-    """Set one key to what its words mean, by its declared type, else the type of its value, else their looks.
+    """Set one key from the words after it: by its declared type, else by the type of its present value, else by their form.
 
     Args:
         config: The configuration.
@@ -284,7 +284,7 @@ def _read_number(words: list[str]) -> object:
 
 
 def infer_all(words: list[str]) -> object:
-    """Return what words mean by their looks: no word is true, several are a list."""
+    """Return the value that words without a declared type have by their form: no word is true, several are a list."""
     if not words:
         return True
     if words[0][:1] in ("[", "{") and len(words) > 1:
@@ -293,7 +293,7 @@ def infer_all(words: list[str]) -> object:
 
 
 def infer(word: str) -> Any:
-    """Return what a word means by its looks: none, a boolean, a number, a quoted string, a list or mapping, else a string."""
+    """Return the value that a word has by its form: none, a boolean, a number, a quoted string, a list or mapping, else a string."""
     lowered = word.lower()
     if lowered in _NONE_WORDS:
         return None

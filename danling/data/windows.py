@@ -18,6 +18,7 @@ def _unknown() -> None:
 
 
 def _unnamed() -> str:
+    """No identity."""
     return ""
 
 

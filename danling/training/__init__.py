@@ -1,4 +1,4 @@
-"""How one update is made: the window and its weights, precision, gradients, averaging, and what came of it."""
+"""Updates and training: the window and its weights, precision, gradients, EMA, outcomes; passes, evaluation and run state."""
 
 from __future__ import annotations
 

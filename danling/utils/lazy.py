@@ -1,4 +1,4 @@
-"""Packages whose parts are imported when they are first asked for (PEP 562)."""
+"""Imports the submodules of a package when one of their names is first used (PEP 562)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
 
     def __dir__() -> list[str]:
         module = sys.modules[package]
-        # What the package imports for itself, such as this function, is nothing to offer.
+        # Leave out names that the package imports for its own use, such as this function.
         own = (name for name, value in vars(module).items() if name.startswith("__") or isinstance(value, ModuleType))
         return sorted({*own, *home, *getattr(module, "__all__", ())})
 
@@ -54,7 +54,7 @@ def _import(module: str) -> object:
 
 @contextmanager
 def _collection_paused() -> Iterator[None]:
-    """Leave garbage collection out: in the middle of an import it would search all that torch has loaded, and find nothing."""
+    """Pause garbage collection: during an import it would traverse all that torch has loaded, and free nothing."""
     paused = gc.isenabled()
     gc.disable()
     try:
