@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -28,7 +28,8 @@ def exclusive(path: Path) -> Iterator[None]:
     finally:
         # Said aloud: a child that another thread has forked meanwhile shares the open file, and closing would leave it the lock.
         fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
+        with suppress(OSError):  # the descriptor is gone even then, and nothing was written to it
+            os.close(handle)
 
 
 def sync_directory(directory: Path) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -112,10 +112,11 @@ class DirectoryStore:
             os.fsync(handle)
             yield staged
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(staged)
-            fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
+            try:
+                staged.unlink(missing_ok=True)
+            finally:
+                fcntl.flock(handle, fcntl.LOCK_UN)
+                os.close(handle)
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
         """Return the features of a sample; see `FeatureStore.get`."""
