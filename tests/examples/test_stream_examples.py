@@ -1,0 +1,66 @@
+"""Other uses of a stream as programs: short runs, and what each of them is there to show."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+STREAMS = Path(__file__).parents[2] / "examples" / "streams"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, *args: str) -> str:
+    """Run a program in this process, as its command would, and return what it printed."""
+    monkeypatch.setattr(sys, "argv", [name, *args])
+    runpy.run_path(str(STREAMS / f"{name}.py"), run_name="__main__")
+    captured = capfd.readouterr()
+    return captured.out + captured.err
+
+
+def test_a_student_comes_near_its_teacher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    output = run(monkeypatch, capfd, "distillation", "--steps", "200", "--evaluate_interval", "200")
+    teacher, student, alone = (float(found) for found in re.findall(r"test accuracy (\S+) of", output))
+    assert teacher > 0.88 and student > 0.82 and student > alone, output
+
+
+def test_embeddings_are_computed_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    first = run(monkeypatch, capfd, "embeddings", "--epochs", "1")
+    again = run(monkeypatch, capfd, "embeddings", "--epochs", "1")
+    assert "1797 embeddings were computed, 1797 are there" in first
+    assert "0 embeddings were computed, 1797 are there" in again
+    accuracies = [re.findall(r"test accuracy (\S+) on", output) for output in (first, again)]
+    assert accuracies[0] == accuracies[1] and float(accuracies[0][0]) > 0.8
+
+
+@pytest.mark.parametrize(("played", "oldest"), [("64", 3), ("16", 0)])
+def test_a_policy_learns_from_episodes_of_its_own(
+    played: str, oldest: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = run(monkeypatch, capfd, "rollouts", "--steps", "150", "--rollouts.played", played)
+    found = re.search(r"moves (\S+) -> (\S+), 5.1 is the shortest way", output)
+    assert found is not None, output
+    assert float(found[1]) > 13 and float(found[2]) < 8, output
+    assert f"up to {oldest} updates ago" in output
+
+
+def test_episodes_are_played_by_the_rules() -> None:
+    rollouts = runpy.run_path(str(STREAMS / "rollouts.py"))
+    side, policy = rollouts["SIDE"], rollouts["Policy"]()
+    played = rollouts["play"](policy, range(50), 3)
+    for squares, actions, alive in zip(*(played[name].tolist() for name in ("squares", "actions", "alive"))):
+        for move, (square, following) in enumerate(pairwise(squares)):
+            row, column = divmod(square, side)
+            down, right = rollouts["STEPS"][actions[move]].tolist()
+            moved = min(max(row + down, 0), side - 1) * side + min(max(column + right, 0), side - 1)
+            assert following == (moved if square else 0)
+            assert alive[move] == (square != 0)
+    with torch.no_grad():
+        chances = policy(played["squares"]).log_softmax(-1).gather(-1, played["actions"][..., None])[..., 0]
+    torch.testing.assert_close(chances, played["chances"])
+    alone = rollouts["play"](policy, [7], 3)
+    assert torch.equal(alone["actions"][0], played["actions"][7])
