@@ -40,8 +40,6 @@ class Cursor(ABC):
 
     kind: str
     is_rank_local: bool
-    shared: bool = False
-    """Whether other ranks read the very same batches."""
     foreseen: bool = False
     """Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read."""
 

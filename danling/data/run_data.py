@@ -57,8 +57,6 @@ class DataHooks(Protocol):
     @property
     def placement(self) -> Placement: ...
     @property
-    def world_size(self) -> int: ...
-    @property
     def device(self) -> torch.device: ...
     @property
     def seed(self) -> int: ...
@@ -161,7 +159,6 @@ class RunData:
             share=self.place(split),
             seed=run.seed,
             reads=placement.reads_data,
-            shared=placement.data.size < run.world_size,
             place=self._reader_place(split) if isinstance(loader, WindowLoader) else None,
         )
 

@@ -39,7 +39,6 @@ class BatchSource:
         world_size: Size of the data domain.
         seed: Base seed, from which the order of a user's loader is seeded at each pass; `None` leaves it to the
             streams.
-        shared: Whether other ranks read the very same batches, with what is drawn in them.
         place: What a `WindowLoader` is told; `None` leaves it as it is.
 
     Raises:
@@ -57,7 +56,6 @@ class BatchSource:
         rank: int = 0,
         world_size: int = 1,
         seed: int | None = None,
-        shared: bool = False,
         place: ReaderPlace | None = None,
     ) -> None:
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
@@ -81,7 +79,6 @@ class BatchSource:
                 split,
             )
         self._cursor = _choose_cursor(read)(read, split=split, rank=rank, world_size=world_size, seed=seed)
-        self._cursor.shared = shared
 
     def described(self, batch: Batch) -> object:
         """Return a fingerprint by which ranks that read identical data are found: what the dataset holds, else the batch.

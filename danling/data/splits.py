@@ -256,7 +256,6 @@ def open_source(
     share: tuple[int, int],
     seed: int,
     reads: bool = True,
-    shared: bool = False,
     place: ReaderPlace | None = None,
 ) -> BatchSource:
     """Return the batches of a loader and the position in them.
@@ -267,7 +266,6 @@ def open_source(
         share: Which share of the split this rank reads, and how many there are.
         seed: Base seed of the run.
         reads: Whether this rank reads batches; else it counts those that others read.
-        shared: Whether other ranks read the very same batches.
         place: What a `WindowLoader` is told.
 
     Raises:
@@ -277,7 +275,7 @@ def open_source(
     if not reads:
         return ProxySource(loader, split=split, rank=rank, world_size=world_size, seed=seed, place=place)
     check_share(loader, split, share)
-    return BatchSource(loader, split=split, rank=rank, world_size=world_size, seed=seed, shared=shared, place=place)
+    return BatchSource(loader, split=split, rank=rank, world_size=world_size, seed=seed, place=place)
 
 
 def _shortest(lengths: Sequence[int | None]) -> int | None:

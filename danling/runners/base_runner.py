@@ -1080,7 +1080,7 @@ class BaseRunner(metaclass=MetaRunner):
         return LoaderPositions(
             lambda split: self.source(split),
             lambda: self.train_splits,
-            domain=lambda: self.placement.data,
+            domain=lambda: self.data_domain,
             inexact=self._restorer().goes_on_inexactly,
         )
 

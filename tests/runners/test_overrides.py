@@ -13,12 +13,14 @@ import pytest
 import torch
 import yaml
 from support.kill import run_python
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
+from danling.distributed import LocalDomain
 from danling.mesh.model_parts import copied_buffers
 
 
@@ -528,3 +530,53 @@ def test_what_is_computed_again_may_be_gone_back_through_twice() -> None:
         with again:
             model(torch.randn(4, 2))
     assert int(model[1].num_batches_tracked) == 0
+
+
+class Positioned(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream with a position of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        rows = points(24)
+        while self.at < len(rows):
+            self.at += 1
+            yield rows[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go there."""
+        self.at = state["at"]
+
+
+class AllRead(Line):
+    """Every rank reads all of the data, which the ranks of its domain say alone."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.datasets = {}
+        self.dataloaders = {"train": DataLoader(Positioned(), batch_size=4)}
+
+    @property
+    def data_domain(self) -> Any:
+        """No other rank reads different data."""
+        return LocalDomain()
+
+
+def read_by_all(config: dict[str, Any], steps: int) -> Tensor:
+    with AllRead({**config, "epochs": None, "steps": steps, "auto_resume": True}) as runner:
+        runner.train()
+        assert runner.train_state.global_step == steps
+        return runner.unwrapped_model.weight.detach().clone()
+
+
+def test_a_run_whose_data_domain_alone_is_overridden_is_resumed_where_it_stood(tmp_path: Path) -> None:
+    whole = run_processes(read_by_all, settings(tmp_path / "whole"), 5, world_size=2)
+    for steps in (3, 5):
+        resumed = run_processes(read_by_all, settings(tmp_path / "parts"), steps, world_size=2)
+    assert all(torch.equal(mine, other) for mine, other in zip(resumed, whole, strict=True))
