@@ -17,7 +17,6 @@ from danling.utils.suggest import did_you_mean
 from .batching import OWN, divide_updates
 from .loader import DataLoader, check_settings
 from .mixture import Mixture
-from .replayed import Replayed, forgets_its_buffer
 from .sampled import yields_batches
 from .sampled_loader import SampledLoader
 from .stream_loader import StreamLoader
@@ -146,7 +145,7 @@ def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[st
     place = {name: placement[name] for name in ("split", "seed", "rank")}
     if isinstance(dataset, IterDataPipe):  # torch shuffles and divides it by its type
         return _build_stateful(dataset, options)
-    return StreamLoader(Replayed(dataset) if forgets_its_buffer(dataset) else dataset, **options, **place)
+    return StreamLoader(dataset, **options, **place)
 
 
 def _build_sampled(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> object:

@@ -12,9 +12,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .generators import Generators, generator_state
 from .plain_state import from_plain, is_stateful, to_plain
 from .randomness import derive_seed, mix_seed, seed_host_streams
+from .replayed import apart, draws_of_groups
 from .workers import WorkersView
 
 logger = logging.getLogger("danling")
+
+_NO_STATE = "Give it, or the iterator that it returns, state_dict and load_state_dict."
+_GROUPS = (
+    "It draws random numbers and makes rows in groups (batched=True), of which a part cannot be made again alone. Draw in the "
+    "collate_fn to go on at once."
+)
 
 
 class KeyedStream(WorkersView, IterableDataset[Any]):
@@ -68,6 +75,8 @@ class StreamIterator:
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         self._base = derive_seed(stream.seed, "stream", stream.split, stream.epoch, self._worker)
+        self._draws = draws_of_groups(stream.dataset)
+        self._dataset: Any = stream.dataset if self._draws is None else apart(stream.dataset)
         self._iterator: Iterator[Any] | None = None
         self._generators: Generators | None = None
         self._items = 0
@@ -88,13 +97,16 @@ class StreamIterator:
             item = next(self._iterator)
         except StopIteration:
             self._over = True
+            self._look_for_draws()
             raise
         self._items += 1
+        if self._items % self.stream.every == 0:
+            self._look_for_draws()
         return item
 
     def _begin(self) -> Iterator[object]:
         self._seed(0)
-        return iter(self.stream.dataset)
+        return iter(self._dataset)
 
     def _seed(self, item: int) -> None:
         if self._generators is None:
@@ -104,23 +116,32 @@ class StreamIterator:
         seed = mix_seed(self._base, item)
         self._generators.seed(seed, self.stream.origins)
         seed_host_streams(seed)
+        if self._draws is not None:
+            self._draws.begin(self._generators)
+
+    def _look_for_draws(self) -> None:
+        # Before a batch is made of the items, whose random numbers are keyed whatever was read before.
+        if self._draws is not None and self._generators is not None:
+            self._draws.end(self._generators)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of items, and the state of the dataset or its iterator where they have one."""
-        dataset, iterator = self.stream.dataset, self._iterator
+        """Return the number of items, and the state of the dataset or its iterator where they have one that is enough to go on from."""
+        dataset, iterator = self._dataset, self._iterator
+        enough = self._draws is None or not self._draws.seen
+        held = enough and iterator is not dataset and is_stateful(dataset)
         return {
             "items": self._items,
             "over": self._over,
             "epoch": self.stream.epoch,
-            "dataset": to_plain(dataset.state_dict()) if iterator is not dataset and is_stateful(dataset) else None,
-            "iterator": to_plain(cast(Any, iterator).state_dict()) if is_stateful(iterator) else None,
+            "dataset": to_plain(dataset.state_dict()) if held else None,
+            "iterator": to_plain(cast(Any, iterator).state_dict()) if enough and is_stateful(iterator) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved place; without a state of the dataset's, what was read is read again and dropped."""
         dataset, iterator = state["dataset"], state["iterator"]
         if dataset is not None:
-            self.stream.dataset.load_state_dict(from_plain(dataset))
+            self._dataset.load_state_dict(from_plain(dataset))
         if state["over"]:
             # A dataset may stand at its beginning again by then, and torchdata's workers ask once more.
             self._over = True
@@ -142,12 +163,12 @@ class StreamIterator:
             return
         if state["items"] and self.stream.speaks and self._worker == 0:
             logger.warning(
-                "The dataset of split %r (%s) cannot be positioned: its first %d items of epoch %d are read again and "
-                "dropped. Give it, or the iterator that it returns, state_dict and load_state_dict.",
+                "The dataset of split %r (%s) cannot be positioned: its first %d items of epoch %d are read again and dropped. %s",
                 self.stream.split,
                 type(self.stream.dataset).__name__,
                 state["items"],
                 state["epoch"],
+                _NO_STATE if self._draws is None else _GROUPS,
             )
         for _ in range(state["items"]):
             next(self)

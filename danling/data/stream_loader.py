@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .keyed_stream import KeyedStream, generator_origins
 from .plain_state import check_savable, is_stateful
-from .replayed import Replayed
+from .replayed import Replayed, forgets_its_buffer
 from .sampled_loader import TAKEN, is_plain_loader
 from .sampler_state import SamplerState
 from .workers import WorkerInit, end_with_process, quiet_torchdata
@@ -44,6 +44,8 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     def __init__(self, dataset: object, *, seed: int = 0, rank: int = 0, split: str = "train", **settings: Any) -> None:
         self.split, self.seed, self.rank = split, seed, rank
         self.epoch = 0
+        if forgets_its_buffer(dataset):
+            dataset = Replayed(dataset)
         if is_stateful(dataset):
             check_savable(dataset, split)
         if settings.pop("persistent_workers", False) and settings.get("num_workers") and rank == 0:

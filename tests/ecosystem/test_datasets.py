@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import danling as dl
+from danling.data.keyed_stream import KeyedStream
 
 datasets = pytest.importorskip("datasets")
 
@@ -27,10 +30,32 @@ def noisy(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "input": row["input"] + torch.rand(1) / 4}
 
 
+def jitter(rows: dict[str, Any]) -> dict[str, Any]:
+    return {**rows, "input": rows["input"] + torch.rand(len(rows["input"]), 1) / 4}
+
+
+def jitter_of_seed(rows: dict[str, Any]) -> dict[str, Any]:
+    return {**rows, "input": rows["input"] + torch.initial_seed() % 1000 / 4000}
+
+
+def stream() -> Any:
+    return plain().to_iterable_dataset(num_shards=4)
+
+
+def in_tens(data: Any, function: Callable[[Any], Any]) -> Any:
+    return data.map(function, batched=True, batch_size=10)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "map": plain,
-    "stream": lambda: plain().to_iterable_dataset(num_shards=4).map(noisy),
-    "buffer": lambda: plain().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=10),
+    "stream": lambda: stream().map(noisy),
+    "buffer": lambda: stream().shuffle(seed=3, buffer_size=10),
+    "groups that draw": lambda: in_tens(stream(), jitter),
+    "groups of the seed": lambda: in_tens(stream(), jitter_of_seed),
+    "filtered groups": lambda: (
+        stream().map(noisy).filter(lambda rows: [True] * len(rows["input"]), batched=True, batch_size=10)
+    ),
+    "groups": lambda: in_tens(stream(), dict),
 }
 
 
@@ -46,7 +71,9 @@ class Rows(dl.Runner):
         return super().train_step(data)
 
 
-def seen(root: Path, kind: str, workers: int, epochs: int, stop: int | None = None) -> list[float]:
+def seen(
+    root: Path, kind: str, workers: int, epochs: int, stop: int | None = None, *, own: bool = False
+) -> list[float]:
     config: dict[str, Any] = {"seed": 1, "log": False, "epochs": epochs, "dir": str(root), "auto_resume": True}
     config |= {"optim": {"type": "sgd", "lr": 1e-4}, "dataloader": {"batch_size": 4, "num_workers": workers}}
 
@@ -56,22 +83,66 @@ def seen(root: Path, kind: str, workers: int, epochs: int, stop: int | None = No
             if self.train_state.global_step + 1 == stop:
                 self.stop()
 
-    with Stopped(config, kind) as runner:
+    class OwnLoader(Stopped):
+        def __init__(self, config: dict[str, Any], kind: str) -> None:
+            super().__init__(config, kind)
+            self.dataloaders = {"train": DataLoader(self.datasets.pop("train"), batch_size=4)}
+
+    with (OwnLoader if own else Stopped)(config, kind) as runner:
         runner.train()
         return runner.seen
 
 
-@pytest.mark.parametrize("kind", ["map", "stream", "buffer"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_samples_are_those_of_the_uninterrupted_run(
     kind: str, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = seen(tmp_path / "whole", kind, workers, 2)
     assert Counter(map(int, whole)) == dict.fromkeys(range(NUMBER), 2)
-    for stop in (5, 12, 17):  # within a pass, at its end, within the next
+    # Within a pass, at its end, within the next.
+    for stop in (7, 17) if "groups" in kind else (5, 12, 17):
         root = tmp_path / str(stop)
         assert [*seen(root, kind, workers, 2, stop), *seen(root, kind, workers, 2)] == whole
-    assert not any("cannot be saved" in record.getMessage() for record in caplog.records)
+    said = [record.getMessage() for record in caplog.records]
+    assert not any("cannot be saved" in message for message in said)
+    if workers:
+        return  # which say it in their own processes
+    read_again = {message.rpartition("dropped. ")[2] for message in said if "read again" in message}
+    drawn = {message for message in read_again if "Draw in the collate_fn" in message}
+    assert len(read_again) == (kind not in ("map", "stream", "groups")) and (drawn == read_again or kind == "buffer")
+
+
+def late(rows: dict[str, Any]) -> dict[str, Any]:
+    return jitter(rows) if rows["input"][0] >= 20 else rows
+
+
+def test_a_pass_is_gone_back_in_again_and_again_over_one_dataset() -> None:
+    keyed = KeyedStream(in_tens(stream(), late), 1, split="train", epoch=0, every=4)
+
+    def values(iterator: Any, number: int) -> list[float]:
+        return [float(row["input"]) for row in islice(iterator, number)]
+
+    reading = iter(keyed)
+    whole, states = [], {}
+    for position in range(0, NUMBER, 4):
+        states[position] = reading.state_dict()
+        whole += values(reading, 4)
+    assert [states[position]["dataset"] is None for position in (8, 36)] == [False, True]  # nothing was drawn before 20
+    for position in (8, 36, 16, 28):
+        again = iter(keyed)
+        again.load_state_dict(states[position])
+        assert values(again, 8) == whole[position : position + 8]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "groups that draw"])
+def test_a_loader_of_the_users_own_goes_on_alike(kind: str, tmp_path: Path) -> None:
+    whole = seen(tmp_path / "whole", kind, 0, 1, own=True)
+    assert [
+        *seen(tmp_path / "parts", kind, 0, 1, 5, own=True),
+        *seen(tmp_path / "parts", kind, 0, 1, own=True),
+    ] == whole
+    assert Counter(map(int, whole)) == dict.fromkeys(range(NUMBER), 1)
 
 
 def test_a_shuffled_stream_is_shuffled_anew_in_each_pass(tmp_path: Path) -> None:
