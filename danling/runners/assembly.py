@@ -120,11 +120,6 @@ class TorchParts:
             self.wrap_model()
             runner.preparation.note_constructed(runner.model)
 
-    @property
-    def saved_without(self) -> FrozenWeights | None:
-        """What leaves frozen weights out of checkpoints, `None` where all are saved."""
-        return self.frozen if self.runner.config.checkpoint.trainable_only else None
-
     def check_saving(self) -> None:
         """Refuse to leave frozen weights out of checkpoints where what writes them cannot.
 
@@ -144,8 +139,8 @@ class TorchParts:
 
     def note_trained(self) -> None:
         """Count what requires a gradient at construction as trained, also where it is frozen before the first save."""
-        if self.saved_without is not None:
-            self.saved_without.note_trained()
+        if self.runner.config.checkpoint.trainable_only:
+            self.frozen.note_trained()
 
     @cached_property
     def frozen(self) -> FrozenWeights:

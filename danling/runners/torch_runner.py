@@ -812,7 +812,8 @@ class TorchRunner(BaseRunner):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
-        return component_parts(self, lambda: self._parts.saved_without)
+        parts = self._parts
+        return component_parts(self, parts.frozen, leaves_out=lambda: self.config.checkpoint.trainable_only)
 
     def progress_parts(self) -> list[StatePart]:
         """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""

@@ -63,6 +63,18 @@ class FrozenWeights:
         kept = self.without(here)
         return {**{name: value for name, value in here.items() if name not in kept}, **state}
 
+    def note_moved(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        """Count as trained what a whole state has other values of than the model was made with. Called on all ranks.
+
+        Such weights were frozen after they had been trained, or were changed by hand: a model that is made from the base has them not.
+
+        Args:
+            state: All weights, as a run has saved them that left none out.
+            here: All weights of the model, before the state is loaded.
+        """
+        names = [name for name in self._frozen() if name in state and name in here]
+        self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
+
     def identity(self) -> dict[str, Any]:
         """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks.
 

@@ -55,6 +55,8 @@ class StatePart:
         set: Takes what was saved, and the dotted paths that were left out of the load.
         exists: Whether this run has it. A part that does not exist is neither saved, nor restored, nor missed.
         default: What is restored where a checkpoint lacks the entry; without one, `set` is not called then.
+        optional: Whether `exists` says only that it is saved: a component that is restored from a checkpoint that has it, whether this run
+            does or not, and from an empty state where a checkpoint lacks it, which is no error.
     """
 
     name: str
@@ -62,6 +64,7 @@ class StatePart:
     set: Callable[[Any, Collection[str]], None]
     exists: Callable[[], bool] = _always
     default: Callable[[], Any] | None = None
+    optional: bool = False
 
     @classmethod
     def attribute(
@@ -172,13 +175,13 @@ class RunState:
             payload: What is left of the payload of a checkpoint.
             excluded: The dotted paths that were left out of it.
         """
-        for part in self._present():
-            if part.name in payload:
-                part.set(payload[part.name], excluded)
+        for part in self._components.values():
+            if part.optional or (part.exists() and part.name in payload):
+                part.set(payload.get(part.name, {}), excluded)
 
     def names(self) -> list[str]:
-        """Return the names of the components that a full checkpoint of this run has."""
-        return [part.name for part in self._present()]
+        """Return the names of the components that a full checkpoint of this run cannot lack."""
+        return [part.name for part in self._present() if not part.optional]
 
     @contextmanager
     def saved_elsewhere(self, *names: str) -> Iterator[None]:

@@ -77,10 +77,22 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         CheckpointMismatch, match=r"Expected the frozen weights that the checkpoint was made on.*SHA-256"
     ):
         Adapting(settings(tmp_path, 4), base=1e-3)
-    with pytest.raises(CheckpointMismatch):
-        Adapting(settings(tmp_path, 4, checkpoint={"trainable_only": False}))
+    with pytest.raises(CheckpointMismatch, match="SHA-256"):
+        Adapting(settings(tmp_path, 4, checkpoint={"trainable_only": False}), base=1e-3)
     with Adapting(settings(tmp_path, 4)) as runner:
         assert runner.train_state.global_step == 2
+
+
+def test_a_run_may_go_over_to_what_is_trained_alone_and_back(tmp_path: Path) -> None:
+    with Adapting(settings(tmp_path / "whole", 6)) as whole:
+        whole.train()
+        expected = weights_of(whole)
+    for steps, alone in ((2, False), (4, True), (6, False)):
+        with Adapting(settings(tmp_path, steps, checkpoint={"trainable_only": alone})) as runner:
+            assert runner.train_state.global_step == steps - 2
+            runner.train()
+            assert ("frozen" in runner.read_checkpoint("latest")) == alone
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(runner).items())
 
 
 def test_a_frozen_weight_that_is_changed_by_hand_is_named(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from danling.checkpoints import CheckpointMismatch
 from danling.training.component_parts import component_parts
+from danling.training.frozen import FrozenWeights
 from danling.training.run_state import RunState
 
 
@@ -99,3 +102,55 @@ def test_what_is_left_out_of_a_load_is_kept_as_it_is() -> None:
         ("optimizer", {"state": {"w": 1}, "param_groups": ["own"]}, False),
         ("scheduler", 5, False),
     ]
+
+
+class Bare(Held):
+    """A base that is frozen and a head that is trained, with averages of both."""
+
+    def __init__(self, base: float, head: float) -> None:
+        super().__init__()
+        self.criterion = self.optimizer = self.scheduler = None
+        self.weights = {"base": torch.full((3,), base), "head": torch.full((2,), head)}
+        self.ema.weights, self.ema.state_dict = self.weights, lambda: {"weights": self.weights, "num_updates": 3}
+        self.leaves_out = True
+        held = [(name, nn.Parameter(value, requires_grad=name == "head")) for name, value in self.weights.items()]
+        self.parts = RunState(component_parts(self, FrozenWeights(lambda: held), leaves_out=lambda: self.leaves_out))
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return weights."""
+        return dict(self.weights)
+
+    def loaded(self, payload: Mapping[str, Any]) -> list[dict[str, list[float]]]:
+        """Return the model and the averages that are restored of a payload."""
+        self.restored.clear()
+        self.parts.load_components(payload, frozenset())
+        found = [state["weights"] if name == "ema" else state for name, state, _ in self.restored]
+        return [{name: weight.tolist() for name, weight in weights.items()} for weights in found]
+
+
+def test_a_run_goes_over_to_saving_what_is_trained_alone_and_back() -> None:
+    before, trained = Bare(1.0, 2.0), [{"base": [1.0] * 3, "head": [2.0] * 2}] * 2
+    without = before.parts.components()
+    assert list(without) == ["frozen", "model", "ema"] and list(without["model"]) == ["head"]
+    before.leaves_out = False
+    whole = before.parts.components()
+    assert list(whole) == ["model", "ema"] and list(whole["ema"]["weights"]) == ["base", "head"]
+    for leaves_out in (True, False):
+        after = Bare(1.0, 7.0)
+        after.leaves_out = leaves_out
+        assert "frozen" not in after.parts.names()
+        # A payload of the one kind after one of the other, too.
+        assert all(after.loaded(payload) == trained for payload in (without, whole, without))
+        after.loaded(whole)
+        missing = after.loaded({"model": {"head": before.weights["head"]}})
+        assert missing == [{"head": [2.0] * 2}]  # which is refused by who loads it
+        with pytest.raises(CheckpointMismatch, match="frozen weights that the checkpoint was made on"):
+            Bare(1.5, 7.0).loaded(without)
+
+
+def test_a_frozen_weight_that_a_whole_checkpoint_has_other_values_of_is_saved_on() -> None:
+    before = Bare(1.5, 2.0)
+    before.leaves_out = False
+    after = Bare(1.0, 7.0)
+    after.loaded(before.parts.components())
+    assert list(after.parts.components()["model"]) == ["base", "head"]
