@@ -21,7 +21,7 @@ from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
 from danling.data import derive_seed
 from danling.distributed import StepSync
-from danling.metrics import MetricSet
+from danling.metrics import Meters, MetricSet
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.supervision import is_out_of_memory
@@ -219,6 +219,7 @@ class TorchParts:
         config = self.runner.config
         return scheduler_interval(config.scheduler if "scheduler" in config else {}, self.runner.scheduler)
 
+    @property
     def sums_loss(self) -> bool:
         """Whether the criterion sums instead of averaging, so that its gradient is not divided."""
         return criterion_setting(self.runner.criterion, "reduction") == "sum"
@@ -309,6 +310,11 @@ class TorchParts:
     # One update
 
     @cached_property
+    def losses(self) -> Meters:
+        """Loss of the open epoch, or since the last evaluation in step mode; there from the beginning, unlike what makes updates."""
+        return Meters()
+
+    @cached_property
     def update(self) -> UpdateStep:
         """What closes windows and decides their updates."""
         runner = self.runner
@@ -321,6 +327,7 @@ class TorchParts:
             session=runner._session,
             preparation=runner.preparation,
             look=self.look_at_gradients,
+            losses=self.losses,
             own_backward=runner._overrides("backward"),
         )
 
@@ -346,7 +353,7 @@ class TorchParts:
             weights=self.weights,
             meters=lambda: runner.meters,
             metrics=lambda: self.metrics,
-            sums_loss=self.sums_loss,
+            sums_loss=lambda: self.sums_loss,
             undecided=lambda: self.loss.undecided,
             together=lambda: runner.preparation.evaluates_together,
             written=lambda: written_by_forward(
@@ -477,7 +484,7 @@ class TorchParts:
             index=lambda: runner.index,
             trained=lambda: runner.train_splits,
             learning_rates=lambda: self.update.rates,
-            sums_loss=self.sums_loss,
+            sums_loss=lambda: self.sums_loss,
             flops_per_token=lambda: runner.flops_per_token(),
             flops_per_sample=lambda: runner.flops_per_sample(),
             of_loaders=runner._data.metrics,
@@ -528,7 +535,7 @@ class TorchParts:
                 lambda sums, _: runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {}),
                 default=dict,
             ),
-            StatePart.stateful("losses", lambda: self.update.losses, resets=True),
+            StatePart.stateful("losses", lambda: self.losses, resets=True),
             StatePart.stateful("scores", lambda: runner.standing.board),
             StatePart.stateful("scaler", lambda: runner.precision.scaler),
         ]

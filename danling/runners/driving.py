@@ -137,7 +137,7 @@ class TrainingDriver:
         if runner.fault_tolerance is not None:
             runner.fault_tolerance.begin_training()
         runner.window.reduces = True
-        runner.window.sum_reduced = self.parts.sums_loss()
+        runner.window.sum_reduced = self.parts.sums_loss
         update.log_every = runner.log_interval
         update.steps_scheduler = runner.scheduler is not None and self.parts.scheduler_interval() == "step"
         if not runner.model.training:
@@ -173,7 +173,7 @@ class TrainingDriver:
 
     def trained_metrics(self) -> dict[str, float]:
         """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
-        runner, losses = self.runner, self.parts.update.losses
+        runner, losses = self.runner, self.parts.losses
         self.parts.update.raise_pending_error()
         metrics = losses.averages()
         # Always, since what this rank has seen says nothing of the others.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from danling.utils.warn import warn_user
@@ -27,22 +28,42 @@ _CLASS_DATA = frozenset({"mode"})
 
 FORMER_NAMES = {
     "ballot": "_parts.update.sync",
+    "begin_updates": "_parts.driver.begin_updates",
+    "bind_reduction": "_bind_reduction",
+    "check_coverage": "_parts.readiness.check_optimizer",
+    "check_optimizer_given": "_parts.readiness.check_optimizer_given",
+    "check_scheduler": "_parts.readiness.check_schedule",
+    "check_trainable": "_parts.driver.check_trainable",
     "data_place": "_data.place",
     "data_replicas": "placement.data_replicas",
     "excluded_from_loading": "run_state.excluded",
     "evaluations_since_best": "standing.evaluations_since_best",
     "figures_domain": "placement.metrics",
-    "losses": "_parts.update.losses",
+    "losses": "_parts.losses",
     "memory_retry": "_parts.memory_retry",
     "metric_set": "_parts.metrics",
     "optimizer_domain": "placement.optimizer",
     "own_scores": "standing.scores",
+    "raise_pending_error": "_parts.update.raise_pending_error",
+    "read_samples": "_parts.update.read_samples",
     "reduces_gradients": "window.reduces",
+    "rewrap_if_trainables_changed": "_parts.rewrap_if_trainables_changed",
+    "scheduler_interval": "_parts.scheduler_interval",
     "scoreboard": "standing.board",
     "step_sync": "_parts.update.sync",
+    "sums_loss": "_parts.sums_loss",
     "update_plan": "_data.plan",
+    "write_results": "_parts.driver.write_results",
 }
 """Attributes that were a runner's own, and where they are now; the former name is accepted for one version."""
+
+_INSTEAD = {
+    "export_model": "Set checkpoint.last_save_model_only=true, which writes the weights at the end, or save `runner.model_state_dict()`.",
+    "meter_totals": "Call `runner.meters.totals(runner.placement.metrics)`.",
+    "optimized_parameters": "Call `runner.preparation.optimized_parameters(runner.optimizer)`.",
+    "prepare_updates": "Leave it out: `train_step` prepares an update where it is called alone.",
+}
+"""Methods of an earlier version that nothing has taken the place of under the runner, and what is done instead."""
 
 _FORMER_HOOKS = {
     "abandon": "`close`",
@@ -176,7 +197,7 @@ def check_names(runner: object) -> None:
     Raises:
         AttributeError: If there is one, with its owner and another name.
     """
-    for sentence in former_hooks(type(runner)):
+    for sentence in former_hooks(type(runner), vars(runner)):
         warn_user(sentence, FutureWarning)
     record: LibraryNames = vars(runner).pop(_RECORD)
     line: Any = type(runner)
@@ -197,16 +218,19 @@ def check_names(runner: object) -> None:
             raise _refused(f"{name} of the class {kind.__name__}", name, owner)
 
 
-def former_hooks(runner_class: type) -> list[str]:
+def former_hooks(runner_class: type, attributes: Mapping[str, object] = MappingProxyType({})) -> list[str]:
     """Return a sentence for every method of the user's that an earlier version called and this one does not.
 
     Args:
         runner_class: Class of the runner.
+        attributes: Of the runner, among which a function may stand for a method.
     """
-    own = {name: kind for name, kind, value in _of_user(runner_class) if name in _FORMER_HOOKS and not _is_plain(value)}
+    own = {name: kind.__name__ for name, kind, value in _of_user(runner_class) if not _is_plain(value)}
+    own |= {name: "self" for name, value in attributes.items() if inspect.isroutine(value)}
     return [
-        f"{kind.__name__}.{name} is not called any more: override {_FORMER_HOOKS[name]} instead, or give it another name."
-        for name, kind in sorted(own.items())
+        f"{owner}.{name} is not called any more: override {_FORMER_HOOKS[name]} instead, or give it another name."
+        for name, owner in sorted(own.items())
+        if name in _FORMER_HOOKS
     ]
 
 
@@ -224,13 +248,24 @@ def by_former_name(runner: object, name: str) -> object:
     Raises:
         AttributeError: If it is no former name either, or what the attribute is made of is missing itself.
     """
-    if name not in FORMER_NAMES:
+    now = FORMER_NAMES.get(name, "")
+    if not now or (now.startswith("_parts.") and "_parts" not in vars(runner)):
+        _refuse_former(runner, name)
         # Once more in the ordinary way, whose error names what is missing.
         return object.__getattribute__(runner, name)
-    now = FORMER_NAMES[name]
     place = "the library's own" if now.startswith("_") else f"runner.{now}"
     warn_user(f"runner.{name} is {place} now; the former name goes with the next version.", DeprecationWarning)
-    return attrgetter(FORMER_NAMES[name])(runner)
+    return attrgetter(now)(runner)
+
+
+def _refuse_former(runner: object, name: str) -> None:
+    """Say what is done instead of reading a name that an earlier version had."""
+    mend = _INSTEAD.get(name) or (f"What it did belongs to {_FORMER_HOOKS[name]} now." if name in _FORMER_HOOKS else "")
+    if mend:
+        message = (
+            f"Expected a name of a {type(runner).__name__}. Received: {name!r}, which an earlier version had. {mend}"
+        )
+        raise AttributeError(message, name=name, obj=runner)
 
 
 def explain_property(runner: object, error: AttributeError) -> AttributeError | None:

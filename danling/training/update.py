@@ -96,13 +96,14 @@ class UpdateStep:
         session: Is told what the ranks asked for.
         preparation: Averages weights that the stack divides.
         look: Looks at the gradients of the first update of this process, before it is applied.
+        losses: Takes in the loss of each committed update, weighted over all ranks.
         own_backward: Whether `backward` is the user's own, who may leave out the window.
 
     Attributes:
         window: As given.
         sync: As given.
         decision: Decides whether an update is made.
-        losses: Loss of the open epoch, or since the last evaluation in step mode; weighted over all ranks.
+        losses: As given.
         log_every: Updates between log lines.
         steps_scheduler: Whether each update advances the schedule.
         rates: Learning rates of the update that is logged next: those it was made with.
@@ -117,12 +118,13 @@ class UpdateStep:
         session: TrainingSession,
         preparation: ModelPreparation,
         look: Callable[[], None],
+        losses: Meters,
         own_backward: bool = False,
     ) -> None:
         self.window = window
         self.sync = sync
         self.decision = UpdateDecision(sync.domain, sync.device)
-        self.losses = Meters()
+        self.losses = losses
         self.log_every = 1024
         self.steps_scheduler = False
         self.rates: list[float] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 import danling as dl
 from danling.runners.names import (
     _FORMER_HOOKS,
+    _INSTEAD,
     FORMER_NAMES,
     SETTABLE,
     LibraryNames,
@@ -213,6 +215,44 @@ def test_a_hook_that_is_not_called_any_more_is_named_with_what_to_override(tmp_p
     forgotten = {"nonfinite_gradients": lambda self: [], "evaluations_since_best": property(lambda self: 0)}
     assert len(former_hooks(type("Forgotten", (Named,), forgotten))) == 2
     assert former_hooks(Named) == [] and former_hooks(type("Plain", (Named,), {"heal": 3})) == []
+
+
+def test_a_function_on_the_runner_that_is_not_called_any_more_is_named_too(tmp_path: Path) -> None:
+    with (
+        pytest.warns(FutureWarning, match="self.check_scheduler is not called any more: override `build_scheduler`"),
+        Named(settings(tmp_path), {"check_scheduler": lambda: None, "heal": 3}),
+    ):
+        pass
+
+
+def test_a_method_of_an_earlier_version_says_what_to_do_instead(tmp_path: Path) -> None:
+    with Named(settings(tmp_path)) as runner:
+        for name in sorted(_INSTEAD.keys() | _FORMER_HOOKS.keys() - FORMER_NAMES.keys()):
+            assert not hasattr(runner, name)
+            with pytest.raises(AttributeError, match=f"Received: {name!r}, which an earlier version had. ") as caught:
+                getattr(runner, name)
+            assert caught.value.name == name and caught.value.obj is runner
+            assert not set(re.findall(r"runner\.(\w+)", str(caught.value))) - set(dir(runner))
+
+
+def test_losses_may_be_read_in_init(tmp_path: Path) -> None:
+    class Reading(Named):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            with pytest.warns(DeprecationWarning, match="runner.losses is the library's own now"):
+                self.kept_losses = self.losses
+
+    with Reading(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.kept_losses is runner._parts.update.losses
+
+
+def test_a_stack_of_ones_own_without_the_parts_of_torch_runners_says_what_to_do_instead(tmp_path: Path) -> None:
+    with dl.BaseRunner(settings(tmp_path)) as runner:
+        with pytest.raises(AttributeError, match="'raise_pending_error', which an earlier version had"):
+            _ = runner.raise_pending_error
+        with pytest.raises(AttributeError, match="no attribute 'losses'"):
+            _ = runner.losses
 
 
 def test_no_hook_of_today_is_among_the_former_ones(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.distributed import LocalDomain, StepSync, StepTotals
+from danling.metrics import Meters
 from danling.training import NonFiniteError, Precision, TrainingSession, UpdateOutcome, Window
 from danling.training.preparation import ModelPreparation
 from danling.training.reduction import LocalReduction
@@ -42,6 +43,7 @@ class Run:
             session=self.session,
             preparation=ModelPreparation(LocalDomain()),
             look=lambda: self.asked.append("look"),
+            losses=Meters(),
             own_backward=own_backward,
         )
 
