@@ -59,38 +59,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, read and write."""
-    if options.output.exists() and not options.force:
-        raise ValueError(
-            f"Expected an output that is not there yet. Received: {str(options.output)!r}. Use --force to replace it."
-        )
-    if options.output.suffix not in _SUFFIXES:
-        raise ValueError(
-            f"Expected an output that ends in {', '.join(_SUFFIXES[1:])}, or a directory without an ending. Received: "
-            f"{str(options.output)!r}. Other formats are not written here; for ONNX there is torch.onnx.export."
-        )
-    if options.max_shard_size is not None and options.output.suffix:
-        raise ValueError(
-            f"Expected a directory as the output with --max-shard-size. Received: {str(options.output)!r}, which is one file. "
-            "Leave its ending out, or the option."
-        )
-    if options.format == "hf" and options.output.suffix:
-        raise ValueError(
-            f"Expected a directory as the output with --format hf. Received: {str(options.output)!r}, which is one file. "
-            "Leave its ending out."
-        )
+    _check_output(options)
     _check_place(options.output, options.checkpoint)
     model, ema, step = read_weights(
         options.checkpoint, options.ema, trust=options.trust, complete=options.format == "hf"
     )
+    written = _write(options, model, ema, step)
+    sizes = {str(path): path.stat().st_size for path in written}
+    if options.json:
+        print_json({"files": sizes, "tensors": len(model), "step": step})
+    else:
+        for name, size in sizes.items():
+            print(f"{name}: {as_bytes(size)}")
+    return OK
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuse an output that is there already, or is not of the kind that the options write."""
+    output = options.output
+    if output.exists() and not options.force:
+        raise ValueError(
+            f"Expected an output that is not there yet. Received: {str(output)!r}. Use --force to replace it."
+        )
+    if output.suffix not in _SUFFIXES:
+        raise ValueError(
+            f"Expected an output that ends in {', '.join(_SUFFIXES[1:])}, or a directory without an ending. Received: "
+            f"{str(output)!r}. Other formats are not written here; for ONNX there is torch.onnx.export."
+        )
+    if options.max_shard_size is not None and output.suffix:
+        raise ValueError(
+            f"Expected a directory as the output with --max-shard-size. Received: {str(output)!r}, which is one file. "
+            "Leave its ending out, or the option."
+        )
+    if options.format == "hf" and output.suffix:
+        raise ValueError(
+            f"Expected a directory as the output with --format hf. Received: {str(output)!r}, which is one file. "
+            "Leave its ending out."
+        )
+
+
+def _write(
+    options: argparse.Namespace, model: dict[str, Any], ema: dict[str, Any] | None, step: int | None
+) -> list[Path]:
+    """Write the weights, and what describes the model where that is asked for; return the files."""
+    # Only now, so that a wrong option is named at once.
     import torch
 
     from danling.checkpoints.exchange import export_weights
+    from danling.checkpoints.pretrained import DESCRIPTION, read_description, write_description
 
     dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
     described = {}
     if options.format == "hf":
-        from danling.checkpoints.pretrained import DESCRIPTION, read_description, write_description
-
         described = read_description(_run_of(options.checkpoint) / "metadata" / DESCRIPTION, model, dtype)
     written = export_weights(
         options.output,
@@ -102,14 +122,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if described:
         write_description(described, options.output)
-        written += [options.output / name for name in described]
-    sizes = {str(path): path.stat().st_size for path in written}
-    if options.json:
-        print_json({"files": sizes, "tensors": len(model), "step": step})
-    else:
-        for name, size in sizes.items():
-            print(f"{name}: {as_bytes(size)}")
-    return OK
+    return [*written, *(options.output / name for name in described)]
 
 
 def _run_of(checkpoint: str) -> Path:
