@@ -8,21 +8,23 @@ import socket
 from collections.abc import Callable
 
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 
 def run_on_ranks(function: Callable[..., None], *arguments: object, world_size: int) -> None:
     """Call `function(rank, *arguments)` in so many processes, which are set up as a launcher does it, and wait for them.
 
+    They are forks, and so have torch from the start: call this before anything is computed in this process.
+
     Args:
         function: A function of a module.
-        arguments: What can be pickled.
+        arguments: What it takes.
         world_size: Number of processes.
     """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = int(server.getsockname()[1])
-    spawn(_as_rank, (function, world_size, port, arguments), nprocs=world_size)
+    start_processes(_as_rank, (function, world_size, port, arguments), nprocs=world_size, start_method="fork")
 
 
 def _as_rank(

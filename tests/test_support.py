@@ -158,7 +158,8 @@ def test_torchrun_runs_a_script_and_keeps_its_output(warm: bool) -> None:
     assert "rank 1 of 2" in output
 
 
-@pytest.mark.parametrize("warm", [False, True])
+# A cold one takes seconds to start; that it runs at all is shown above.
+@pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_leaving_a_torchrun_block_ends_agent_and_workers(warm: bool) -> None:
     Path("ranked.py").write_text(_RANKED)
     with torchrun("ranked.py", environment={"PAUSE": "60"}, warm=warm) as job:

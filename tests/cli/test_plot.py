@@ -21,7 +21,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_has_scores_and_differences(root: Path) -> None:
-    done = danling("runs", root)
+    done = danling("runs", root, warm=True)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["run", "step", "attempts", "score", "best", "at", "latest", "last", "change"]
@@ -38,7 +38,7 @@ def test_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_several_runs_become_a_picture_and_a_report(root: Path) -> None:
-    done = danling("plot", root, "--figure", "loss", "acc", "--smooth", "0.5", "-o", "out/curves.png")
+    done = danling("plot", root, "--figure", "loss", "acc", "--smooth", "0.5", "-o", "out/curves.png", warm=True)
     assert done.returncode == 0 and done.stdout == "out/curves.png: 2 runs\n"
     with Image.open("out/curves.png") as picture:
         assert picture.format == "PNG"

@@ -85,7 +85,8 @@ def test_last_batch_consumed_but_pass_not_finished(straight: list[Tensor]) -> No
         {"workers": 2},
         {"workers": 3, "prefetch_factor": 4},
         {"workers": 2, "persistent_workers": True},
-        {"workers": 1, "multiprocessing_context": "spawn"},
+        # A spawned worker imports torch, which takes seconds: one for all passes.
+        {"workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
     ],
 )
 def test_workers_read_what_this_process_reads(settings: dict[str, Any], straight: list[Tensor]) -> None:
@@ -321,7 +322,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("end", "persistent"),
-    [("pass", False), ("pass", True), ("raise SystemExit(3)", False), ("os.kill(os.getpid(), 9)", True)],
+    [
+        ("pass", True),
+        ("raise SystemExit(3)", False),
+        ("os.kill(os.getpid(), 9)", True),
+        pytest.param("pass", False, marks=pytest.mark.slow),
+    ],
 )
 def test_process_ends_and_leaves_no_worker(tmp_path: Any, persistent: bool, end: str) -> None:
     script = tmp_path / "job.py"

@@ -6,7 +6,6 @@ import copy
 import json
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import drain
+from support.warm import interpreter
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -281,7 +281,7 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def start(name: str, kill: int, workers: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "script.py", f"{name}.txt", str(kill), name, str(workers)]
+        command = [interpreter(), "script.py", f"{name}.txt", str(kill), name, str(workers)]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     alone = start("alone", -1, 0)

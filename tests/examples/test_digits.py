@@ -35,7 +35,7 @@ def printed_in_the_docs() -> set[str]:
 
 
 def test_one_process_reaches_95_percent_and_goes_on() -> None:
-    exit_code, output = run_python(SCRIPT)
+    exit_code, output = run_python(SCRIPT, warm=True)
     assert exit_code == 0, output
     assert accuracy_in(output) >= 0.95
     assert printed_in_the_docs() == forms(output), "make the page anew: python scripts/screenshots.py --text"

@@ -13,6 +13,8 @@ from support.programs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--optim.lr", "3e-2")
+# Few updates would be evaluated and saved one by one: a twentieth of them is less than one.
+AT_TIMES = ("--evaluate_interval", "20", "--checkpoint.interval", "20")
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def bits_in(output: str) -> tuple[float, float]:
 
 
 def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> None:
-    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "60", *text)
+    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "60", *AT_TIMES, *text)
     assert exit_code == 0, output
     validation, entropy = bits_in(output)
     assert validation < entropy
@@ -54,7 +56,7 @@ def test_goes_on_by_itself_and_by_path(text: list[str]) -> None:
 
 
 def test_runs_on_two_processes(text: list[str]) -> None:
-    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "40", *text, nproc_per_node=2)
+    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "40", *AT_TIMES, *text, nproc_per_node=2)
     assert exit_code == 0, output
     validation, entropy = bits_in(output)
     assert validation < entropy
@@ -72,7 +74,7 @@ def test_runs_on_two_processes(text: list[str]) -> None:
 )
 def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...], text: list[str]) -> None:
     degrees = [argument for axis in axes for argument in (f"--parallel.axes.{axis}", "2")]
-    arguments = ("--steps", "40", *text, "--stack", "parallel", *degrees, *options)
+    arguments = ("--steps", "40", *AT_TIMES, *text, "--stack", "parallel", *degrees, *options)
     exit_code, output = run_program(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2 ** len(axes))
     assert exit_code == 0, output
     validation, entropy = bits_in(output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,11 +85,10 @@ def test_a_preempted_job_saves_requeues_itself_and_goes_on(slurm: dict[str, str]
 
 
 def test_two_agents_make_one_run() -> None:
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     head = f"127.0.0.1:{free_port()}"
-    variables = {"PATH": search, "HEAD": head, "NNODES": "2", "LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment = {**variables(), "HEAD": head, "NNODES": "2", "LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     command = [str(EXAMPLES / "multinode.sh"), str(EXAMPLES / "digits.py"), "--epochs", "2"]
-    with Job(command, environment=variables) as first, Job(command, environment=variables) as second:
+    with Job(command, environment=environment) as first, Job(command, environment=environment) as second:
         ends = [first.wait(100.0), second.wait(100.0)]
     assert [end.exit_code for end in ends] == [0, 0], ends
     said = [end.output for end in ends if "test accuracy" in end.output]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
+from support.engines import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
-from support.torchrun import run_torchrun
+from support.programs import run_program
 from support.toys import differences, whole_state
 from torch import Tensor
 
@@ -40,7 +40,7 @@ def close(first: Any, second: Any, *, atol: float = 1e-6) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_stage_trains_as_torch_does(world_size: int, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"ema": {"enabled": True, "decay": 0.9}}
+    changes: dict[str, Any] = {**UNSAVED, "ema": {"enabled": True, "decay": 0.9}}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), {})]
     cases += [(settings(tmp_path / str(stage), deepspeed=zero(stage), **changes), {}) for stage in range(4)]
     for ranks in run_processes(train_each, cases, world_size=world_size, timeout=240):
@@ -65,6 +65,7 @@ def test_bfloat16_and_offload(tmp_path: Path) -> None:
     cases += [(settings(tmp_path / f"w{i}", deepspeed=section), bare) for i, section in enumerate(weights)]
     cases += [(settings(tmp_path / f"o{s}", deepspeed=zero(s, **offloaded)), {}) for s in (1, 2, 3)]
     cases.append((settings(tmp_path / "bare", "ddp", precision="bf16"), bare))
+    cases = [({**config, **UNSAVED}, options) for config, options in cases]
     found = run_processes(train_each, cases, world_size=2, timeout=240)[0]
     autocast, plain = found[:2]
     for case in found[2:5]:
@@ -77,23 +78,33 @@ def test_bfloat16_and_offload(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_stopped_at_every_step_and_resumed(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "stops"),
+    [
+        # By stage: within the first pass, and at its end where the parameters are divided too. `make test-all` stops both at more places.
+        (2, {1: (1,), 3: (2, 4)}),
+        pytest.param(2, {1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow),
+        pytest.param(1, {1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow),
+    ],
+)
+def test_stopped_at_every_step_and_resumed(world_size: int, stops: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
     changes = {"ema": {"enabled": True, "decay": 0.9}}
-    stops = (1, 2, 4)
-    for stage in (1, 3):
+    for stage in stops:
         config = settings(tmp_path / f"whole{stage}", deepspeed=zero(stage), **changes)
         cases.append((config, {}))
-        for stop in stops:
+        for stop in stops[stage]:
             parts = {**config, "workspace_root": str(tmp_path / f"{stage}-{stop}")}
             cases += [(parts, {"stop_at": stop}), ({**parts, "auto_resume": True}, {})]
     for ranks in run_processes(train_each, cases, world_size=world_size, timeout=280):
-        runs = 1 + 2 * len(stops)
-        for whole, *parts in (ranks[:runs], ranks[runs:]):
-            for first, second in zip(parts[::2], parts[1::2]):
+        found = iter(ranks)
+        for stage in stops:
+            whole = next(found)
+            for _ in stops[stage]:
+                first, second = next(found), next(found)
                 assert first["trace"] + second["trace"] == whole["trace"]
                 assert differences(second["state"], whole["state"]) == []
+        assert next(found, None) is None
 
 
 class SlowRunner(AnyStackRunner):
@@ -150,14 +161,17 @@ def test_one_script_on_every_stack(tmp_path: Path) -> None:
         "deepspeed": ["deepspeed", "--deepspeed.zero_optimization.stage", "2"],
         "accelerate": ["accelerate"],
     }
+    # Evaluated and saved once: not after every update, as the twentieth part of so few would be.
+    once = ["--evaluate_interval", "10", "--checkpoint.interval", "10"]
     for name, stack in stacks.items():
         root = tmp_path / name
-        options = ["--steps", "20", "--log_interval", "1", "--workspace_root", str(root), *small]
-        exit_code, output = run_torchrun(EXAMPLES / "gpt.py", "--stack", *stack, *options, timeout=140)
+        options = ["--steps", "10", "--log_interval", "1", "--workspace_root", str(root), *once, *small]
+        arguments = ("--stack", *stack, *options)
+        exit_code, output = run_program(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2, timeout=140)
         assert exit_code == 0, output
         (metrics,) = root.rglob("metrics.jsonl")
         found[name] = losses(metrics.read_text())
-    assert len(found["ddp"]) == 20
+    assert len(found["ddp"]) == 10
     assert found["parallel"] == pytest.approx(found["ddp"], rel=1e-4)
     assert found["deepspeed"] == pytest.approx(found["ddp"], rel=1e-4)
     assert found["accelerate"] == found["ddp"]

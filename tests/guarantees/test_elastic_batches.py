@@ -114,7 +114,8 @@ def updates_at(root: Path, world_size: int) -> dict[int, list[int]]:
     return updates
 
 
-@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 2}])
+# Cut into micro-batches it is the same and more.
+@pytest.mark.parametrize("cut", [pytest.param({}, marks=pytest.mark.slow), {"micro_batch_size": 2}])
 def test_two_one_three_four_processes_with_kills(cut: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"global_batch_size": 12, **cut}
     (whole,) = run_processes(train, settings(tmp_path / "whole", {"global_batch_size": 12}), world_size=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from support.programs import run_program
 from support.torchrun import run_torchrun
 
 SCRIPT = """
@@ -50,7 +51,10 @@ def test_a_killed_rank_restarts_the_group_from_its_last_checkpoint(tmp_path: Pat
     for kill in ("", "1"):
         root = tmp_path / f"runs{kill}"
         environment = {**ENVIRONMENT, "KILL": kill}
-        exit_code, output = run_torchrun(script, str(root), flags=FLAGS, environment=environment)
+        if kill:
+            exit_code, output = run_torchrun(script, str(root), flags=FLAGS, environment=environment)
+        else:
+            exit_code, output = run_program(script, str(root), nproc_per_node=2, environment=environment)
         assert exit_code == 0, output
         for rank in range(2):
             assert f"rank {rank} ends at 12 after {len(kill)} restarts" in output

@@ -22,7 +22,9 @@ def settings(mode: str, root: Path, **changes: Any) -> dict[str, Any]:
         "workspace_root": str(root),
         "log_interval": 4,
     }
-    budget = {"epochs": 3, "checkpoint.interval": 1} if mode == "epoch" else {"steps": 13, "evaluate_interval": 3}
+    epochs, steps = {"epochs": 3, "checkpoint.interval": 1}, {"steps": 13, "evaluate_interval": 3}
+    # Not after every update, as a twentieth of so few would be.
+    budget = epochs if mode == "epoch" else {**steps, "checkpoint.interval": 4}
     return {**base, **budget, **changes}
 
 
@@ -135,7 +137,9 @@ SCHEDULES: list[dict[str, Any]] = [
 def train_schedules(root: str, stop_at: int | None, resume: bool) -> list[Any]:
     results = []
     for schedule in SCHEDULES:
-        config = settings("epoch", Path(root) / str(schedule["type"]), auto_resume=resume)
+        # Four updates a pass, of few batches: there are many schedules.
+        coarse = {"accum_steps": 2, "dataloader": {"batch_size": 4, "drop_last": False}}
+        config = settings("epoch", Path(root) / str(schedule["type"]), auto_resume=resume, **coarse)
         results.append(train({**config, "scheduler": schedule}, stop_at))
     return results
 

@@ -268,14 +268,14 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
     latest = tmp_path / "mine" / "checkpoints" / "latest.pth"
     with python(script, "0", "--dir", "mine", "--epochs", "5000") as first:
         first.wait_until(latest.exists)
-        exit_code, output = run_python(script, "0.5", "--dir", "mine", "--auto_resume", "true")
+        exit_code, output = run_python(script, "0.5", "--dir", "mine", "--auto_resume", "true", warm=True)
         assert exit_code == 1
         assert f"in use by process {first.pid} on " in output and "RunInUseError" in output
         assert "waiting up to" in output
         assert first.running
         # One that comes while the first is dying waits for it, and a kill gives the directory back at once: loader workers that are
         # left do not keep it.
-        with python(script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1") as second:
+        with python(script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1", warm=True) as second:
             second.wait_for_output("waiting up to 60 seconds")
             workers = descendants(first.pid)
             os.kill(first.pid, 9)

@@ -21,7 +21,7 @@ from danling.reporting import read_jsonl
 
 SCRIPT = Path(__file__).with_name("signals_job.py")
 EPOCHS = ("--epochs", "2")
-STEPS = ("--steps", "16", "--evaluate_interval", "8")
+STEPS = ("--steps", "16", "--evaluate_interval", "8", "--checkpoint.interval", "8")
 
 
 def send(job: Job, number: int, ranks: list[int], where: str) -> None:
@@ -104,7 +104,7 @@ def every_step_once(steps: int) -> None:
 
 def test_the_curves_of_a_killed_and_resumed_run_have_every_step_once(tmp_path: Path) -> None:
     wandb = ("--wandb.enabled", "true", "--wandb.mode", "offline", "--wandb.project", "curves")
-    arguments = (*STEPS, "--checkpoint.interval", "3", *wandb)
+    arguments = ("--steps", "16", "--evaluate_interval", "8", "--checkpoint.interval", "3", *wandb)
     with python(SCRIPT, *arguments, environment={"SLOW": "train"}, warm=True) as job:
         job.wait_until(lambda: steps_logged() >= 8)
         job.kill()

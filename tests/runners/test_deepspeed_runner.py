@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
-from support.engines import AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
+from support.engines import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.processes import run_outcomes, run_processes
 from support.toys import differences
 
@@ -51,7 +51,7 @@ def test_whose_optimizer_it_is(tmp_path: Path) -> None:
     none: dict[str, Any] = {"optim": None, "scheduler": None}
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}
-    plain = {key: value for key, value in settings(tmp_path / "0", "ddp").items() if key not in none}
+    plain = {key: value for key, value in settings(tmp_path / "0", "ddp", **UNSAVED).items() if key not in none}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({**plain, "workspace_root": str(tmp_path / "own-ddp")}, {"own": True}),
         ({**plain, "stack": "deepspeed", "workspace_root": str(tmp_path / "own"), "deepspeed": zero(2)}, {"own": True}),
@@ -96,7 +96,7 @@ def test_unequal_shares_of_an_update_are_those_of_torch(tmp_path: Path) -> None:
 @needs_deepspeed
 @pytest.mark.timeout(200)
 def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"skip_nonfinite_grad": True}
+    changes: dict[str, Any] = {**UNSAVED, "skip_nonfinite_grad": True}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), {"poisoned": 2})]
     cases += [(settings(tmp_path / str(s), deepspeed=zero(s), **changes), {"poisoned": 2}) for s in range(4)]
     for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
@@ -112,7 +112,7 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_an_overflow_of_float16_is_left_out_and_forgotten(tmp_path: Path) -> None:
     """With an offloaded optimizer the engine keeps the shares of the gradient, padding included, from one update to the next."""
-    changes: dict[str, Any] = {"precision": "fp16", "skip_nonfinite_grad": True}
+    changes: dict[str, Any] = {**UNSAVED, "precision": "fp16", "skip_nonfinite_grad": True}
     offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     sections = [zero(1), zero(3), zero(1, **offloaded), zero(2, **offloaded)]
     how = {"poisoned": 2, "norm": False}
@@ -131,8 +131,9 @@ def test_an_overflow_of_float16_is_left_out_and_forgotten(tmp_path: Path) -> Non
 @pytest.mark.timeout(200)
 def test_groups_of_parameters_train_and_their_state_is_told(tmp_path: Path) -> None:
     optim = {"type": "adamw", "lr": 1e-2, "param_groups": [{"pattern": "^0", "lr_multiplier": 0.1}]}
-    cases = [(settings(tmp_path / "ddp", "ddp", optim=optim), {"norm": False})]
-    cases += [(settings(tmp_path / str(s), deepspeed=zero(s), optim=optim), {"norm": False}) for s in (1, 2, 3)]
+    changes: dict[str, Any] = {**UNSAVED, "optim": optim}
+    cases = [(settings(tmp_path / "ddp", "ddp", **changes), {"norm": False})]
+    cases += [(settings(tmp_path / str(s), deepspeed=zero(s), **changes), {"norm": False}) for s in (1, 2, 3)]
     for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
         reference = ranks[0]["state"]
         for found in ranks[1:]:

@@ -639,7 +639,8 @@ def on_shards(root: Path, same: bool) -> tuple[list[Any], list[str]]:
     keeper.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("danling").addHandler(keeper)
     schedule = {"type": "cosine", "warmup_steps": 0.2}
-    with Shards(settings(root, steps=None, epochs=70, evaluate_interval=None, scheduler=schedule), same=same) as runner:
+    changes = {"steps": None, "epochs": 70, "evaluate_interval": None, "scheduler": schedule}
+    with Shards(settings(root, **changes, checkpoint={"load_only": True}), same=same) as runner:
         runner.train()
         figures = [
             runner.steps,

@@ -118,6 +118,10 @@ def settings(root: Path | str, stack: str = "deepspeed", **changes: Any) -> dict
     return {**base, **changes}
 
 
+UNSAVED: dict[str, Any] = {"checkpoint.load_only": True}
+"""For runs that nobody goes on with: an engine takes longer to save than to train so little."""
+
+
 def zero(stage: int, **changes: Any) -> dict[str, Any]:
     """Return the DeepSpeed section of a stage."""
     return {"zero_optimization": {"stage": stage, **changes}}

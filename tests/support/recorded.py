@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.toys import TracingRunner
+from support.warm import interpreter
 
 
 def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any) -> Path:
@@ -30,7 +31,13 @@ def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int
         return Path(runner.workspace.dir)
 
 
-def danling(*arguments: str | Path, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
-    """Run the command `danling` in a process of its own, to its end."""
-    command = [sys.executable, "-m", "danling", *map(str, arguments)]
+def danling(*arguments: str | Path, timeout: float = 100.0, warm: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command `danling` in a process of its own, to its end.
+
+    Args:
+        arguments: What stands behind the command.
+        timeout: Seconds until it is killed.
+        warm: In a fork that has loaded what it imports (`support.warm`), where its start is not the point.
+    """
+    command = [interpreter() if warm else sys.executable, "-m", "danling", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)

@@ -30,6 +30,8 @@ STOPS = (1, 4)
 """Updates after which a run is stopped: within the first pass, and within the second."""
 KILLED_IN = 4
 """Update in which a rank dies."""
+UNSAVED: dict[str, Any] = {"checkpoint": {"load_only": True}}
+"""For runs that nobody goes on with."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +267,7 @@ def die(name: str, root: str) -> None:
 def watch(name: str, root: str) -> dict[str, Any]:
     """Train by plain gradient descent, evaluate and predict, and return what one process is to find too."""
     plain: dict[str, Any] = {
+        **UNSAVED,
         "optim": {},
         "scheduler": {},
         "ema": {},
@@ -284,7 +287,7 @@ def watch(name: str, root: str) -> dict[str, Any]:
 def fail(name: str, root: str) -> str:
     """Return what all ranks raise where the loss of one is not a number, and nothing may be skipped."""
     try:
-        train(name, root, spoiled=(2,))
+        train(name, root, UNSAVED, spoiled=(2,))
     except NonFiniteError as error:
         return str(error)
     return "nothing was raised"
@@ -294,21 +297,22 @@ def exercise(name: str, root: str) -> dict[str, Any]:
     """Do everything that all stacks can, one run after the other in this process; the killed run is there already."""
     return {
         "watched": watch(name, f"{root}/watched"),
-        "whole": train(name, f"{root}/whole"),
+        "whole": train(name, f"{root}/whole", UNSAVED),
         "stopped": [train(name, f"{root}/stopped-{stop}", stop_at=stop) for stop in STOPS],
         "resumed": [train_again(name, f"{root}/stopped-{stop}") for stop in STOPS],
         "signalled": train(name, f"{root}/signalled", signalled=signal.SIGTERM),
         "after the signal": train_again(name, f"{root}/signalled"),
         "after the kill": train_again(name, f"{root}/killed"),
-        "skipped": train(name, f"{root}/skipped", {"skip_nonfinite_grad": True}, spoiled=(2, 3)),
+        "skipped": train(name, f"{root}/skipped", {**UNSAVED, "skip_nonfinite_grad": True}, spoiled=(2, 3)),
         "raised": fail(name, f"{root}/raised"),
     }
 
 
 def continue_elsewhere(pairs: list[tuple[str, str]], root: str) -> list[dict[str, Any]]:
     """Go on with a run of each first stack on the second one, from the last checkpoint of one that was stopped within a pass."""
+    unsaved = {"checkpoint": {**UNSAVED["checkpoint"], "trust": True}}
     return [
-        train(target, f"{root}/{source}-{target}", {"resume": saved(f"{root}/{source}"), "checkpoint": {"trust": True}})
+        train(target, f"{root}/{source}-{target}", {**unsaved, "resume": saved(f"{root}/{source}")})
         for source, target in pairs
     ]
 
