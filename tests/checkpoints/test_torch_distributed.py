@@ -87,7 +87,10 @@ def _ahead(manager: Any, step: int) -> tuple[dict[str, Any], Path]:
     return payload, _targets(manager.directory)[-1]
 
 
-@pytest.mark.parametrize("mode", MODES)
+# A process that writes takes seconds to start; the test below has one save ahead, and another save after it.
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.slow) if m == "async_with_pinned_mem" else m for m in MODES]
+)
 def test_saves_ahead_again_at_one_step_leave_a_whole_checkpoint(tmp_path: Path, mode: str) -> None:
     """An evaluation that failed is tried again: what the second save took over, and wrote anew, the third one takes over."""
     manager = _manager(tmp_path, async_mode=mode)

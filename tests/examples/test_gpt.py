@@ -74,7 +74,7 @@ def test_runs_on_two_processes(text: list[str]) -> None:
 )
 def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...], text: list[str]) -> None:
     degrees = [argument for axis in axes for argument in (f"--parallel.axes.{axis}", "2")]
-    arguments = ("--steps", "40", *AT_TIMES, *text, "--stack", "parallel", *degrees, *options)
+    arguments = ("--steps", "20", *AT_TIMES, *text, "--stack", "parallel", *degrees, *options)
     exit_code, output = run_program(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2 ** len(axes))
     assert exit_code == 0, output
     validation, entropy = bits_in(output)

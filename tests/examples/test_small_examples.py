@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.programs import run_program
 from support.torchrun import run_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -117,8 +118,8 @@ def test_gan_losses_reach_their_own_network_only() -> None:
 
 
 def test_gan_learns_on_two_processes() -> None:
-    args = ("--steps", "300", "--evaluate_interval", "100", "--dataloader.batch_size", "16", "--ema.enabled", "false")
-    exit_code, output = run_torchrun(EXAMPLES / "gan.py", *args)
+    args = ("--steps", "200", "--evaluate_interval", "100", "--dataloader.batch_size", "16", "--ema.enabled", "false")
+    exit_code, output = run_program(EXAMPLES / "gan.py", *args, "--checkpoint.interval", "100", nproc_per_node=2)
     assert exit_code == 0, output
     assert number_in(output, r"distance (\S+) at") < 0.9 * number_in(output, r", (\S+) untrained")
     assert output.count("untrained") == 1

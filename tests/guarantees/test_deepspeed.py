@@ -65,7 +65,7 @@ def test_bfloat16_and_offload(tmp_path: Path) -> None:
     cases += [(settings(tmp_path / f"w{i}", deepspeed=section), bare) for i, section in enumerate(weights)]
     cases += [(settings(tmp_path / f"o{s}", deepspeed=zero(s, **offloaded)), {}) for s in (1, 2, 3)]
     cases.append((settings(tmp_path / "bare", "ddp", precision="bf16"), bare))
-    cases = [({**config, **UNSAVED}, options) for config, options in cases]
+    cases = [({**config, **UNSAVED, "epochs": 1}, options) for config, options in cases]
     found = run_processes(train_each, cases, world_size=2, timeout=240)[0]
     autocast, plain = found[:2]
     for case in found[2:5]:

@@ -22,7 +22,7 @@ from support.layouts import LayoutRunner
 class Trained(LayoutRunner):
     def train_step(self, data):
         time.sleep(0.02)
-        if sys.argv[1] == "raise" and self.rank == 2 and self.state.train.global_step == 3:
+        if sys.argv[1] == "raise" and self.rank == 2 and self.state.train.global_step == 1:
             raise RuntimeError("this rank has had enough")
         return super().train_step(data)
 
