@@ -111,11 +111,11 @@ def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: boo
     kind = type(scheduler).__name__
     if interval == "step":
         raise ValueError(
-            f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which goes by a metric of evaluation. "
+            f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which follows a metric of evaluation. "
             "Received: scheduler.interval='step'. Unset it."
         )
     if not evaluates and not monitors:
         raise ValueError(
-            f"Expected an evaluation split for {kind}, which goes by its figures. Received: none. Put one into `self.datasets`, or "
+            f"Expected an evaluation split for {kind}, which follows its metrics. Received: none. Put one into `self.datasets`, or "
             "set scheduler.monitor to a metric of training, such as 'train.loss'."
         )

@@ -1,4 +1,4 @@
-"""The contract of every runner: its life, its verbs, its attributes, and no torch loop."""
+"""The base of every runner: construction, attributes, methods, checkpoints and closing, without a training loop."""
 
 from __future__ import annotations
 
@@ -86,26 +86,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 Results = dict[int, dict[str, dict[str, float]]]
-"""Evaluated and trained metrics by completed epoch or global step, then by split."""
+"""Metrics of training and evaluation by completed epoch or global step, then by split."""
 
 SplitNames = str | Sequence[str] | None
-"""One split, several, or `None` for those that the configuration or their names say."""
+"""One split, several, or `None` for those that the configuration or their names select."""
 
 RESERVED_FIGURES = ("loss",)
 """Metrics that the runner makes itself, and that a meter of the same name would silently overwrite."""
 
 
 class BaseRunner(metaclass=MetaRunner):
-    """What is common to all stacks.
+    """Base class of all stacks.
 
-    A subclass calls `super().__init__(config)`, puts its components on itself and overrides what it wants; `__post_init__` then
-    runs once, after the outermost `__init__`. When construction fails half-way, what was opened is closed again.
+    A subclass calls `super().__init__(config)`, sets its components as attributes and overrides methods; `__post_init__` then runs
+    once, after the outermost `__init__`. If construction fails half-way, everything that was opened is closed again.
 
     Every method is called on all ranks, unless its own text says otherwise. So is the constructor.
 
     Attributes:
         config: The runner's own copy of the configuration; the caller's object is never changed.
-        workspace: Paths of the run, which may be read in `__init__`; the run directory is made afterwards.
+        workspace: Paths of the run, available in `__init__`; the run directory is created after it.
         state: Counters, attempts and random streams; saved with every checkpoint.
         mode: `"train"`, `"evaluate"` or `"infer"`.
         model: The model; wrapped for the stack after construction.
@@ -114,14 +114,14 @@ class BaseRunner(metaclass=MetaRunner):
         optimizer: The optimizer, or `None`.
         scheduler: The learning-rate scheduler, or `None`.
         datasets: Datasets by split, from which loaders are built.
-        dataloaders: Loaders by split; one that the user put there is used as it is.
-        metrics: What evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
+        dataloaders: Loaders by split; a loader that the user sets is used as it is.
+        metrics: Metrics that evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
         results: Metrics by completed epoch or global step, then by split.
-        standing: Which score is the best, and how long it is since.
+        standing: The best score, and how many evaluations ago it was reached.
         run_state: The parts of a checkpoint, in the order in which they are restored.
-        saver: What saves them, and where the last save stands.
+        saver: Saves them, and knows the state of the last save.
 
     Args:
         config: A `RunnerConfig`, a mapping, the path of a file, or `None` for the defaults.
@@ -132,17 +132,17 @@ class BaseRunner(metaclass=MetaRunner):
 
     stack: str = "base"
     config_class: ClassVar[type[RunnerConfig]] = RunnerConfig
-    """Class of the configuration that a runner makes of a mapping, a file or a checkpoint."""
+    """Class of the configuration that a runner makes from a mapping, a file or a checkpoint."""
 
     mode: Literal["train", "evaluate", "infer"] = "train"
     checkpoint_manager: Any = None
-    # For those who override `set_seed` with a way of their own.
+    # A default for overrides of `set_seed` that do not set it.
     seed: int = 0
 
     # None of them is there before the user sets it; see `danling.runners.names`.
     model: Any
     ema: Any
-    # Not `Callable | None`: a step may call it without asking a type checker.
+    # `Any` rather than `Callable | None`, so that a step can call it without a check for `None`.
     criterion: Any
     optimizer: Any
     scheduler: Any
@@ -258,8 +258,8 @@ class BaseRunner(metaclass=MetaRunner):
     def __post_init__(self) -> None:
         """Finish construction after the outermost `__init__`.
 
-        What the user has set up is made ready; then the run directory and its log are opened, the checkpoint is restored and the
-        metadata is written.
+        The components are prepared; then the run directory and its log are opened, the checkpoint is restored and the metadata is
+        written.
         """
         self.prepare_components()
         self.open_workspace()
@@ -281,7 +281,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._closers.callback(self.sources.close)
 
     def prepare_components(self) -> None:
-        """Make ready what `__init__` has set up: here the loaders. Called before the first file is written."""
+        """Prepare what `__init__` has set: here the loaders. Called before the first file is written."""
         self.build_dataloaders()
         self._data.agree_lengths(self.placement.optimizer)
         self._open_sources()
@@ -301,7 +301,7 @@ class BaseRunner(metaclass=MetaRunner):
     def init_distributed(self) -> None:
         """Read the launch environment, pick the device and join the process group.
 
-        Under torchrun a failure of this process is put on record from here on.
+        From here on a failure of this process is recorded for torchrun.
         """
         record_failures()
         launch = self.launch = LaunchEnvironment.read()
@@ -318,17 +318,20 @@ class BaseRunner(metaclass=MetaRunner):
         self.world = world_of(launch.world_size, self.device)
 
     def build_placement(self) -> Placement:
-        """Return with whom this rank reduces and what of its work counts; override it for ranks that do not all read data of their own."""
+        """Return the ranks that this one reduces with, and whether its loss and samples count.
+
+        Override it if some ranks read the same data.
+        """
         return Placement.alike(self.world)
 
     def set_seed(self) -> None:
-        """Agree on the base seed and seed every stream with it, so that all replicas are initialised alike.
+        """Agree on the base seed and seed every random stream with it, so that all ranks initialise the same model.
 
-        Called before the subclass builds its model. The forward's streams are seeded apart, by rank, at the end of construction.
+        Called before the subclass builds its model. The streams of the forward are seeded by rank at the end of construction.
         """
         config = self.config
         if config.ft.enabled and config.seed is None:
-            # Replica groups must read one order of samples, and cannot speak to each other yet.
+            # Replica groups must read the same order of samples, and cannot communicate yet.
             config.seed = derive_seed("replica groups", self.config_id) % 2**31
         self._streams.seed_is_drawn = config.seed is None
         if config.seed is None:
@@ -339,17 +342,17 @@ class BaseRunner(metaclass=MetaRunner):
         seed_streams(derive_seed(self.seed, "initialization"))
 
     def set_deterministic(self) -> None:
-        """Ask torch for deterministic kernels when `config.deterministic` is set, and put its switches back at close."""
+        """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""
         if self.config.deterministic:
             self._closers.enter_context(deterministic_kernels())
 
     def init_signal_handlers(self) -> None:
-        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are put back when it ends."""
+        """Watch for SIGTERM, SIGINT and SIGUSR1 while training; the handlers are restored when it ends."""
         self._session.signals = SignalWatcher()
         self._session.signals.install()
 
     def _begin_heartbeat(self) -> None:
-        # Anew where `__init__` has changed its settings or the run directory since.
+        # Again if `__init__` has changed its settings or the run directory.
         if self._session.heartbeat_changed(self.workspace.dir, *self.config.heartbeat.items()):
             self.init_heartbeat()
 
@@ -369,7 +372,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._session.gc_pacer = GcPacer(interval, **settings) if interval is not None else None
 
     def init_fault_tolerance(self) -> None:
-        """Join the fault-tolerance service when `config.ft.enabled`; nothing to do unless a stack says so."""
+        """Join the fault-tolerance service when `config.ft.enabled`; stacks that support it override this."""
 
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process."""
@@ -538,8 +541,8 @@ class BaseRunner(metaclass=MetaRunner):
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         """Return a sampler or a batch sampler for one split, or `None`; override it for an order of your own.
 
-        By default a loader of the library brings its own, which divides the dataset over the ranks. Another sampler divides
-        itself; its order comes back exactly, on the same number of processes. With a batch sampler, anything that yields lists of
+        By default a loader of the library has its own sampler, which divides the dataset over the ranks. A sampler of yours has to divide
+        itself; its order is restored exactly on the same number of processes. If you return a batch sampler, which yields lists of
         indices, leave `dataloader.batch_size` out.
 
         Args:
@@ -549,8 +552,7 @@ class BaseRunner(metaclass=MetaRunner):
         return None
 
     def source(self, split: str) -> BatchSource:
-        """Return the batches of a split and the position in them; a loader that was put into `dataloaders`, or a dataset that was put into
-        `datasets`, since construction is taken in.
+        """Return the batches of a split and the position in them, also of a loader or dataset that was added after construction.
 
         Args:
             split: The split.
@@ -650,7 +652,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     @property
     def accum_steps(self) -> int:
-        """Micro-batches of an update on each rank; with `dataloader.global_batch_size` of a full one on the first split."""
+        """Micro-batches of an update on each rank; with `dataloader.global_batch_size` those of a full update on the first split."""
         return self._data.plan.micro_batches or int(self.config.accum_steps)
 
     @property
@@ -693,9 +695,9 @@ class BaseRunner(metaclass=MetaRunner):
     def scores(self) -> dict[int, float]:
         """The monitored metric by completed epoch or global step, of evaluations only.
 
-        Override it for a score of your own, such as one made of several metrics in `self.results`, in the order of the
-        evaluations: the best and the latest score, `best`, early stopping and metric schedulers go by it. No communication: the same
-        on all ranks.
+        Override it for a score of your own, for example one computed from several metrics in `self.results`, in the order of the
+        evaluations: the best and the latest score, `best`, early stopping and metric schedulers use it. No communication: the same on
+        all ranks.
         """
         return self.standing.recorded
 
@@ -732,14 +734,14 @@ class BaseRunner(metaclass=MetaRunner):
     # What is seen of the run
 
     def add_tracker(self, tracker: Tracker | Callable[[], Tracker]) -> None:
-        """Send every metric of the run to a tracker of your own as well; call it in `__init__` or before `train`, on all ranks.
+        """Also send every metric of the run to a tracker of your own; call it in `__init__` or before `train`, on all ranks.
 
-        It is opened once, when training first begins, gets what `metrics.jsonl` gets, is flushed at every checkpoint and at the end of
-        every training, also one that fails, and is closed by `close`.
+        The tracker is opened once, when training first begins, gets every record of `metrics.jsonl`, is flushed at every checkpoint and
+        at the end of every training, even one that fails, and is closed by `close`.
 
         Args:
-            tracker: An object with `log(values, step)`, `flush()` and `close()`, used on the main process only; or something to call
-                for one, such as its class, which is called on the main process only.
+            tracker: An object with `log(values, step)`, `flush()` and `close()`, or a callable that returns one, such as its class.
+                Used and called on the main process only.
 
         Raises:
             TypeError: If it is neither.
@@ -749,7 +751,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """What metrics are sent to: empty before training begins, and on all processes but the main one."""
+        """The open trackers: none before training begins, and none on processes other than the main one."""
         return self._reporter.trackers.opened
 
     def log_figures(self, values: Mapping[str, float], step: int | None = None) -> None:
@@ -763,14 +765,14 @@ class BaseRunner(metaclass=MetaRunner):
         self._reporter.trackers.log(values, self.state.train.global_step if step is None else step)
 
     def open_trackers(self) -> None:
-        """Open what keeps the metrics, when training begins: a runner that only evaluates leaves an earlier run's alone."""
+        """Open the trackers when training begins; a runner that only evaluates does not change the metrics of an earlier run."""
         if self._reporter.trackers.is_open:
             return
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
-            # It may look into the directory of another run, but its metrics must not replace those that are there.
+            # Such a runner may read the directory of another run, but must not replace its metrics.
             self.checkpoint_manager.check_directory()
             self._run_place.write_figures(resumed=self.state.train.global_step > 0)
-        # First of all at the end: what a tracker has to say then stands in the log of the run.
+        # Closed before the log is, so that messages of a tracker are in the log of the run.
         self._closers.callback(self._reporter.trackers.close)
         self._reporter.open_trackers(lambda name: getattr(self, f"init_{name}", None), self._tracker_place)
 
@@ -798,13 +800,13 @@ class BaseRunner(metaclass=MetaRunner):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Watch a loop of your own: open the trackers, watch for signals, pace garbage collection. Entered on all ranks.
+        """Context of a loop of your own: opens the trackers, watches for signals, paces garbage collection. Entered on all ranks.
 
-        On exit the full state is saved, unless it has been; trackers are flushed and signals are as before. After an exception nothing is
-        saved. Call `boundary()` after every update inside.
+        On exit the full state is saved, unless it has been already; trackers are flushed and signal handlers restored. After an exception
+        nothing is saved. Call `boundary()` after every update inside.
 
         Raises:
-            SystemExit: On exit, where a signal asked for a stop: 143, or 130 after SIGINT.
+            SystemExit: On exit, if a signal asked for a stop: 143, or 130 after SIGINT.
         """
         session = self._session
         with self._reporter.speaking(), session.collecting():
@@ -823,9 +825,9 @@ class BaseRunner(metaclass=MetaRunner):
         session.exit_if_signalled(self.state.train.global_step)
 
     def boundary(self) -> bool:
-        """Return whether the loop is to end, since a signal came on any rank. Call it after every update, on all ranks.
+        """Return whether the loop must end because a signal came on any rank. Call it after every update, on all ranks.
 
-        The heart beats and garbage is collected here, when it is due. One small collective on several ranks.
+        It also writes the heartbeat and collects garbage when they are due. One small collective on several ranks.
         """
         self._session.updated(self.state.train.global_step, self.state.train.epoch)
         return self._session.agree_to_stop(self.world)
@@ -852,7 +854,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
     def _keep_own_positions(self, replica: str) -> None:
-        """Save the loader states of a replica group with every checkpoint, and go on from them."""
+        """Save the loader states of a replica group with every checkpoint, and resume from them."""
         settings = self.config.checkpoint
         checkpoints = ReplicaLoaderCheckpoints(
             self.workspace.checkpoints,
@@ -878,12 +880,12 @@ class BaseRunner(metaclass=MetaRunner):
         self.saver.loaded.append(positions.load)
 
     def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
-        """Return how the configuration of a checkpoint differs from this one in what changes the result, one line a key.
+        """Return how the configuration of a checkpoint differs from this one in settings that change the result, one line per key.
 
         No communication: may be called on one rank.
 
         Args:
-            payload: The checkpoint, of which `runner` and `state` are read.
+            payload: The checkpoint; its entries `runner` and `state` are read.
         """
         elastic = payload.get("state", {}).get("elastic", {})
         now = self.placement.data_replicas
@@ -891,11 +893,11 @@ class BaseRunner(metaclass=MetaRunner):
         return self.config.differences(payload.get("runner", {}), stored_replicas=before, replicas=now)
 
     def component_parts(self) -> list[StatePart]:
-        """Return the components of a checkpoint that this stack saves by itself, in the order in which they are restored."""
+        """Return the components that this stack saves in a checkpoint, in the order in which they are restored."""
         return []
 
     def progress_parts(self) -> list[StatePart]:
-        """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
+        """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
         return [
             StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.load_train(stored)),
             StatePart(
@@ -916,8 +918,7 @@ class BaseRunner(metaclass=MetaRunner):
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.
 
-        The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
-        them.
+        Random streams and loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
         sources = self.sources.among(self.train_splits)
         loaders = (self.data_domain.rank, loader_states.own_states(sources))
@@ -934,19 +935,19 @@ class BaseRunner(metaclass=MetaRunner):
         )
 
     def component_states(self) -> dict[str, Any]:
-        """Return the states of components by name, such as `model`; a stack of your own overrides it."""
+        """Return the states of the components by name, such as `model`; override it in a runner with a loop of its own."""
         return self.run_state.components()
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return what the checkpoint manager is handed to save: the full state."""
+        """Return the full state, which the checkpoint manager saves."""
         state = self.state_dict()
         check_payload(state, "`state_dict` to return the full state")
         return state
 
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
-        """Save the full state as `latest`, and under the other names it deserves.
+        """Save the full state as `latest`, and as history or `best` where that applies.
 
-        It may be written in the background, see `checkpoint.async_enabled`; the time it takes is left out of the speed of training.
+        The write may go on in the background, see `checkpoint.async_enabled`; the time of a save does not count in the speed of training.
 
         Args:
             history: Also keep it under its history name, `ckpt-e...` or `ckpt-s...`.
@@ -954,7 +955,7 @@ class BaseRunner(metaclass=MetaRunner):
 
         Raises:
             CheckpointError: If an earlier save in the background failed, or this one cannot be written.
-            NonFiniteError: If the update before it was not finite, which shows on an accelerator only now.
+            NonFiniteError: If the last update was not finite, which on an accelerator is found only now.
         """
         if self.config.checkpoint.load_only:
             self.saver.leave_out()
@@ -976,8 +977,8 @@ class BaseRunner(metaclass=MetaRunner):
         """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
 
         Raises:
-            CheckpointNotFound: If `resume` or `pretrained` names none.
-            CheckpointMismatch: If it is of another run, or another model.
+            CheckpointNotFound: If `resume` or `pretrained` names a checkpoint that does not exist.
+            CheckpointMismatch: If the checkpoint is of another run or another model.
         """
         self._restorer().restore(self.workspace.checkpoints)
 
@@ -1001,7 +1002,7 @@ class BaseRunner(metaclass=MetaRunner):
         return payload
 
     def load_checkpoint(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
-        """Restore the full state of a checkpoint; loader states that this replica group has saved for itself win.
+        """Restore the full state of a checkpoint; a replica group prefers loader states that it has saved for itself.
 
         Args:
             checkpoint: A name in the run's own checkpoint directory (`"latest"`, `"best"`, `"ckpt-..."`), a path, or a payload, as
@@ -1024,7 +1025,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._restorer().check(payload)
         self.load_state_dict(payload)
         if source is not None:
-            # A payload lies nowhere, so it is not saved either.
+            # A payload is not a checkpoint on disk that later saves could continue.
             self.checkpoint_manager.begin(source)
         where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
         logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
@@ -1057,11 +1058,11 @@ class BaseRunner(metaclass=MetaRunner):
             self._streams.resume(streams, step=step, speaks=self.is_main_process)
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
-        """Restore what `component_states` returned; a stack of your own overrides both.
+        """Restore what `component_states` returned; override both together.
 
         Args:
-            payload: What is left of the payload of a checkpoint.
-            excluded: The dotted paths that were left out of it.
+            payload: The payload of a checkpoint without the excluded parts.
+            excluded: The dotted paths of these parts.
         """
         self.run_state.load_components(payload, excluded)
 
@@ -1069,7 +1070,7 @@ class BaseRunner(metaclass=MetaRunner):
         """Restore the position in the loaders of the splits to train on.
 
         Args:
-            states: State by split; `None` for one that begins anew.
+            states: State by split; `None` for a split that starts from the beginning.
 
         Raises:
             CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
@@ -1090,9 +1091,9 @@ class BaseRunner(metaclass=MetaRunner):
     def from_checkpoint(cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None) -> Self:
         """Construct a runner with the configuration of a checkpoint and restore its full state.
 
-        Places that the checkpoint names (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are not obeyed. A
-        checkpoint that lies in the directory of its run goes on there; from anywhere else the run writes where `config` says, or into
-        a new directory under the default root. Secrets (text under `token`, `api_key`, ...) are taken from `config` alone.
+        Paths in the stored configuration (`dir`, `checkpoint_dir`, `log_file`, `workspace_root`, directories of traces) are ignored. If the
+        checkpoint lies in the directory of its run, the run continues there; otherwise it writes where `config` says, or into a new
+        directory under the default root. Secrets (text under `token`, `api_key`, ...) are taken only from `config`.
 
         Args:
             checkpoint: A checkpoint file or directory.
@@ -1155,10 +1156,10 @@ class BaseRunner(metaclass=MetaRunner):
         return module
 
     def close(self) -> None:
-        """Finish background work, release what the runner opened, and leave the user's module on `model`; a second call does nothing.
+        """Finish background work, release everything that the runner opened, and unwrap `model`; a second call does nothing.
 
         Raises:
-            Exception: What a background writer had to report. Everything is closed all the same.
+            Exception: The error of a background writer. Everything is closed all the same.
         """
         if not self._closers.closed and self.model is not None:
             self.model = self.unwrap(self.model)

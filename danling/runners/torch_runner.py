@@ -92,11 +92,11 @@ class TorchRunner(BaseRunner):
     _parts: TorchParts
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
-        # First, since the parts of a checkpoint are named in the `__init__` of the base.
+        # Before `super().__init__`, which asks for the parts of a checkpoint.
         parts = self._parts = TorchParts(self)
         super().__init__(config)
         self.model_states: ModelStates = self.build_model_states()
-        # First of all: what an update left to be checked must not be saved.
+        # Before anything else: weights must not be saved while the check of the last update is pending.
         self.saver.before.insert(0, lambda: parts.update.raise_pending_error())
         self.saver.around = parts.saving
         self.saver.is_scored = lambda: parts.results.scored_at == self.state.train.global_step
@@ -126,7 +126,7 @@ class TorchRunner(BaseRunner):
         self._parts.metrics = MetricSet.wrap(self.metrics, domain=self.placement.metrics, device=self.device)
 
     def __post_init__(self) -> None:
-        """Finish what `__init__` has set up, restore the checkpoint, and look for settings without an effect. Called on all ranks."""
+        """Finish construction, restore the checkpoint, and warn of settings without an effect. Called on all ranks."""
         super().__post_init__()
         self.preparation.note_constructed(self.model)
         if self.is_main_process:
@@ -136,7 +136,7 @@ class TorchRunner(BaseRunner):
             warn_of(self.idle_settings)
 
     def build_preparation(self) -> ModelPreparation:
-        """Return how the stack prepares the model: what wraps it, and where its weights are whole. Called on all ranks."""
+        """Return the component that wraps and unwraps the model and gathers its weights for this stack. Called on all ranks."""
         return ModelPreparation(self.world)
 
     def idle_settings(self) -> list[str]:
@@ -162,10 +162,10 @@ class TorchRunner(BaseRunner):
         return not getattr(getattr(type(self), hook), "__module__", "").startswith("danling.")
 
     def bind_optimizer(self) -> None:
-        """Bind model and optimizer to each other where a stack does, before the scheduler is built. Call on all ranks."""
+        """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built. Call on all ranks."""
 
     def materialize_model(self) -> None:
-        """Move model and criterion to the device, average, compile and wrap the model. Call on all ranks."""
+        """Move model and criterion to the device, create the EMA, compile and wrap the model. Call on all ranks."""
         self.model.to(self.device)
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(self.device)
@@ -182,7 +182,7 @@ class TorchRunner(BaseRunner):
         """Compile modules in place when `compile.enable`; they are left uncompiled by `close`. Called on all ranks.
 
         Args:
-            modules: Those that training calls: the model, or blocks of it.
+            modules: The modules that training calls: the model, or blocks of it.
         """
         if not self.config.compile.enable:
             return
@@ -227,30 +227,31 @@ class TorchRunner(BaseRunner):
                 yield f"criterion.{name}", parameter
 
     def whole_weights(self, *, modify: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which every rank has the weights of the model whole, to look at or to write to. Enter on all ranks.
+        """Return a context in which every rank has the whole weights of the model, to read or to write. Enter on all ranks.
 
-        Here every rank has them anyway. Where a stack divides them, `runner.unwrapped_model` has plain tensors of full shape inside; of
-        a pipeline each rank has its own stages. Make no forward inside: training, evaluation and inference gather what they need.
+        On `ddp` every rank has them anyway. On stacks that divide them, the parameters of `runner.unwrapped_model` are plain tensors of
+        full shape inside; in a pipeline each rank has its own stages. Do not run the model inside: training, evaluation and inference
+        gather what they need by themselves.
 
         Args:
-            modify: Give all ranks on exit what the first rank that holds a weight has written to it; else what is written is lost where
-                weights are divided, and differs from rank to rank where they are not.
+            modify: On exit, broadcast each weight from the first rank that holds it. Without it, writes are lost if weights are divided,
+                and stay on the rank that made them if they are not.
         """
         return self.preparation.whole_weights(self.unwrapped_model, modify=modify)
 
     def save_pretrained(self, directory: str | Path, *, averaged: bool = False, **options: Any) -> None:
-        """Write the model as `from_pretrained` of transformers or peft reads it: the main process calls its `save_pretrained`.
+        """Write files that `from_pretrained` of transformers or peft reads: the main process calls the model's `save_pretrained`.
 
-        Of a model with adapters, these and what is trained beside them are written. Call on all ranks.
+        For a model with adapters, the adapters and the modules that are trained beside them are written. Call on all ranks.
 
         Args:
-            directory: Where to.
-            averaged: Write the averaged weights instead of the trained ones.
+            directory: Directory for the files.
+            averaged: Write the EMA weights instead of the trained ones.
             options: Further arguments of the model's own `save_pretrained`, such as `max_shard_size`.
 
         Raises:
             TypeError: If the model has no `save_pretrained`.
-            ValueError: If averaged weights are asked for and there are none.
+            ValueError: If `averaged` is set and there is no EMA.
         """
         model = check_pretrained(self.unwrapped_model)
         if averaged and self.ema is None:
@@ -262,9 +263,9 @@ class TorchRunner(BaseRunner):
         self.world.barrier()
 
     def broadcast_buffers(self) -> None:
-        """Give the ranks that share a part of the model the buffers of the first of them. Call on all ranks.
+        """Broadcast the buffers of the first rank to the ranks that share a part of the model. Call on all ranks.
 
-        DistributedDataParallel does it at the next training forward; until then those of the other ranks are their own.
+        DistributedDataParallel does it only at the next training forward; until then ranks may have different buffers.
         """
         self.preparation.broadcast_buffers(self.model, self._parts.criterion_tensors("buffers"))
 
@@ -278,10 +279,10 @@ class TorchRunner(BaseRunner):
         )
 
     def build_scheduler(self) -> Any:
-        """Return the scheduler of `config.scheduler`; schedules over the whole run are given its length. Called on all ranks.
+        """Return the scheduler of `config.scheduler`; schedules over the whole run get its length. Called on all ranks.
 
         Returns:
-            `None` without such a section.
+            The scheduler, `None` if the section is empty.
         """
         settings = self.config.get("scheduler", None) or {}
         return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs)
@@ -297,7 +298,7 @@ class TorchRunner(BaseRunner):
     ) -> Results:
         """Train to the end of the budget: by epochs when `epochs` is set, else by steps. Call on all ranks.
 
-        A run that is at its end returns at once, before it touches data, and writes nothing.
+        A run that has already reached its budget returns at once, without reading data or writing files.
 
         Args:
             train_splits: Splits to train on; `None` is `self.train_splits`.
@@ -346,15 +347,15 @@ class TorchRunner(BaseRunner):
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train what is left of one pass over one split. Call on all ranks.
 
-        What an override returns are the metrics of the split. Called alone, it trains the next pass, and closes the epoch when every
-        split to train on has had its pass: `epoch` is counted, the metrics go into `results`, a schedule by epochs advances. Evaluating and
+        An override returns the metrics of the split. Called by a user, it trains the next pass, and closes the epoch once every split to
+        train on has had its pass: `epoch` is increased, the metrics go into `results`, a schedule by epochs advances. Evaluating and
         saving are left to the caller; a signal, `stop()` and `max_time` end it as they end `train`.
 
         Args:
-            split: The split, of a dataset or a loader to train on.
+            split: The split to train on.
 
         Returns:
-            The weighted mean loss of the pass over all ranks, and what was put into `meters`; empty when it was stopped half-way.
+            The weighted mean loss of the pass over all ranks and the means of `meters`; empty if the pass was stopped half-way.
         """
         return self._parts.loop.train_epoch(split)
 
@@ -389,7 +390,7 @@ class TorchRunner(BaseRunner):
         return self.results
 
     def build_agreement(self) -> PassAgreement:
-        """Return what keeps the ranks together in their passes; a stack whose ranks read the same data brings its own."""
+        """Return how the ranks end a pass together; a stack whose ranks read the same data overrides it."""
         return PassAgreement(self.placement.optimizer, self.data_domain)
 
     def stop(self) -> None:
@@ -404,12 +405,12 @@ class TorchRunner(BaseRunner):
         self._session.request("save")
 
     def count_tokens(self, data: Any) -> float:
-        """Return the tokens of a batch for the metrics of speed, 0 for data that has none; override it for batches of your own.
+        """Return the number of tokens of a batch, which the reported speed counts, 0 if it has none; override it for your own batches.
 
         No communication: may be called on one rank.
 
-        The default counts the elements of an integer input of two dimensions `(batch, sequence)`. Called for every micro-batch on
-        the host's side: look at shapes, not at values, which would wait for the device.
+        The default counts the elements of an integer input of two dimensions `(batch, sequence)`. It is called for every
+        micro-batch: read shapes rather than values, which would synchronize with the device.
 
         Args:
             data: The batch, before it is moved to the device.
@@ -417,7 +418,7 @@ class TorchRunner(BaseRunner):
         return count_tokens(data)
 
     def flops_per_token(self) -> float | None:
-        """Return the model's FLOPs for a token, forward and backward, such as `6 * parameters`; `None` leaves it to the others.
+        """Return the model's FLOPs for a token, forward and backward, such as `6 * parameters`; `None` uses `flops_per_sample`.
 
         No communication: may be called on one rank.
         """
@@ -428,16 +429,16 @@ class TorchRunner(BaseRunner):
 
         No communication: may be called on one rank.
 
-        The default is what torch counted in the first micro-batch of training, where the peak of the device is known and the
-        model runs as plain operations: matrix products, convolutions and attention.
+        The default is the number that torch counted in the first micro-batch of training (matrix products, convolutions and attention),
+        if the peak of the device is known and the model is not compiled.
 
         Returns:
-            `None` when it is not known; then neither FLOPs nor their share of the peak is reported.
+            The number, `None` if it is not known; then neither FLOP/s nor their share of the peak is reported.
         """
         return self._reporter.flops.counted
 
     def peak_flops(self) -> float | None:
-        """Return what one device could do at most, in FLOP/s; `None` when it is not known, as on a CPU. Never a guess.
+        """Return the peak of one device in FLOP/s; `None` if it is not in the table of data sheets, as for a CPU.
 
         No communication: may be called on one rank.
         """
@@ -452,8 +453,8 @@ class TorchRunner(BaseRunner):
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
 
-        Override it for a loop of your own; call `self.backward(loss)` with the mean-reduced loss of the batch. Called alone, it is a
-        micro-batch of the open window, moved and weighed as by the loops; `step()` makes the update.
+        Override it to compute the loss in your own way, and call `self.backward(loss)` with the mean-reduced loss of the batch. Called by
+        a user, it runs one micro-batch of the open window, moved to the device and weighted as in the loops; `step()` makes the update.
 
         Args:
             data: The batch; within a loop it is on the device.
@@ -469,18 +470,18 @@ class TorchRunner(BaseRunner):
         return pred, loss
 
     def _forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
-        """Return the prediction and the loss of a micro-batch to train on, for a stack that makes them in another way."""
+        """Return the prediction and the loss of a micro-batch in training; a stack may compute them in another way."""
         pred = call_model(self.model, inputs)
         return pred, self.compute_loss(pred, target)
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate the loss of the open micro-batch with its weight. Called on all ranks.
+        """Back-propagate the loss of the open micro-batch, multiplied by its weight. Called on all ranks.
 
         Args:
             loss: 0-dim, as the criterion reduced it.
 
         Raises:
-            ValueError: If no micro-batch is open, so that nobody knows what the loss weighs.
+            ValueError: If no micro-batch is open, so that the weight of the loss is not known.
         """
         if self.window.count == 0 and not self._session.running:
             self.window.check_open()
@@ -495,10 +496,10 @@ class TorchRunner(BaseRunner):
         self.reduction.backward(scaled, last=self.window.reduces)
 
     def step(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and health, mend the gradient, and decide the update. Called on all ranks.
+        """Close the window: agree on its weight and whether it is finite, scale the gradient, and decide the update. Called on all ranks.
 
         Returns:
-            Whether it was made and why not, its weight, mean loss, samples and gradient norm; the same on all ranks.
+            Whether the update was made, else the reason; its weight, loss, samples and gradient norm. The same on all ranks.
 
         Raises:
             ValueError: If `train_step` left out `self.backward(loss)`.
@@ -524,16 +525,16 @@ class TorchRunner(BaseRunner):
         self.preparation.communication = "ft.enabled=True"
         self.run_state.add_progress(member.progress_part())
         self.saver.writes = member.writes
-        # As a save does, so that all groups go on alike.
+        # A save broadcasts buffers; groups that do not write must do the same, so that all groups continue with equal buffers.
         self.saver.instead.append(lambda: self.broadcast_buffers())
 
     @cached_property
     def reduction(self) -> GradientReduction:
-        """What completes, measures, clips and applies the gradient; looked for anew when training begins, and in each pass."""
+        """The component that completes, measures, clips and applies the gradient; made again when training begins, and in each pass."""
         return self._chosen_reduction()
 
     def _bind_reduction(self) -> None:
-        """Look at model and optimizer as they are now. Called on all ranks, between updates."""
+        """Make the reduction again for the present model and optimizer. Called on all ranks, between updates."""
         self._parts.rewrap_if_trainables_changed()
         self.reduction = self._chosen_reduction()
 
@@ -543,7 +544,7 @@ class TorchRunner(BaseRunner):
         return reduction if self.fault_tolerance is None else self.fault_tolerance.around(reduction)
 
     def build_reduction(self) -> GradientReduction:
-        """Return what completes, measures, clips and applies the gradient; a stack of your own overrides this."""
+        """Return the component that completes, measures, clips and applies the gradient; override it in a stack of your own."""
         if not isinstance(self.model, DistributedDataParallel):
             return LocalReduction(self.optimizer, self.named_parameters, self.precision.scaler)
         return DDPReduction(
@@ -560,7 +561,7 @@ class TorchRunner(BaseRunner):
         return self.reduction.context(last=self.window.reduces)
 
     def complete_gradients(self) -> None:
-        """Finish the reduction of the gradients over the ranks, where the backward has not."""
+        """Finish the reduction over the ranks of gradients that the backward has not reduced."""
         self.reduction.complete()
 
     def unscale_gradients(self, totals: StepTotals) -> list[Tensor]:
@@ -570,7 +571,7 @@ class TorchRunner(BaseRunner):
             totals: What the ranks agreed on for the window.
 
         Returns:
-            What this rank holds of the gradients that exist.
+            The gradients that exist, or this rank's shares of them.
         """
         reduction = self.reduction
         return reduction.unscale(self.window.gradient_factor(totals.weight, reduction.mean_over), totals.weight)
@@ -584,7 +585,7 @@ class TorchRunner(BaseRunner):
         """Return the 2-norm of the whole gradient, 0-dim; the same on all ranks of the optimizer domain.
 
         Args:
-            gradients: What this rank holds of the gradient, unscaled.
+            gradients: What `unscale_gradients` returned.
         """
         return self.reduction.norm(gradients)
 
@@ -618,7 +619,7 @@ class TorchRunner(BaseRunner):
     # Evaluation and inference
 
     def build_forward(self) -> EvaluationForward:
-        """Return how a batch is evaluated and predicted; a stack whose ranks hold parts of the model brings its own."""
+        """Return how a batch is evaluated and predicted; a stack whose ranks hold parts of the model overrides it."""
         return EvaluationForward(
             model=lambda: self.model,
             bare=lambda: self.unwrapped_model,
@@ -637,18 +638,18 @@ class TorchRunner(BaseRunner):
         return data if self.device.type == "cpu" else move_to_device(data, self.device)
 
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
-        """Return what the mean-reduced loss of a batch is averaged over; override it where the criterion is your own.
+        """Return the weight of a batch: how many terms its mean-reduced loss averages. Override it for a criterion of your own.
 
         The default counts the targets that the criterion does not ignore, see `danling.training.criterion_weight`; without a criterion,
-        the labels that the loss of the model counts, see `danling.training.model_weight`, which a `compute_loss` of your own is taken
-        to count too; else samples. Called on every rank for every batch, before its forward.
+        the labels that the model's own loss counts, see `danling.training.model_weight` (your own `compute_loss` is assumed to count
+        the same); otherwise samples. Called on every rank for every batch, before its forward.
 
         Args:
             data: The batch, on the device.
             target: Its target, `None` without one.
 
         Returns:
-            A float, or a 0-dim tensor on the device that need not be waited for.
+            A float, or a 0-dim tensor on the device, so that the host need not wait for it.
         """
         if self.criterion is None:
             return self._parts.loss.weight(data, target)
@@ -658,14 +659,14 @@ class TorchRunner(BaseRunner):
         """Return the loss of a prediction: `criterion(pred, target)`, or the `loss` that the model itself returned. Called on all ranks.
 
         Args:
-            pred: What the model returned, any type. Of a mapping or an object with `loss` and `logits` the criterion is handed the logits.
+            pred: What the model returned, any type. From a mapping or an object with `loss` and `logits` the criterion gets the logits.
             target: The target of the batch, `None` without one.
 
         Returns:
             The loss as the criterion reduces it: 0-dim.
 
         Raises:
-            ValueError: If there is neither.
+            ValueError: If there is neither a criterion nor a `loss`.
         """
         if self.criterion is not None:
             given = pred if isinstance(pred, Tensor) else prediction_of(pred)
@@ -676,10 +677,9 @@ class TorchRunner(BaseRunner):
         return self._parts.loss.of_model(pred, target, training=self.mode == "train")
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
-        """Return the loss of an evaluated batch: that of training, `None` where there is none. Called on all ranks.
+        """Return the loss of an evaluated batch, computed as in training; `None` if it has none. Called on all ranks.
 
-        A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
-        have one, there is nothing to compare its prediction with.
+        A batch without a target has a loss only if the batches to train on have no target either, as for an autoencoder.
 
         Args:
             pred: What the model returned, any type.
@@ -733,8 +733,8 @@ class TorchRunner(BaseRunner):
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients. Called on all ranks.
 
-        Called alone, it is made as in an evaluation: on the bare model in evaluation mode, with averaged weights where there are any, and
-        training's random streams are left as they were.
+        Called by a user, it runs as in an evaluation: on the unwrapped model in evaluation mode, with the EMA weights if there are any; the
+        random streams of training are restored.
 
         Args:
             data: The batch; within an evaluation it is on the device.
@@ -745,11 +745,10 @@ class TorchRunner(BaseRunner):
         return self._parts.evaluator.forward.evaluate(data)
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
-        """Return the metrics of an evaluation; override to add those that are no mean, such as a perplexity.
+        """Return the metrics of an evaluation; override it to add metrics that are not a mean, such as a perplexity.
 
-        Call on all ranks. Each metric is a number, or a tensor of one. `super().summarize(split, totals)` returns means over all
-        ranks, from which others follow:
-        `result["perplexity"] = math.exp(result["loss"])`.
+        Call on all ranks. Each metric is a number, or a tensor with one element. `super().summarize(split, totals)` returns means over
+        all ranks, from which others can be computed: `result["perplexity"] = math.exp(result["loss"])`.
 
         Args:
             split: The split that was evaluated.
@@ -770,15 +769,15 @@ class TorchRunner(BaseRunner):
 
         Args:
             split: The split; `None` is the first one named for inference, else the first one to evaluate.
-            stream: Yield predictions as they are made, of this rank's share only, instead of gathering them.
+            stream: Yield the predictions of this rank's share one by one, instead of gathering all.
 
         Returns:
             The predictions in the order of the dataset, the same on all ranks: a list of tensors on the CPU, or of plain values
             where a prediction is a single number. With `stream`, a generator.
 
-            What `infer_step` returns is taken apart by sample: a tensor along its first dimension; a list by its items; a tuple of
-            such, several outputs of a model, into a tuple for each sample; a mapping into one for each sample, of the entries that
-            have as many items as the batch has samples (a `loss` has not). Anything else is one item for the whole batch.
+            What `infer_step` returns is split by sample: a tensor along its first dimension; a list by its items; a tuple of these
+            (several outputs of a model) into a tuple per sample; a mapping into a mapping per sample, with those entries that have as
+            many items as the batch has samples, which a `loss` has not. Anything else is one item for the whole batch.
 
         Raises:
             ValueError: If the split is unknown, or there is none.
@@ -787,15 +786,15 @@ class TorchRunner(BaseRunner):
         return self._parts.evaluator.stream(chosen) if stream else self._parts.evaluator.infer(chosen)
 
     def infer_step(self, data: Any) -> Any:
-        """Return the prediction of one batch; a target that comes with it is left aside. Called on all ranks.
+        """Return the prediction of one batch; its target, if any, is ignored. Called on all ranks.
 
-        Called alone, it is made as in `infer`, without gradients.
+        Called by a user, it runs as in `infer`, in evaluation mode without gradients.
 
         Args:
             data: The batch; within `infer` it is on the device.
 
         Returns:
-            A tensor, list, tuple or mapping with an entry for each sample, as `infer` takes them apart.
+            A tensor, list, tuple or mapping with an entry per sample, which `infer` splits.
         """
         return self._parts.evaluator.forward.infer(data)
 
@@ -816,14 +815,13 @@ class TorchRunner(BaseRunner):
         return component_parts(self, parts.frozen, leaves_out=lambda: self.config.checkpoint.trainable_only)
 
     def progress_parts(self) -> list[StatePart]:
-        """Return what lies in the entry `state` of a checkpoint, in the order in which it is restored."""
+        """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
         return [*super().progress_parts(), *self._parts.progress_parts()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
 
-        The random streams and the states of loaders that differ from rank to rank are gathered, so every rank returns all of
-        them.
+        Random streams and loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
         self.broadcast_buffers()
         payload = super().state_dict()
@@ -832,7 +830,7 @@ class TorchRunner(BaseRunner):
         return payload
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return the parameters and persistent buffers of the bare model, by canonical name. Called on all ranks."""
+        """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes. Called on all ranks."""
         return self.model_states.model_state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -840,7 +838,7 @@ class TorchRunner(BaseRunner):
         return self.model_states.optimizer_state()
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
-        """Return the verified payload of a checkpoint, of which this rank reads what it holds. Call on all ranks.
+        """Return the verified payload of a checkpoint; where the model is divided, this rank's part of it. Call on all ranks.
 
         Args:
             checkpoint: A name in the run's own checkpoint directory, or a path.
@@ -874,8 +872,8 @@ class TorchRunner(BaseRunner):
         """Restore model, criterion, EMA, optimizer and scheduler, in this order. Called on all ranks.
 
         Args:
-            payload: What is left of the payload of a checkpoint.
-            excluded: The dotted paths that were left out of it.
+            payload: The payload of a checkpoint without the excluded parts.
+            excluded: The dotted paths of these parts.
         """
         options = options_of(self.optimizer) if self.optimizer is not None else []
         super().load_components(payload, excluded)
@@ -889,7 +887,7 @@ class TorchRunner(BaseRunner):
             )
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load model weights by canonical name into the bare model. Called on all ranks.
+        """Load weights into the unwrapped model, by name without wrapper prefixes. Called on all ranks.
 
         Args:
             state: Tensors by name.
@@ -901,14 +899,14 @@ class TorchRunner(BaseRunner):
         self.model_states.load_model(state, partial=partial)
 
     def load_ema(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Restore the averaged weights. Called on all ranks.
+        """Restore the EMA of the weights. Called on all ranks.
 
         Args:
-            state: What `EMA.state_dict` returned: `weights` by canonical name, and `num_updates`.
-            partial: Begin the average of weights that are missing at the model's, instead of refusing.
+            state: What `EMA.state_dict` returned: `weights` by name without wrapper prefixes, and `num_updates`.
+            partial: Start the average of missing weights from the model's, instead of refusing.
 
         Raises:
-            CheckpointMismatch: If names are not those of the model.
+            CheckpointMismatch: If the names are not those of the model.
         """
         self.model_states.load_ema(state, partial=partial)
 
@@ -929,7 +927,7 @@ class TorchRunner(BaseRunner):
         self.scheduler.load_state_dict(dict(state))
 
     def load_pretrained(self, checkpoint: str | Path) -> None:
-        """Load only the model; everything else starts afresh. Call on all ranks.
+        """Load only the weights of the model; everything else starts from the beginning. Call on all ranks.
 
         Args:
             checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
@@ -940,7 +938,7 @@ class TorchRunner(BaseRunner):
             CheckpointMismatch: If names or shapes are not those of the model; `checkpoint.exclude_from_loading` leaves some out.
         """
         weights = read_model(self.checkpoint_manager, checkpoint)
-        # Only weights are read for finetuning, so other exclusions would match nothing there.
+        # Other exclusions would match nothing in the weights, which is an error.
         payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
         self.load_model(payload["model"], partial=bool(excluded))
         if self.ema is not None:
