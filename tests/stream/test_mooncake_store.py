@@ -116,6 +116,28 @@ def test_two_writers_of_one_name_are_told_apart_although_mooncake_says_nothing(
 
 
 @needs_mooncake
+def test_what_a_killed_writer_has_begun_is_no_object_and_is_put_again() -> None:
+    tensors = {"x": torch.arange(100)}
+    with mooncake_master() as (address, metrics):
+        store = MooncakeStore(address, metrics=metrics, lend_bytes=16 << 20)
+        # What a SIGKILL in the middle of a put leaves: room that is reserved, and a name that is taken.
+        assert store._store.batch_put_session_start([store._key("a")], [5000], store._pinned) == [0]
+        with pytest.raises(KeyError, match="no object 'a'"):
+            store.get(reference("a", tensors))
+        store.discard(["a"])
+        assert store._store.put(store._key("a"), b"x") == 0  # Mooncake itself says that it has put it, and has not
+        with pytest.raises(KeyError, match="no object 'a'"):
+            store.get(reference("a", tensors))
+        store.put("a", tensors)
+        assert torch.equal(store.get(reference("a", tensors))["x"], tensors["x"])
+        store.put("a", tensors)
+        store.discard(["a"])
+        with pytest.raises(KeyError):
+            store.get(reference("a", tensors))
+        store.close()
+
+
+@needs_mooncake
 def test_a_damaged_object_names_the_sample(store: MooncakeStore) -> None:
     tensors = {"x": torch.ones(100)}
     store.put("whole", tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -19,7 +19,7 @@ from .objects import check_against, check_object, missing, same_bytes, specs, ta
 from .packed import header_size, pack, packed_size, unpack, writer_of
 
 # What its calls return (mooncake-store/include/types.h).
-_FULL, _TOO_SMALL, _MISSING = -200, -600, -704
+_FULL, _TOO_SMALL, _UNFINISHED, _MISSING = -200, -600, -703, -704
 _REACH_SECONDS = 10.0
 _METRICS_PORT = 9003
 _ALLOCATED = "master_allocated_bytes "
@@ -36,7 +36,8 @@ class MooncakeStore:
     itself, and removed by force, since whoever has read one holds a lease on it.
 
     Objects lie in the memory of the processes that lend it, and go with them: let a process lend it that is neither the producer nor
-    the trainer (`mooncake_client --global_segment_size=...`), for either may be killed.
+    the trainer (`mooncake_client --global_segment_size=...`), for either may be killed. What a writer that is killed in the middle has
+    reserved is no object, and the master frees it by itself (`--put_start_release_timeout_sec`, 600 by default).
 
     Args:
         master: Address of `mooncake_master`, such as `10.0.0.1:50051`.
@@ -101,7 +102,22 @@ class MooncakeStore:
         size = packed_size(object_id, found)
         memory = self._pool.lease(size)
         writer = pack(memory, object_id, plain)
-        code = self._store.put_from(self._key(object_id), memory.data_ptr(), size, self._pinned)
+        self._write(self._store.put_from, object_id, memory, size)
+        # A key that is taken keeps its bytes, and Mooncake says nothing of it.
+        start = header_size(object_id, found)
+        if self._writer(object_id, start) == writer:
+            return
+        present = self._read(object_id, size)
+        if present is None:
+            # Taken by a writer that was killed in the middle: nobody can read it, and only this call replaces it.
+            self._write(self._store.upsert_from, object_id, memory, size)
+            if self._writer(object_id, start) != writer:
+                raise self._failed(f"write object {object_id!r}", _UNFINISHED)
+        elif not same_bytes(unpack(present, object_id), unpack(memory, object_id)):
+            raise taken(object_id, f"the store at {self.master}")
+
+    def _write(self, call: Callable[..., int], object_id: str, memory: Tensor, size: int) -> None:
+        code = call(self._key(object_id), memory.data_ptr(), size, self._pinned)
         if code == _FULL:
             raise BufferError(
                 f"Expected room for object {object_id!r} of {size} bytes in the memory that is lent to {self.master}. Received: "
@@ -109,10 +125,6 @@ class MooncakeStore:
             )
         if code:
             raise self._failed(f"write object {object_id!r}", code)
-        # A key that is taken keeps its bytes, and Mooncake says nothing of it.
-        kept = self._writer(object_id, header_size(object_id, found)) == writer
-        if not kept and not self._holds(object_id, size, unpack(memory, object_id)):
-            raise taken(object_id, f"the store at {self.master}")
 
     def _writer(self, object_id: str, size: int) -> str:
         """Return who has written an object, as far as its header is of this size."""
@@ -121,12 +133,10 @@ class MooncakeStore:
         [[[read]]] = self._store.get_into_ranges([memory.data_ptr()], *places)
         if read != size:
             return ""
-        return writer_of(memory)
-
-    def _holds(self, object_id: str, size: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether an object that is there has the same bytes; one that was discarded meanwhile is no contradiction."""
-        memory = self._read(object_id, size)
-        return memory is None or same_bytes(unpack(memory, object_id), tensors)
+        try:
+            return writer_of(memory[:size])
+        except ValueError:
+            return ""  # a header of another size: an object of another shape
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
         """Return the features of a sample, in memory that is theirs alone; see `FeatureStore.get`.
@@ -150,13 +160,13 @@ class MooncakeStore:
         return {name: found[name] for name in ref.tensors}
 
     def _read(self, object_id: str, size: int) -> Tensor | None:
-        """Return the bytes of an object, `None` when there is none."""
+        """Return the bytes of an object, `None` when there is none, or none that is whole."""
         while True:
             memory = self._pool.lease(size)
             read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
             if read >= 0:
                 return memory[:read]
-            if read == _MISSING:
+            if read in (_MISSING, _UNFINISHED):
                 return None
             if read != _TOO_SMALL:
                 raise self._failed(f"read object {object_id!r}", read)
@@ -173,7 +183,7 @@ class MooncakeStore:
         # By force and without asking first: a question, like a read, is a lease for which `remove` is refused.
         codes = self._store.batch_remove([self._key(object_id) for object_id in wanted], True) if wanted else []
         for object_id, code in zip(wanted, codes):
-            if code not in (0, _MISSING):
+            if code not in (0, _MISSING, _UNFINISHED):
                 raise self._failed(f"free object {object_id!r}", code)
 
     def usage(self) -> int:
