@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.forked import fork, kill, wait
 from support.patience import patience
 
-from danling.stream import FileChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
+from danling.stream import DirectoryStore, FileChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
 from danling.stream.channels.ids import IdIndex
 
 Open = Callable[[], RefChannel]
@@ -355,3 +356,25 @@ def test_a_database_that_somebody_keeps_locked_is_named(tmp_path: Path, monkeypa
     other.close()
     assert channel.append([ref("a")]) == 1
     channel.close()
+
+
+def test_a_complete_log_is_read_where_nothing_can_be_written(small_disk: Path) -> None:
+    tensors = {"hidden": torch.arange(4.0)}
+    DirectoryStore(small_disk / "store").put("object-a", tensors)
+    channel = FileChannel(small_disk / "log")
+    channel.append([ref("a")])
+    channel.end()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(OSError):
+        FileChannel(small_disk / "another")
+    store, channel = DirectoryStore(small_disk / "store", read_only=True), FileChannel(small_disk / "log")
+    assert not channel.claim("a run") and channel.ended() == StreamEnd("complete", 1)
+    assert torch.equal(store.get(channel.read(0, 1)[0])["hidden"], tensors["hidden"]) and store.usage() > 0
+
+
+def test_a_reader_opens_a_database_while_a_producer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = SQLiteChannel(tmp_path / "log")
+    producer.append([ref("a")])
+    monkeypatch.setattr("danling.stream.channels.sqlite._PATIENCE_SECONDS", 0.05)
+    with producer._transaction():
+        assert ids(SQLiteChannel(tmp_path / "log")) == ["a"]

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import random
 import resource
 import subprocess
@@ -156,6 +157,14 @@ def test_a_store_that_is_read_only_changes_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
 
 
+def test_a_store_goes_to_processes_that_are_spawned(tmp_path: Path) -> None:
+    tensors = {"x": torch.ones(3)}
+    store = DirectoryStore(tmp_path, max_bytes=1_000)
+    store.put("a", tensors)
+    found = pickle.loads(pickle.dumps(store))
+    assert torch.equal(found.get(reference("a", tensors))["x"], tensors["x"]) and found.max_bytes == 1_000
+
+
 def test_processes_share_one_budget(tmp_path: Path) -> None:
     tensors = {"x": torch.zeros(100)}
     trainer, producer = DirectoryStore(tmp_path), DirectoryStore(tmp_path, max_bytes=2_000)
@@ -298,7 +307,7 @@ def test_a_file_that_may_not_grow_is_named_and_removed(tmp_path: Path) -> None:
     assert [path.name for path in files(store)] == ["a.safetensors"]
 
 
-@pytest.mark.parametrize("samples", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_samples_leave_no_byte_no_file_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:

@@ -39,7 +39,13 @@ class Claim:
             self._lock, self._pid = FileLock(self._lock.file), os.getpid()
         if complete and self.owner() not in ("", run):
             return False
-        if not self._lock.acquire():
+        try:
+            taken = self._lock.acquire()
+        except OSError:
+            if complete:  # on a file system that cannot be written, where nothing is freed either
+                return False
+            raise
+        if not taken:
             if complete:
                 return False
             raise RuntimeError(

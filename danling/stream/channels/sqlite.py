@@ -23,6 +23,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS samples (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, ref TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, parts INTEGER NOT NULL);
+PRAGMA user_version = 1
 """
 _PATIENCE_SECONDS = 60.0
 
@@ -46,9 +47,12 @@ class SQLiteChannel:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _close_before_forks()
         _open_channels.add(self)
-        with self._transaction() as database:
-            for statement in _TABLES.split(";"):
-                database.execute(statement)
+        with self._connected() as database:
+            made = database.execute("PRAGMA user_version").fetchone() != (0,)
+        if not made:  # asked first, so that a reader never waits for producers
+            with self._transaction() as database:
+                for statement in _TABLES.split(";"):
+                    database.execute(statement)
 
     @property
     def name(self) -> str:
