@@ -75,9 +75,9 @@ class RunnerConfig(ClosedSection):
     """
 
     stack: str = "auto"
-    """What trains: auto (ddp), ddp or torch, parallel, deepspeed or ds, accelerate, graph."""
+    """Stack that trains: auto (ddp), ddp or torch, parallel, deepspeed or ds, accelerate, graph."""
     seed: NonNegativeInt | None = None
-    """Base seed, agreed over ranks; none: one is drawn and stored."""
+    """Base seed, the same on all ranks; none: one is drawn and stored."""
     deterministic: bool = False
     """Deterministic kernels; an operation that has none is an error."""
     steps: NonNegativeInt | None = None
@@ -95,13 +95,13 @@ class RunnerConfig(ClosedSection):
     max_grad_value: PositiveFloat | None = None
     """Clip gradients to this absolute value."""
     skip_nonfinite_grad: bool = False
-    """Skip an update whose loss or gradients are not finite; false raises, naming the step."""
+    """Skip updates whose loss or gradient is not finite; false: raise an error that names the step."""
     max_skipped_updates: PositiveInt | None = 100
-    """Skipped updates in a row after which it is an error; none: never."""
+    """Skipped updates in a row that are an error; none: never."""
     patience: NonNegativeFloat = float("inf")
     """Stop after so many evaluations without a better score."""
     min_delta: NonNegativeFloat = 0.0
-    """By how much a score must be better to count as better."""
+    """Least difference by which a score counts as better."""
     score_split: str | None = None
     """Split that selects the best model; none: val, validation, or the first evaluation split."""
     score_name: str = "loss"
@@ -111,7 +111,7 @@ class RunnerConfig(ClosedSection):
     evaluate_interval: PositiveInt | None = None
     """Step mode: steps between evaluations; none takes the checkpoint interval."""
     try_evaluation: bool = True
-    """Evaluate one batch of each split before the first update, so that errors in it come before anything is trained."""
+    """Evaluate one batch of each split before the first update, so that errors in evaluation show before training."""
     train_splits: list[str] | None = None
     """Splits to train on; none: inferred from the datasets."""
     evaluate_splits: list[str] | None = None
@@ -131,25 +131,25 @@ class RunnerConfig(ClosedSection):
     log_file: str | None = None
     """Log file, instead of the one in the run directory."""
     resume: str | None = None
-    """Checkpoint to go on from, with its full state."""
+    """Checkpoint to resume from, with its full state."""
     auto_resume: bool = False
-    """Go on from this run's own latest checkpoint, if there is one."""
+    """Resume from this run's own newest intact checkpoint, if there is one."""
     pretrained: str | None = None
-    """Checkpoint whose model to begin with."""
+    """Checkpoint whose weights to start from; nothing else is loaded."""
     backend: str | None = None
     """Process-group backend; none: nccl with CUDA, else gloo."""
     init_method: str | None = None
-    """Where processes meet, such as tcp://host:port; none: what torchrun says."""
+    """Rendezvous of the processes, such as tcp://host:port; none: that of torchrun."""
     secret_keys: list[str] | None = None
-    """Further keys, by last name or dotted, whose text is kept out of files, trackers and the run's id, as that of token or api_key."""
+    """Further keys, by last name or dotted, whose text is kept out of files, trackers and the run's id, like token and api_key."""
     git_diff: bool = True
-    """Keep the uncommitted changes of the code in metadata/git.diff, less the lines that look like secrets."""
+    """Save the uncommitted changes of the code in metadata/git.diff, without lines that look like secrets."""
     log: bool = True
     """Write a log file."""
     log_interval: PositiveInt | None = None
-    """Updates between metrics; none: about 100 times a run."""
+    """Updates between two records of metrics; none: about 100 records in a run."""
     log_seconds: NonNegativeFloat = 5.0
-    """Seconds at least between two lines of metrics on the console and in the log; metrics.jsonl has all. 0 prints all."""
+    """Least seconds between two lines of metrics on the console and in the log; metrics.jsonl has all records. 0 prints all."""
     tensorboard: bool = False
     """Write scalars for TensorBoard."""
 

@@ -40,13 +40,13 @@ class EmaConfig(ClosedSection):
     _path: ClassVar[str] = "ema"
 
     enabled: bool = False
-    """Keep averaged weights, a state of their own; evaluation uses them and says so."""
+    """Keep an exponential moving average (EMA) of the weights, which evaluation uses."""
     decay: NonNegativeFloat = 0.999
-    """Weight of the past, in [0, 1)."""
+    """Share of the old average that an update keeps, in [0, 1)."""
     warmup: bool = False
     """Ramp the decay up over the first updates."""
     interval: PositiveInt = 1
-    """Average once in so many updates."""
+    """The average takes in the weights every so many updates."""
 
 
 class CheckpointConfig(ClosedSection):
@@ -61,9 +61,9 @@ class CheckpointConfig(ClosedSection):
     interval: PositiveInt | None = None
     """Epochs or steps between periodic saves; none: each epoch, or a twentieth of the steps."""
     before_evaluation: bool = True
-    """Save before each evaluation where a save takes all ranks, so that one that fails loses nothing."""
+    """Save before each evaluation if a save needs all ranks, so that a failing evaluation loses nothing."""
     trainable_only: bool = False
-    """Save what is trained, and of frozen parameters a digest by which a resume knows them."""
+    """Save only trained parameters, and a checksum of the frozen ones, which a resumed run compares."""
     keep_latest_k: NonNegativeInt = 0
     """History checkpoints to keep; 0 keeps all."""
     load_only: bool = False
@@ -71,11 +71,11 @@ class CheckpointConfig(ClosedSection):
     verify: Literal["full", "size", "none"] = "full"
     """What is checked on load: full (SHA-256 checksums), size, or none."""
     trust: bool = False
-    """Let DeepSpeed's converters unpickle engine files, which runs what is in them; never taken from a checkpoint."""
+    """Let DeepSpeed's converters unpickle engine files, which can run code in them; never taken from a checkpoint."""
     async_enabled: bool = True
     """Write in the background."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | None = None
-    """How to write in the background, with a process of its own (dcp) in the last; none follows async_enabled."""
+    """Background writes: by a thread (async) or, for dcp, by a process (async_with_pinned_mem); none follows async_enabled."""
     dedicated_async_process_group: bool = True
     """Give the background writer of sharded checkpoints a process group of its own."""
     async_process_group_backend: str = "gloo"
@@ -106,15 +106,15 @@ class AxesConfig(ClosedSection):
     shard: int = 1
     """Shards of parameters and optimizer state (FSDP)."""
     context: int = 1
-    """Ranks that share a sequence."""
+    """Ranks that have slices of one sequence."""
     pipeline: int = 1
-    """Pipeline stages' ranks."""
+    """Ranks that have stages of the model."""
     tensor: int = 1
-    """Ranks that share a layer."""
+    """Ranks that have parts of each layer."""
     expert: int = 1
-    """Ranks that share the experts."""
+    """Ranks that have some of the experts."""
     expert_tensor: int = 1
-    """Ranks that share one expert."""
+    """Ranks that have parts of each expert."""
 
 
 class ParallelConfig(ClosedSection):
@@ -133,11 +133,11 @@ class ParallelConfig(ClosedSection):
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names of every stage; the outer length is the number of stages."""
     activation_checkpointing: bool = False
-    """Compute the activations of each block again in the backward instead of keeping them."""
+    """Recompute the activations of each block in the backward instead of keeping them."""
     mesh_device_type: str | None = None
     """Device type of the mesh; none takes the runner's device."""
     allow_degree_change: bool = False
-    """Resume at other degrees where that cannot be exact."""
+    """Resume at other degrees even if that cannot be exact."""
 
 
 class FsdpConfig(ClosedSection):
@@ -156,7 +156,7 @@ class FsdpConfig(ClosedSection):
     blocks: list[str] | None = None
     """Modules that are gathered one by one, by class or dotted name; none takes the layers of every module list."""
     gradient_sync: Literal["every", "last", "last_all_reduce"] = "last_all_reduce"
-    """Micro-batches whose gradient is reduced: every one, the last of a window, or scattered each and summed over replicas last."""
+    """When gradients are reduced: every micro-batch, last only, or last_all_reduce (reduce-scatter each, all-reduce over replicas last)."""
 
 
 class CompileConfig(ClosedSection):
@@ -179,7 +179,7 @@ class CompileConfig(ClosedSection):
     optimize_ddp: str | bool | None = "ddp_optimizer"
     """How the compiler splits graphs for DDP."""
     precompile_artifact_dir: str | None = None
-    """Directory of compiled code, which the graph stack starts from; who may write there may run code."""
+    """Directory in which the graph stack keeps compiled code and loads it; whoever can write there can run code."""
     memory_policy: str | None = None
     """What the graph stack keeps for the backward: default, budget:<x> with 0 < x < 1, recompute."""
 
@@ -205,7 +205,7 @@ class GcConfig(ClosedSection):
     generation: NonNegativeInt = 1
     """Generation that is collected, 0 to 2."""
     disable_automatic: bool = True
-    """Switch automatic collection off while collections are paced."""
+    """Switch automatic collection off while interval is in use."""
 
 
 class ProfilingConfig(ClosedSection):
@@ -222,7 +222,7 @@ class ProfilingConfig(ClosedSection):
     active: PositiveInt = 3
     """Steps traced."""
     repeat: NonNegativeInt | None = None
-    """How often that is repeated."""
+    """Number of cycles; none: one, 0: to the end of the run."""
     record_shapes: bool = False
     """Record the shapes of tensors."""
     profile_memory: bool = False
@@ -236,7 +236,7 @@ class ProfilingConfig(ClosedSection):
 
 
 class HeartbeatConfig(ClosedSection):
-    """A file that says how far each rank is."""
+    """A file per rank with its progress."""
 
     _path: ClassVar[str] = "heartbeat"
 
@@ -254,21 +254,21 @@ class FtConfig(ClosedSection):
     _path: ClassVar[str] = "ft"
 
     enabled: bool = False
-    """Train in replica groups that may come and go."""
+    """Train in fault-tolerant replica groups."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend of the groups' communication."""
     process_group_timeout_ms: PositiveInt = 10000
     """Its timeout, in milliseconds."""
     replica_id: NonNegativeInt = 0
-    """This replica group."""
+    """Number of this replica group, from 0."""
     group_size: PositiveInt = 1
-    """Replica groups in all."""
+    """Number of replica groups when none is missing."""
     min_replica_size: PositiveInt = 1
     """Healthy replica groups that an update needs."""
 
 
 class OptimConfig(Section):
-    """The optimizer: `type` and its arguments. Open: what is here is passed on."""
+    """The optimizer: `type` and its arguments. Open: other keys are passed to its constructor."""
 
     _path: ClassVar[str] = "optim"
 
@@ -279,22 +279,22 @@ class OptimConfig(Section):
     weight_decay: float
     """Weight decay."""
     betas: list[float]
-    """Betas of Adam and its kin."""
+    """Betas of Adam and similar optimizers."""
     param_groups: list[dict[str, Any]] | None
     """List of {pattern, options, lr_multiplier, weight_decay_multiplier, beta1, beta2}; pattern is a regular expression."""
 
 
 class SchedulerConfig(Section):
-    """The learning rate schedule: `type` and its arguments. Open: what is here is passed on."""
+    """The learning rate schedule: `type` and its arguments. Open: other keys are passed to its constructor."""
 
     _path: ClassVar[str] = "scheduler"
 
     type: str
     """linear, cosine, constant, wsd, or a scheduler of torch by lower-case name."""
     interval: Literal["step", "epoch", "validation"] | None
-    """When it advances; step, or epoch for schedulers that watch a metric."""
+    """When it advances; default: step, or epoch for schedulers that monitor a metric."""
     monitor: str | None
-    """What such a scheduler watches, such as val.loss."""
+    """Metric that such a scheduler monitors, such as val.loss."""
 
 
 class DataLoaderConfig(Section):
@@ -309,9 +309,9 @@ class DataLoaderConfig(Section):
     micro_batch_size: PositiveInt | Literal["auto"] | None
     """The most samples of such an update that a rank holds at once; auto halves it when memory runs out."""
     shuffle: bool | None
-    """Shuffle; splits to train on are shuffled unless told otherwise."""
+    """Shuffle; default: only splits to train on."""
     drop_last: bool | None
-    """Drop a ragged last batch; done for splits to train on unless told otherwise."""
+    """Drop a smaller last batch; default: only of splits to train on."""
     num_workers: int
     """Worker processes."""
     persistent_workers: bool
@@ -321,7 +321,7 @@ class DataLoaderConfig(Section):
     pin_memory: bool
     """Use pinned memory; on by default with CUDA."""
     in_order: bool
-    """Give batches out in order."""
+    """Yield batches in order."""
     snapshot_every_n_steps: int
     """Steps between snapshots of a user's own stateful loader."""
     timeout: float
