@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from support.chaos import SEED, report, share
 from support.patience import patience
 from support.processes import Outcome, ProcessFailure, free_port, run_outcomes, run_processes
-from support.streams import Draft, Stopped, Target, assert_same, settings
+from support.streams import Draft, Stopped, Target, assert_same, publish, settings
 
 from danling.stream import DirectoryStore, FileChannel, MemoryChannel, MemoryStore, SQLiteChannel
 
@@ -224,3 +225,29 @@ def produce_all(root: Path) -> None:
     with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None) as target:
         target.produce()
     channel.close()
+
+
+def signalled_in_a_wait(root: Path) -> tuple[object, int, int]:
+    """Get a SIGTERM while the log stands still; return the exit code, and updates and samples of the checkpoint."""
+    store, channel = DirectoryStore(root / "store"), channel_of(root, "sqlite")
+    config = settings(root / "draft", steps=100, checkpoint={"interval": 50})
+    code: object = None
+    runner = Draft(config, store, channel)
+    loader = runner.dataloaders["train"]
+    # Once the first update is made and the second one is waited for.
+    loader.pump = lambda: bool(loader.consumed and signal.raise_signal(signal.SIGTERM))
+    try:
+        with runner:
+            runner.train()
+    except SystemExit as ended:
+        code = ended.code
+    with Draft(config, store, channel) as resumed:
+        return code, resumed.state.train.global_step, resumed.dataloaders["train"].consumed
+
+
+def test_a_signal_ends_a_wait_for_samples_with_a_checkpoint(tmp_path: Path) -> None:
+    channel = channel_of(tmp_path, "sqlite")
+    publish(DirectoryStore(tmp_path / "store"), channel, range(6), end=False)
+    channel.close()
+    (ended,) = run_processes(signalled_in_a_wait, tmp_path, world_size=1, timeout=60)
+    assert ended == (143, 1, 4)
