@@ -92,7 +92,9 @@ class RunData:
         own_accum_steps: Whether `accum_steps` is the user's own, not the setting of that name.
         unsaved_updates: Returns how many updates are made at most until the first of them is in a checkpoint on the disk; `None` where
             no save is due within a pass.
-        waiting: Called again and again while a loader of windows has nothing to read; what it raises ends the wait.
+        waiting: Called again and again while a loader of windows has nothing to read, with the place that is waited for; what it raises
+            ends the wait.
+        waited: Called after such a wait; what it raises ends the pass.
         over: Called where such a loader has nothing left for good; what it raises ends the training.
 
     Attributes:
@@ -107,11 +109,13 @@ class RunData:
         *,
         own_accum_steps: bool = False,
         unsaved_updates: Callable[[], int | None] = lambda: None,
-        waiting: Callable[[], None] = lambda: None,
+        waiting: Callable[[int], None] = lambda place: None,
+        waited: Callable[[], None] = lambda: None,
         over: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
-        self._unsaved_updates, self._waiting, self._over = unsaved_updates, waiting, over
+        self._unsaved_updates, self._over = unsaved_updates, over
+        self._waiting, self._waited = waiting, waited
         self._own_accum_steps = own_accum_steps
         self.splits = Splits(
             lambda: run.datasets,
@@ -180,6 +184,7 @@ class RunData:
             run=lambda: run.id,
             unsaved_updates=self._unsaved_updates,
             waiting=self._waiting,
+            waited=self._waited,
             over=self._over,
         )
 

@@ -13,6 +13,10 @@ def _nothing() -> None:
     """Nobody needs to know."""
 
 
+def _wait(place: int) -> None:
+    """Nobody asks for an end of the wait."""
+
+
 def _unknown() -> None:
     """Nobody knows."""
 
@@ -37,7 +41,8 @@ class ReaderPlace:
         run: Returns the identity of the run.
         unsaved_updates: Returns how many updates are made at most until the first of them is in a checkpoint that is on the disk;
             `None` where no checkpoint is due within a pass.
-        waiting: Called again and again while there is nothing to read; what it raises ends the wait.
+        waiting: Called again and again while there is nothing to read, with the place that is waited for; what it raises ends the wait.
+        waited: Called after a wait, before it is gone on; what it raises ends the pass.
         over: Called where nothing is left for good, at the same update on all ranks; what it raises ends the training.
     """
 
@@ -50,7 +55,8 @@ class ReaderPlace:
     trained: bool = True
     run: Callable[[], str] = _unnamed
     unsaved_updates: Callable[[], int | None] = _unknown
-    waiting: Callable[[], None] = _nothing
+    waiting: Callable[[int], None] = _wait
+    waited: Callable[[], None] = _nothing
     over: Callable[[], None] = _nothing
 
 

@@ -14,13 +14,14 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .meeting import all_arrive
+from .meeting import JointLeave, all_arrive, default_store
 from .placement import Placement
 from .step_sync import REQUESTS, StepSync, StepTotals, agree
 
 __all__ = [
     "REQUESTS",
     "Domain",
+    "JointLeave",
     "LaunchEnvironment",
     "LocalDomain",
     "Placement",
@@ -28,6 +29,7 @@ __all__ = [
     "StepTotals",
     "agree",
     "all_arrive",
+    "default_store",
     "destroy_process_group",
     "init_process_group",
     "select_device",

@@ -170,7 +170,8 @@ class BaseRunner(metaclass=MetaRunner):
             self,
             own_accum_steps=type(self).accum_steps is not BaseRunner.accum_steps,
             unsaved_updates=self._unsaved_updates,
-            waiting=lambda: self._session.leave_wait(alone=self.world_size == 1),
+            waiting=lambda place: self._session.leave_wait(place, self.placement.optimizer),
+            waited=lambda: self._session.end_wait(self.placement.optimizer),
             over=self._session.leave_pass,
         )
         self._streams = RankStreams(

@@ -166,6 +166,7 @@ class StreamLoader:
             start=self.consumed,
             idle_seconds=self.idle_timeout,
             waiting=self._wait,
+            waited=place.waited,
         )
         parts = self._parts(self._reader, division)
         yield from self._read(parts) if read else (_batch(part, None) for part in _all(parts))
@@ -270,9 +271,9 @@ class StreamLoader:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
         return self._pool
 
-    def _wait(self) -> bool:
+    def _wait(self, place: int) -> bool:
         self.free()
-        self._place.waiting()
+        self._place.waiting(place)
         return self.pump is not None and self.pump()
 
     def _check_credit(self, window: Window, samples: int) -> None:

@@ -85,7 +85,9 @@ class WindowReader:
         samples: Samples of a full window.
         start: Where the first one begins.
         idle_seconds: How long the log may stand still while a window is waited for.
-        waiting: Called again and again while it is waited; returns whether it has brought the log forward itself.
+        waiting: Called again and again while it is waited, with the place of the window; returns whether it has brought the log forward
+            itself.
+        waited: Called after a wait that has come to its end.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -99,7 +101,8 @@ class WindowReader:
         samples: int,
         start: int,
         idle_seconds: float,
-        waiting: Callable[[], bool],
+        waiting: Callable[[int], bool],
+        waited: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.waited = 0.0
@@ -107,7 +110,7 @@ class WindowReader:
         self._samples = samples
         self._next = start
         self._idle_seconds = idle_seconds
-        self._waiting = waiting
+        self._waiting, self._waited = waiting, waited
         self._clock = clock
         self._published = 0
 
@@ -122,8 +125,12 @@ class WindowReader:
             TimeoutError: If nothing came for so long.
         """
         start, stop = self._next, self._next + self._samples
-        if self._published < stop and (end := self._find_end(stop, wait=wait)) is not None:
-            stop = end
+        if self._published < stop:
+            before = self.waited
+            end = self._find_end(stop, wait=wait)
+            stop = stop if end is None else end
+            if self.waited > before:
+                self._waited()
         if stop <= start:
             return None
         self._next = stop
@@ -132,7 +139,7 @@ class WindowReader:
     def _find_end(self, stop: int, *, wait: bool) -> int | None:
         """Return `None` once the log holds all up to `stop`, else where it ends, `start` where that is not known yet."""
         grown = self._clock()
-        pause = _POLL_SECONDS[0]
+        start, pause = self._next, _POLL_SECONDS[0]
         while (published := self._channel.published()) < stop:
             end = self._channel.ended()
             if end is not None and end.kind == "complete":
@@ -151,7 +158,7 @@ class WindowReader:
                     f"{self._idle_seconds:g} seconds (idle_timeout). See whether the producer lives, start it again, or raise idle_timeout "
                     "where it takes so long; this run goes on from its last checkpoint."
                 )
-            if self._waiting():
+            if self._waiting(start):
                 grown, pause = self._clock(), _POLL_SECONDS[0]
             else:
                 time.sleep(pause)

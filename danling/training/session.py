@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from danling.distributed import Domain, agree
+from danling.distributed import Domain, JointLeave, agree, default_store
 from danling.supervision import EXIT_CODES, GcPacer, Heartbeat, SignalWatcher
 
 logger = logging.getLogger("danling")
@@ -20,6 +20,9 @@ _T = TypeVar("_T")
 
 STOPS = ("terminate", "interrupt", "user_signal", "stop")
 """Requests that end a training; where ranks ask for several, the first one of these stands."""
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+"""How often a rank that waits looks whether another one was asked to stop."""
 
 BY_SIGNAL = ("terminate", "interrupt", "user_signal")
 """Those that came as a signal, after which the process ends."""
@@ -95,6 +98,9 @@ class TrainingSession:
         self._requested: set[str] = set()
         self._clock = clock
         self._deadline = math.inf
+        self._trainings = 0
+        self._leaving: tuple[str, JointLeave] | None = None
+        self._looks_again = -math.inf
 
     # Requests
 
@@ -125,18 +131,56 @@ class TrainingSession:
         self._requested.clear()
         return taken
 
-    def leave_wait(self, *, alone: bool) -> None:
-        """Leave a wait for batches that this process was asked to stop in. No communication.
+    def leave_wait(self, place: int, domain: Domain) -> None:
+        """Leave a wait for batches that a rank was asked to stop in, where all ranks wait for the same ones. May be called on one rank.
 
         Args:
-            alone: Whether there is no other rank, which would go on where this one leaves.
+            place: What is waited for, a number of the pass.
+            domain: Ranks that train together.
 
         Raises:
-            PassLeft: If it was asked to.
+            PassLeft: On all ranks, when all of them wait here and one was asked to.
         """
-        if self.running and alone and self.asked_to_stop():
-            self.apply_requests(self.local_requests())
-            raise PassLeft
+        if not self.running:
+            return
+        if domain.size == 1:
+            if self.asked_to_stop():
+                self._leave(domain)
+            return
+        leave = self._leave_of(place, domain)
+        # The store is one process for all ranks: they do not all ask it at every look.
+        if not self.asked_to_stop() and not leave.joined:
+            if self._clock() < self._looks_again:
+                return
+            self._looks_again = self._clock() + _SECONDS_BETWEEN_LOOKS
+            if not leave.is_asked_for():
+                return
+        if leave.join():
+            self._leave(domain)
+
+    def end_wait(self, domain: Domain) -> None:
+        """Go on after a wait, unless all ranks have agreed to leave it meanwhile. May be called on one rank.
+
+        Args:
+            domain: Ranks that train together.
+
+        Raises:
+            PassLeft: If they have.
+        """
+        leave, self._leaving = self._leaving, None
+        if leave is not None and leave[1].joined and not leave[1].go_on():
+            self._leave(domain)
+
+    def _leave_of(self, place: int, domain: Domain) -> JointLeave:
+        name = f"{self._trainings}/{place}"
+        if self._leaving is None or self._leaving[0] != name:
+            self._leaving = name, JointLeave(default_store(), name, rank=domain.rank, size=domain.size)
+        return self._leaving[1]
+
+    def _leave(self, domain: Domain) -> NoReturn:
+        # All ranks are here now.
+        self.apply_requests(agree(domain, self.local_requests()))
+        raise PassLeft
 
     def leave_pass(self) -> None:
         """End the training between two updates, where every rank knows by itself that there is nothing left to train on.
@@ -265,6 +309,7 @@ class TrainingSession:
         """
         self.stop_reason = None
         self.save_requested = False
+        self._trainings += 1
         self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
 
     @contextmanager

@@ -109,7 +109,8 @@ def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
     store, channel = stream(3, end=False)
     looks: list[int] = []
 
-    def waiting() -> None:
+    def waiting(place: int) -> None:
+        assert place == 0
         looks.append(channel.published())
         if len(looks) == 3:
             publish(store, channel, range(3, 6), end=False)

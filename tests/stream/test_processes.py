@@ -227,27 +227,43 @@ def produce_all(root: Path) -> None:
     channel.close()
 
 
-def signalled_in_a_wait(root: Path) -> tuple[object, int, int]:
-    """Get a SIGTERM while the log stands still; return the exit code, and updates and samples of the checkpoint."""
+def signalled_in_a_wait(root: Path, comes: bool) -> tuple[object, int, int]:
+    """Get a SIGTERM on the last rank while the log stands still; return the exit code, and updates and position of the checkpoint.
+
+    Args:
+        root: Where the stream is.
+        comes: Whether what is waited for comes at about the same time.
+    """
     store, channel = DirectoryStore(root / "store"), channel_of(root, "sqlite")
-    config = settings(root / "draft", steps=100, checkpoint={"interval": 50})
-    code: object = None
-    runner = Draft(config, store, channel)
+    config = settings(root / "draft", steps=100, accum_steps=1, checkpoint={"interval": 50})
+    runner = Draft(config, store, channel, global_batch_size=4)
     loader = runner.dataloaders["train"]
-    # Once the first update is made and the second one is waited for.
-    loader.pump = lambda: bool(loader.consumed and signal.raise_signal(signal.SIGTERM))
+
+    def pump() -> bool:
+        # Once the first update is made and the second one is waited for.
+        if loader.consumed == 4 and runner.rank == runner.world_size - 1:
+            signal.raise_signal(signal.SIGTERM)
+        if loader.consumed == 4 and comes and runner.rank == 0 and channel.published() == 6:
+            publish(store, channel, range(6, 9), end=False)
+        return False
+
+    loader.pump = pump
+    code: object = None
     try:
         with runner:
             runner.train()
     except SystemExit as ended:
         code = ended.code
-    with Draft(config, store, channel) as resumed:
-        return code, resumed.state.train.global_step, resumed.dataloaders["train"].consumed
+    (latest,) = (root / "draft" / "checkpoints").glob("latest.pth")
+    payload = torch.load(latest, weights_only=True)
+    return code, payload["state"]["train"]["global_step"], payload["dataloaders"]["train"]["consumed"]
 
 
-def test_a_signal_ends_a_wait_for_samples_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "comes"), [(1, False), (2, False), (2, True)])
+def test_a_signal_ends_a_wait_for_samples_with_a_checkpoint(tmp_path: Path, world_size: int, comes: bool) -> None:
     channel = channel_of(tmp_path, "sqlite")
     publish(DirectoryStore(tmp_path / "store"), channel, range(6), end=False)
     channel.close()
-    (ended,) = run_processes(signalled_in_a_wait, tmp_path, world_size=1, timeout=60)
-    assert ended == (143, 1, 4)
+    ranks = run_processes(signalled_in_a_wait, tmp_path, comes, world_size=world_size, timeout=60)
+    assert len(set(ranks)) == 1
+    assert ranks[0] in ([(143, 1, 4), (143, 2, 8)] if comes else [(143, 1, 4)])
