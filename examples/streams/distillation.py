@@ -117,10 +117,11 @@ def config_of(lineage: str, steps: int = 600) -> dl.RunnerConfig:
 
 if __name__ == "__main__":
     config = config_of("student")
+    config.teacher = {"steps": 600}
     config.checkpoint.interval = 20  # the teacher waits for one when it is far ahead
     config.parse()
     accuracies = {}
-    with Classifier(config_of("teacher"), width=256) as runner:
+    with Classifier(config_of("teacher", config.teacher.steps), width=256) as runner:
         runner.train()
         accuracies["the teacher"] = runner.evaluate("test")["test"]["acc"]
         model = runner.unwrapped_model.requires_grad_(False)

@@ -1,10 +1,10 @@
 """Embeddings that are computed once, kept in files, and trained on for many epochs, by as many runs as one likes.
 
-python examples/streams/embeddings.py                     # 28 s of processor time; a second time nothing is computed anew
+python examples/streams/embeddings.py                     # 26 s of processor time; a second time nothing is computed anew
 python examples/streams/embeddings.py --epochs 40 --optim.lr 1e-3      # another run on the same embeddings
 
 The encoder is a stand-in for a large frozen model: random features whose products are those of a Gaussian kernel (Rahimi and Recht, 2007,
-https://papers.nips.cc/paper/3182). A linear head on them has 0.942 test accuracy, on the images themselves 0.913.
+https://papers.nips.cc/paper/3182). A linear head on them has 0.942 test accuracy, on the images themselves 0.909.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ WIDTH = 1024
 
 
 class Digits(Dataset[dict[str, Tensor]]):
-    """Images of 64 numbers in [0, 1] with label and number."""
+    """Images of 64 numbers in [0, 1] with label and number.
+
+    Args:
+        count: How many, 1,797 at most.
+    """
 
     draws_random = False
 
-    def __init__(self) -> None:
-        images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    def __init__(self, count: int) -> None:
+        images, labels = (torch.from_numpy(array)[:count] for array in load_digits(return_X_y=True))
         self.images, self.labels = images.float() / 16, labels
 
     def __len__(self) -> int:
@@ -58,10 +62,10 @@ class Encoder(nn.Module):
 class Embedder(FeatureProducer):
     """Computes the embedding of every image that has none yet."""
 
-    def __init__(self, config: dl.RunnerConfig, **stream: Any) -> None:
+    def __init__(self, config: dl.RunnerConfig, images: Digits, **stream: Any) -> None:
         super().__init__(config, max_in_flight=None, **stream)
         self.model = Encoder()
-        self.datasets = {"all": Digits()}
+        self.datasets = {"all": images}
 
     def capture(self, batch: Any) -> dict[str, Tensor]:
         """Return embeddings and labels."""
@@ -73,7 +77,9 @@ class Head(dl.Runner):
 
     def __init__(self, config: dl.RunnerConfig, data: Dataset[Any], width: int) -> None:
         super().__init__(config)
-        self.datasets = {"train": Subset(data, range(1300)), "test": Subset(data, range(1300, 1797))}
+        count = len(data)  # type: ignore[arg-type]
+        first = count - count // 4
+        self.datasets = {"train": Subset(data, range(first)), "test": Subset(data, range(first, count))}
         self.model = nn.Linear(width, 10)
         self.criterion = nn.CrossEntropyLoss()
         self.metrics = {"acc": dl.metrics.accuracy}
@@ -87,16 +93,17 @@ if __name__ == "__main__":
     config = dl.RunnerConfig(seed=1, epochs=10, lineage="head")
     config.dataloader.batch_size = 20
     config.optim = {"type": "adamw", "lr": 1e-2}
-    config.features = {"path": "experiments/embeddings"}
+    config.features = {"path": "experiments/embeddings", "images": 1797}
     config.parse()
     place = Path(config.features.path)
     store, channel = DirectoryStore(place / "objects"), FileChannel(place / "log")
     produces = dl.RunnerConfig(seed=1, lineage="embedder", dataloader={"batch_size": 100})
-    with Embedder(produces, store=store, channel=channel) as producer:
+    images = Digits(config.features.images)
+    with Embedder(produces, images, store=store, channel=channel) as producer:
         made = producer.produce()
     # The list stays as it is, so it is shuffled as any dataset is.
     embeddings = FeatureDataset(store, channel.read(0, channel.published()))
-    for name, data, width in (("embeddings", embeddings, WIDTH), ("images", Digits(), 64)):
+    for name, data, width in (("embeddings", embeddings, WIDTH), ("images", images, 64)):
         settings = config.copy()
         settings.lineage = f"head-{name}"
         with Head(settings, data, width) as runner:

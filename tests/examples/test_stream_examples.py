@@ -23,21 +23,23 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name
 
 
 def test_a_student_comes_near_its_teacher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    output = run(monkeypatch, capfd, "distillation", "--steps", "200", "--evaluate_interval", "200")
+    output = run(
+        monkeypatch, capfd, "distillation", "--steps", "150", "--evaluate_interval", "150", "--teacher.steps", "200"
+    )
     teacher, student, alone = (float(found) for found in re.findall(r"test accuracy (\S+) of", output))
     assert teacher > 0.88 and student > 0.82 and student > alone, output
 
 
 def test_embeddings_are_computed_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    first = run(monkeypatch, capfd, "embeddings", "--epochs", "1")
-    again = run(monkeypatch, capfd, "embeddings", "--epochs", "1")
-    assert "1797 embeddings were computed, 1797 are there" in first
-    assert "0 embeddings were computed, 1797 are there" in again
+    first = run(monkeypatch, capfd, "embeddings", "--epochs", "1", "--features.images", "400")
+    again = run(monkeypatch, capfd, "embeddings", "--epochs", "1", "--features.images", "400")
+    assert "\n400 embeddings were computed, 400 are there" in first
+    assert "\n0 embeddings were computed, 400 are there" in again
     accuracies = [re.findall(r"test accuracy (\S+) on", output) for output in (first, again)]
-    assert accuracies[0] == accuracies[1] and float(accuracies[0][0]) > 0.8
+    assert accuracies[0] == accuracies[1] and float(accuracies[0][0]) > 0.5
 
 
-@pytest.mark.parametrize(("played", "oldest"), [("64", 3), ("16", 0)])
+@pytest.mark.parametrize(("played", "oldest"), [("64", 3), pytest.param("16", 0, marks=pytest.mark.slow)])
 def test_a_policy_learns_from_episodes_of_its_own(
     played: str, oldest: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
