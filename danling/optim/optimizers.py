@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def _tensors(entries: Sequence[object]) -> list[Any]:
     return [member[1] if isinstance(member, tuple) else member for member in members]
 
 
-def _with_tuples(builder: Any, options: Mapping[str, object]) -> dict[str, object]:
+def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
     parameters = inspect.signature(builder).parameters
     wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
     return {
@@ -94,7 +94,7 @@ def _with_tuples(builder: Any, options: Mapping[str, object]) -> dict[str, objec
     }
 
 
-def _can_fuse(builder: object, entries: list[Any], options: Mapping[str, object]) -> bool:
+def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, object]) -> bool:
     if builder not in _FUSED or _IMPLEMENTATIONS & options.keys():
         return False
     if any(isinstance(entry, dict) and _IMPLEMENTATIONS & entry.keys() for entry in entries):
@@ -106,7 +106,7 @@ def _can_fuse(builder: object, entries: list[Any], options: Mapping[str, object]
     return len(devices) == 1 and {device.type for device in devices} <= {"cpu", "cuda"}
 
 
-def _torch_optimizers() -> dict[str, Any]:
+def _torch_optimizers() -> dict[str, type[Optimizer]]:
     classes = inspect.getmembers(torch.optim, inspect.isclass)
     return {name.lower(): cls for name, cls in classes if issubclass(cls, Optimizer) and cls is not Optimizer}
 

@@ -42,7 +42,7 @@ class FrozenWeights:
         """Count what requires a gradient now as trained. May be called on one rank."""
         self._trained |= {name for name, parameter in self._named_parameters() if parameter.requires_grad}
 
-    def without(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def without(self, state: Mapping[str, object]) -> dict[str, object]:
         """Return the entries of a state that are not frozen.
 
         Args:
@@ -53,7 +53,7 @@ class FrozenWeights:
         tied = {local_part(value).data_ptr() for value in frozen.values() if local_part(value).numel()}
         return {name: value for name, value in state.items() if name not in frozen and not _is_one_of(value, tied)}
 
-    def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    def completed(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
         """Return what `without` returned, with what is frozen as it is here.
 
         Args:
@@ -75,7 +75,7 @@ class FrozenWeights:
         names = [name for name in self._frozen() if name in state and name in here]
         self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks.
 
         Raises:
