@@ -1,4 +1,4 @@
-"""The one collective of an update: its weight, its health and what the ranks ask for."""
+"""The one collective of an update: its weight, whether it is finite, and the requests of the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .domain import Domain
 
 REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted", "continue")
-"""What a rank can ask for; counted, so that one rank is enough to be heard by all."""
+"""Requests that a rank can make. They are counted over the ranks, so that all ranks learn of the request of a single one."""
 
 
 @dataclass(slots=True)
@@ -34,17 +34,17 @@ class StepTotals:
 
 
 class StepSync:
-    """Sums what the ranks of a domain have of an update, in one collective.
+    """Sums the values of an update over the ranks of a domain, in one collective.
 
     On the CPU the result is known when `reduce` returns. On an accelerator the sums stay on the device, and the requests are
-    copied to the host behind the work that is queued, to be read with the next update: the host never waits for the device, and
-    every rank reads the same requests at the same update.
+    copied to the host asynchronously and read with the next update: the host never waits for the device, and every rank reads the
+    same requests at the same update.
 
     Args:
         domain: The ranks that decide together.
         device: Where weights and losses live.
-        reports: Whether the weight and loss of this rank count, and its samples; of several ranks that work on one micro-batch
-            together, one reports it. What is not finite, and what is asked for, always counts.
+        reports: Whether the weight and loss of this rank count, and whether its samples do: if several ranks work on one micro-batch
+            together, one of them reports it. Non-finite losses and requests always count.
     """
 
     def __init__(self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)) -> None:
@@ -111,7 +111,7 @@ class StepSync:
 
 
 def agree(domain: Domain, requests: Iterable[str]) -> frozenset[str]:
-    """Return what any rank asks for, outside an update. Call on all ranks of the domain.
+    """Return the requests of any rank, outside an update. Call on all ranks of the domain.
 
     Args:
         domain: The ranks that decide together.

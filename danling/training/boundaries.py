@@ -1,4 +1,4 @@
-"""What happens between updates: when a run evaluates, logs and saves, and what follows from an evaluation."""
+"""When a run logs, evaluates and saves between updates, and what an evaluation leads to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SaveCheckpoint(Protocol):
     """Saves the full state."""
 
     def __call__(self, *, history: bool = False) -> None:
-        """Save it as the latest, and under its history name where it is kept."""
+        """Save it as the latest; with `history` also under its history name."""
 
 
 class Boundaries:
-    """Decides at every boundary of one training what is due.
+    """Decides what is due after an update, a pass or an epoch: log, evaluate, save.
 
     Args:
         log_every: Updates between log lines.

@@ -1,4 +1,4 @@
-"""Whether an update is made: the one decision, which is the same on all ranks, and what an accelerator answers only later."""
+"""Decides whether an update is made, the same on all ranks; on an accelerator part of the check is done one update later."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .outcome import NonFiniteError
 class UpdateDecision:
     """Decides from the totals of a window and the norm of its gradient.
 
-    On the CPU every answer is there at once. On an accelerator a run that may not skip does not wait for it: it looks one update later,
-    when the answer has long arrived, and before anything is saved.
+    On the CPU the result of the check is available at once. On an accelerator, a run that may not skip updates does not wait for the
+    device: it reads the result one update later, and before anything is evaluated or saved.
 
     Args:
         domain: Ranks that share an update.
@@ -41,19 +41,19 @@ class UpdateDecision:
         may_skip: bool,
         named: Callable[[], list[str]],
     ) -> str | None:
-        """Return why the update must not be made, `None` where it is made. Call on all ranks.
+        """Return why the update must not be made, `None` if it is made. Call on all ranks.
 
         Args:
             totals: What the ranks have agreed on for the window.
             grad_norm: 2-norm of the whole gradient, 0-dim.
             step: Number of the update.
             own_nonfinite: 1 where a loss of this rank is not finite, else 0.
-            scales: Whether losses are scaled for float16, where a gradient that is not finite is a scale that is too large.
-            may_skip: Whether an update that is not finite may be left out.
+            scales: Whether losses are scaled for float16; a gradient that is not finite then means that the scale is too large.
+            may_skip: Whether an update that is not finite may be skipped.
             named: Returns the names of parameters whose gradient on this rank is not finite.
 
         Raises:
-            NonFiniteError: If loss or gradient is not finite and the update must not be left out.
+            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
         """
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
@@ -73,7 +73,7 @@ class UpdateDecision:
         raise self.error(step, own_nonfinite, named())
 
     def raise_pending(self) -> None:
-        """Raise now what was left to be checked. Call on all ranks.
+        """Check the last update now, if that is still to be done. Call on all ranks.
 
         Raises:
             NonFiniteError: If the last update was not finite.

@@ -1,4 +1,4 @@
-"""What became of one update."""
+"""The outcome of one update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNCOMMITTED = "uncommitted"
 
 @dataclass(slots=True)
 class UpdateOutcome:
-    """The one report that leaves an update; whatever advances with it reads `committed` here and decides nothing itself.
+    """The result of an update. Everything that advances with updates reads `committed` here, so that the decision is made once.
 
     Attributes:
         committed: Whether the optimizer stepped. The same on all ranks.
@@ -49,7 +49,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def no_gradient() -> ValueError:
-    """Return the error for a window that weighs something, and of which an overridden `backward` has left no gradient."""
+    """Return the error for an overridden `backward` that has left no gradient although the window has a weight."""
     return ValueError(
         "Expected `backward` to leave a gradient on the parameters. Received: none on any. Call super().backward(loss) in it, or "
         "loss.backward()."
@@ -65,15 +65,15 @@ class CountsSkips(Protocol):
 
 
 def count_skip(counters: CountsSkips, reason: str | None, *, limit: int | None) -> None:
-    """Count an update that was left out, and say so.
+    """Count a skipped update, and log it.
 
     Args:
         counters: What counts them.
-        reason: Why it was left out.
-        limit: How many may be left out in a row; `None` for any number.
+        reason: Why it was skipped.
+        limit: Number of skipped updates in a row that is permitted; `None` for any number.
 
     Raises:
-        NonFiniteError: If these are too many.
+        NonFiniteError: If there are more in a row.
     """
     counters.skipped_updates += 1
     counters.consecutive_skips += 1
