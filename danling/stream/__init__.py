@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .channels import FileChannel, MemoryChannel, SQLiteChannel
+from .lengths import EqualLengthBatches
 from .loader import StreamLoader
 from .producer import FeatureProducer
 from .protocols import FeatureStore, RefChannel, StreamEnd
@@ -13,6 +14,7 @@ from .together import run_together
 
 __all__ = [
     "DirectoryStore",
+    "EqualLengthBatches",
     "FeatureDataset",
     "FeatureProducer",
     "FeatureStore",

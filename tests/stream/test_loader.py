@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,16 @@ import torch
 from support.streams import Draft, Stopped, assert_same, publish, settings
 
 from danling.data import Batch, Division, ReaderPlace
-from danling.stream import FeatureDataset, MemoryChannel, MemoryStore, Sample, SampleRef, StreamLoader, TensorSpec
+from danling.stream import (
+    FeatureDataset,
+    MemoryChannel,
+    MemoryStore,
+    Sample,
+    SampleRef,
+    SQLiteChannel,
+    StreamLoader,
+    TensorSpec,
+)
 from danling.stream.windows import Window, parts_of
 
 
@@ -408,3 +418,17 @@ def test_the_stream_is_among_the_metrics_and_in_the_progress_line(
     assert [shown[step]["train/stream_bytes"] for step in range(1, 6)] == [n * size for n in (19, 19, 11, 11, 3)]
     assert all(line["train/stream_wait_seconds"] >= 0 for line in shown.values())
     assert "in_flight 19" in caplog.text
+
+
+def test_two_trainers_on_one_live_log_are_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    publish(store, SQLiteChannel(tmp_path / "log"), range(4), end=False)
+    first = Draft(settings(tmp_path / "a", accum_steps=1), store, SQLiteChannel(tmp_path / "log"), stop_at=1)
+    second = Draft(settings(tmp_path / "b", accum_steps=1), store, SQLiteChannel(tmp_path / "log"))
+    with pytest.raises(Stopped):
+        first.train()
+    with pytest.raises(RuntimeError, match=f"live stream {re.escape(str(tmp_path / 'log'))}"):
+        second.train()
+    for runner in (first, second):
+        runner.close()
+        runner.dataloaders["train"].channel.close()

@@ -11,12 +11,15 @@ import torch
 from support.processes import run_processes
 from support.streams import Draft, Points, Stopped, Target, assert_same, frozen_target, settings
 
+from danling.data import ReaderPlace
 from danling.stream import (
     DirectoryStore,
+    EqualLengthBatches,
     FeatureProducer,
     MemoryChannel,
     MemoryStore,
     SQLiteChannel,
+    StreamLoader,
     TensorSpec,
     run_together,
 )
@@ -403,3 +406,64 @@ def test_a_target_on_two_ranks_publishes_each_sample_once(tmp_path: Path, stack:
     if stack == "fsdp":
         assert len({len(captured) > 0 for _, captured in ranks}) == 1
     channel.close()
+
+
+def test_batches_are_of_one_length_and_all_samples_are_in_one() -> None:
+    batches = list(EqualLengthBatches([3, 5, 3, 3, 5, 2, 3], 2))
+    assert batches == [[0, 2], [1, 4], [3, 6], [5]]
+    with pytest.raises(ValueError, match="batch_size"):
+        EqualLengthBatches([1], 0)
+
+
+def test_a_producer_of_sequences_pads_nothing(tmp_path: Path) -> None:
+    lengths = [3, 5, 3, 3, 5, 2, 3]
+
+    class Sequences(FeatureProducer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__({"dir": str(tmp_path)}, **options)
+            self.model = torch.nn.Embedding(9, 4)
+            self.datasets = {"predict": [{"id": i, "tokens": torch.full((n,), i)} for i, n in enumerate(lengths)]}
+
+        def build_datasampler(self, split: str, dataset: Any) -> Any:
+            return EqualLengthBatches(lengths, 2)
+
+        def capture(self, batch: Any) -> Any:
+            return {"tokens": batch["tokens"], "states": self.model(batch["tokens"])}
+
+    store, channel = MemoryStore(), MemoryChannel()
+    with Sequences(store=store, channel=channel) as target:
+        assert target.produce() == 7
+    refs = channel.read(0, 7)
+    assert [ref.id for ref in refs] == ["0", "2", "1", "4", "3", "6", "5"]
+    for ref in refs:
+        assert store.get(ref)["states"].shape == (lengths[int(ref.id)], 4)
+
+
+def test_ten_thousand_samples_leave_nothing_and_the_store_stays_as_small_as_the_credit() -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    batches = ([captured(number + i) for i in range(50)] for number in range(0, 10_000, 50))
+    production = Production(publisher(store, channel, 64), channel, batches)
+    most = 0
+
+    def pump() -> bool:
+        nonlocal most
+        progress = production.advance()
+        most = max(most, store.usage())
+        if progress == "done":
+            channel.end()
+        return progress == "made"
+
+    loader = StreamLoader(store, channel, 16, idle_timeout=10)
+    loader.take_place(ReaderPlace(unsaved_updates=lambda: 3))
+    loader.pump = pump
+    seen = 0
+    for number, batch in enumerate(loader, start=1):
+        assert batch["x"][:, 0].tolist() == [float(seen + i) for i in range(len(batch["x"]))]
+        seen += len(batch["x"])
+        if number % 2 == 0:
+            loader.commit(loader.consumed)  # as behind a checkpoint
+    loader.commit(loader.consumed)
+    assert seen == channel.committed() == production.made == 10_000
+    assert most <= 64 * 16
+    assert store.usage() == 0
+    loader.close()
