@@ -31,10 +31,15 @@ adopt_orphans()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What is loaded while tests are collected stays loaded: nothing is to be found there, over and over.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of garbage collection: every run collects some times, 0.3 s each otherwise."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

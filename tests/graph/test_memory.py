@@ -99,7 +99,11 @@ def error_of_gradient(model: nn.Module, function: Any, inputs: Tensor, target: T
     return abs(slope - difference) / abs(difference)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# Each kind, a budget that keeps a half and one that keeps next to nothing.
+_QUICK = {"default", "budget:0.5", "budget:0.01", "recompute"}
+
+
+@pytest.mark.parametrize("policy", [p if p in _QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
 def test_the_gradient_under_dropout_is_right(policy: str) -> None:
     model = build()
     inputs, target = torch.randn(4, 8).double(), torch.randn(4, 8).double()
