@@ -238,7 +238,7 @@ def fit(runner: DraftRunner, call: Callable[[], object]) -> None:
     """Train, export the draft, and print how much of it is accepted."""
     before = runner.evaluate("val")["val"]
     call()
-    after = (runner.latest_result or {})["val"]
+    after = runner.evaluate("val")["val"]
     path = runner.workspace.dir / "draft.safetensors"
     runner.export(path)
     for name in ("acceptance_length", "expected_length"):
