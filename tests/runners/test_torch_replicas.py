@@ -47,6 +47,10 @@ def settings(root: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+AT_THE_END: dict[str, Any] = {"checkpoint": {"interval": 8}}
+"""Evaluated and saved once: not after every update, as a twentieth of so few would be."""
+
+
 class Toy(dl.Runner):
     """A small classifier."""
 
@@ -139,7 +143,8 @@ def test_a_commit_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 def train_group(root: Path, group: int, late: float = 0.0) -> dict[str, Any]:
     time.sleep(late)
-    config = settings(root, ft={"replica_id": group, "min_replica_size": 2}, max_skipped_updates=None)
+    ft = {"replica_id": group, "min_replica_size": 2}
+    config = settings(root, ft=ft, max_skipped_updates=None, **AT_THE_END)
     with TracingRunner(config) as runner:
         runner.train()
         state = whole_state(runner)
@@ -231,7 +236,7 @@ def test_groups_make_one_gradient(batches: dict[str, Any], world_size: int, tmp_
 
 
 def ids_of_updates(root: Path, grouped: bool) -> list[list[int]]:
-    config = settings(root, dataloader={"global_batch_size": 13}, ft={"enabled": grouped})
+    config = settings(root, dataloader={"global_batch_size": 13}, ft={"enabled": grouped}, **AT_THE_END)
     with TracingRunner(config) as runner:
         runner.datasets.pop("val")
         ids: list[list[int]] = []
