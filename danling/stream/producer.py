@@ -11,6 +11,7 @@ from torch import Tensor
 from danling.config import RunnerConfig
 from danling.distributed import agree
 from danling.runners import Runner
+from danling.supervision import EXIT_CODES
 from danling.utils.numbers import Paced
 
 from .production import Captured, Production, Publisher, by_sample
@@ -64,6 +65,7 @@ class FeatureProducer(Runner):
         self.part = part
         self.parts = parts
         self.idle_timeout = idle_timeout
+        self._stops = False
 
     # To be overridden
 
@@ -123,6 +125,7 @@ class FeatureProducer(Runner):
         with self._reporter.speaking():
             self.init_signal_handlers()
             session.begin()
+            self._stops = False
             production = self.production(split)
 
             def say() -> None:
@@ -130,18 +133,19 @@ class FeatureProducer(Runner):
                     self._say(production, "Producing")
 
             try:
-                ended = production.run(idle_seconds=self.idle_timeout, stopping=session.asked_to_stop, made=say)
+                mine = production.run(idle_seconds=self.idle_timeout, stopping=self._is_to_stop, made=say)
+                ended = not agree(self.world, () if mine else ("stop",))
                 if ended:
-                    self.world.barrier()
                     self.end_production()
             except Exception as error:
                 self.fail_production(error)
                 raise
             finally:
                 session.uninstall_signals()
-            session.apply_requests(session.local_requests())
+            session.apply_requests(agree(self.world, session.local_requests()))
             self._say(production, "Finished" if ended else "Stopped")
-        session.exit_if_signalled(self.state.train.global_step)
+        if session.stop_reason in EXIT_CODES:
+            raise SystemExit(EXIT_CODES[session.stop_reason])
         return production.made
 
     def production(self, split: str | None = None) -> Production:
@@ -194,15 +198,26 @@ class FeatureProducer(Runner):
         """
         ids = [str(sample) for sample in self.sample_ids(data)]
         wanted = [not self.channel.holds(sample) for sample in ids]
-        # Where a forward is a collective, all ranks make it for the one that needs it.
-        votes = ("continue",) if any(wanted) else ()
-        together = self.world_size > 1 and self.preparation.evaluates_together
-        if not (agree(self.placement.optimizer, votes) if together else votes):
+        votes = frozenset({"continue"} if any(wanted) else ())
+        if self._goes_together:
+            # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.
+            votes = agree(
+                self.placement.optimizer, votes | ({"stop"} if self._session.asked_to_stop() else frozenset())
+            )
+            self._stops = self._stops or "stop" in votes
+        if self._stops or not votes:
             return [None] * len(ids)
         features = by_sample(self.capture(data), ids)
         meta = self.metadata(data) or [{}] * len(ids)
         rows = zip(ids, features, meta, wanted, strict=True)
         return [Captured(sample, row, dict(known)) if new else None for sample, row, known, new in rows]
+
+    @property
+    def _goes_together(self) -> bool:
+        return self.world_size > 1 and self.preparation.evaluates_together
+
+    def _is_to_stop(self) -> bool:
+        return self._stops if self._goes_together else self._session.asked_to_stop()
 
     def _captured(self, split: str) -> Iterator[list[Captured]]:
         publishes = self.placement.counts_samples

@@ -189,7 +189,6 @@ class TrainingSession:
             PassLeft: In a training.
         """
         if self.running:
-            self.stop_reason = "stop"
             raise PassLeft
 
     def apply_requests(self, agreed: frozenset[str]) -> None:

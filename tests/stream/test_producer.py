@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -467,3 +468,41 @@ def test_ten_thousand_samples_leave_nothing_and_the_store_stays_as_small_as_the_
     assert most <= 64 * 16
     assert store.usage() == 0
     loader.close()
+
+
+class Signalled(Target):
+    """Gets a SIGTERM on the last rank in its second batch."""
+
+    def capture(self, batch: Any) -> Any:
+        """Send it, and go on."""
+        if self.rank == self.world_size - 1 and self.captured:
+            signal.raise_signal(signal.SIGTERM)
+        return super().capture(batch)
+
+
+def produce_until_signalled(root: str, stack: str) -> tuple[object, bool, int]:
+    """Produce until a signal comes; return the exit code, whether the log is open, and what is in it."""
+    axes: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "fsdp" else {}
+    config = {"dir": str(Path(root) / "producer"), "dataloader": {"batch_size": 2}, **axes}
+    store, channel = DirectoryStore(Path(root) / "store"), SQLiteChannel(Path(root) / "log.sqlite")
+    code: object = None
+    try:
+        with Signalled(config, indices=range(32), store=store, channel=channel) as target:
+            target.produce()
+    except SystemExit as ended:
+        code = ended.code
+    return code, channel.ended() is None, channel.published()
+
+
+@pytest.mark.parametrize(("stack", "world_size"), [("ddp", 1), ("fsdp", 2)])
+def test_a_signal_stops_a_producer_and_leaves_the_log_open(tmp_path: Path, stack: str, world_size: int) -> None:
+    ranks = run_processes(produce_until_signalled, str(tmp_path), stack, world_size=world_size, timeout=100)
+    for code, is_open, published in ranks:
+        assert (code, is_open) == (143, True)
+        assert 0 < published < 32
+    store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
+    with producer(tmp_path / "again", store=store, channel=channel, indices=range(32)) as target:
+        before = channel.published()
+        assert target.produce() == 32 - before
+    assert {int(ref.id) for ref in channel.read(0, 99)} == set(range(32))
+    channel.close()
