@@ -133,6 +133,13 @@ def test_an_object_left_by_a_kill_is_stored_once() -> None:
     assert store.get(channel.read(1, 2)[0])["x"].tolist() == [1.0] * 4
 
 
+def test_two_logs_over_one_store_leave_each_other_their_features() -> None:
+    store, logs = MemoryStore(), (MemoryChannel(), MemoryChannel())
+    for value, log in enumerate(logs):
+        assert publish(publisher(store, log), Captured("a", {"x": torch.full((4,), float(value))}, {})) == 1
+    assert [store.get(log.read(0, 1)[0])["x"].tolist() for log in logs] == [[0.0] * 4, [1.0] * 4]
+
+
 def test_two_producers_of_one_sample_leave_one_object() -> None:
     store, channel = MemoryStore(), MemoryChannel()
     one, two = publisher(store, channel, part=0), publisher(store, channel, part=1)

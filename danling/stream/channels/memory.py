@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,16 +12,19 @@ from ..protocols import StreamEnd
 from ..refs import SampleRef
 from .rules import check_kind, check_open, check_owner, check_part, check_range, check_watermark
 
+_NUMBERS = itertools.count(1)
+
 
 class MemoryChannel:
     """A log for a producer and a trainer in one process, interleaved or in threads.
 
     Args:
-        name: What messages call it.
+        name: What messages call it. Features in a store are named after it, so that no two logs over one store may have the same; where it
+            is left out, each log of this machine has one of its own.
     """
 
-    def __init__(self, name: str = "memory") -> None:
-        self._name = name
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name or f"memory {os.getpid()}.{next(_NUMBERS)}"
         self._lock = threading.Lock()
         self._refs: list[SampleRef] = []
         self._ids: set[str] = set()
