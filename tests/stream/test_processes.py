@@ -130,7 +130,7 @@ def kill_and_end(
         }
         running = {name: start[name]() for name in start}
         while done < kills:
-            mark = instants.randint(progress(), min(progress() + 30, 2 * SAMPLES - 1))
+            mark = min(instants.randint(0, 30) + progress(), 2 * SAMPLES - 1)
             while progress() < mark and not running["trainer"].ended:
                 time.sleep(0.002)
             time.sleep(instants.uniform(0, 0.1))
