@@ -1,6 +1,6 @@
 """The same training in a loop by hand, with this library and with others, side by side in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/peers.py                        # about four minutes when all peers are installed
+    OMP_NUM_THREADS=1 python benchmarks/peers.py                        # a quarter of an hour when all peers are installed
     OMP_NUM_THREADS=1 python benchmarks/peers.py --json peers.json --plot peers.png
 
 Peers that are not installed are left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def danling(feed: Feed, steps: int, root: str) -> float:
         "log": False,
         "log_interval": 10**9,
         "evaluate_interval": 10**9,
-        "workspace_root": root,
+        "workspace_root": tempfile.mkdtemp(dir=root),  # a run begins in a directory of its own
         "checkpoint": {"load_only": True},
         "dataloader": feed.settings if feed.from_dataset else {},
     }
@@ -336,14 +337,17 @@ def in_process(code: str) -> float:
     """Return what a fresh process prints last."""
     path = str(Path(__file__).parent)
     ready = f"import sys; sys.path.insert(0, {path!r}); import torch; torch.set_num_threads(1); "
-    done = subprocess.run([sys.executable, "-c", ready + code], capture_output=True, text=True, check=True)
+    # Modules are imported as they were compiled before, whatever the environment says.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", ready + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return float(done.stdout.split()[-1])
 
 
 def import_time(name: str) -> float:
-    """Return seconds of the import beyond torch's own: the median of five."""
+    """Return seconds of the import beyond torch's own: the median of five, after one that compiles."""
     code = f"import time; t = time.perf_counter(); {STATEMENTS[name]}; print(time.perf_counter() - t)"
-    return statistics.median(in_process(code) for _ in range(5))
+    return statistics.median([in_process(code) for _ in range(6)][1:])
 
 
 def peak_memory(name: str) -> float:
