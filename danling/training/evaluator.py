@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -269,7 +269,8 @@ class Evaluator:
         Args:
             split: The split.
         """
-        return chain.from_iterable(self.stream_batches(split))
+        for predictions in self.stream_batches(split):
+            yield from predictions
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
         """Yield the predictions of this rank by batch. Between two batches the runner is in its normal state: the caller may train or stop.
