@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class MetricSet:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            value = function(pred, target) if target is not None else _without_target(name, function, pred)
+            value = function(pred, target) if target is not None else _without_target(name, partial(_value_of, function), pred)
             total, weight = _as_totals(name, value, samples)
             self._meters.add_totals(name, total, weight)
         for name, metric in self._objects.items():
@@ -142,15 +143,20 @@ def _check_kind(name: str, metric: Any) -> None:
 def _without_target(name: str, metric: Callable[[object, object], object], pred: object) -> object:
     """Call a metric with a target of `None`; what it cannot do without is said to be the target."""
     try:
-        value = metric(pred, None)
-        if _is_truth(value):
-            raise TypeError(f"the metric compared with None and returned {value!r}")
+        return metric(pred, None)
     except Exception as error:
         raise ValueError(
             f"Expected a target for metric {name!r}: the second part of a batch (input, target), or the key 'target' of a batch that "
             f"is a mapping. Received: a batch without one, so that the metric was called with None ({type(error).__name__}: {error}). "
             "Return the target from the dataset or the collate function, beside the input."
         ) from error
+
+
+def _value_of(function: Callable[[object, object], object], pred: object, target: None) -> object:
+    """Return what a function makes of a prediction alone, which must not be the outcome of a comparison with `None`."""
+    value = function(pred, target)
+    if _is_truth(value):
+        raise TypeError(f"the metric compared with None and returned {value!r}")
     return value
 
 

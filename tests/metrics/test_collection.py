@@ -58,6 +58,30 @@ def test_a_callable_may_return_values_a_mean_or_totals(metric: Any) -> None:
     assert wrapped.compute()["error"] == pytest.approx(float(_error(pred.double(), target).mean()), abs=1e-6)
 
 
+class Seen:
+    """Counts samples, and says of each update that it was one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def update(self, pred: Tensor, target: Tensor | None) -> bool:
+        self.number += len(pred)
+        return True
+
+    def compute(self) -> int:
+        return self.number
+
+    def reset(self) -> None:
+        self.number = 0
+
+
+def test_what_an_update_returns_is_no_value_of_the_metric() -> None:
+    wrapped = MetricSet.wrap({"seen": Seen()})
+    wrapped.update(torch.ones(2), torch.ones(2), 2)
+    wrapped.update(torch.ones(3), None, 3)
+    assert wrapped.compute() == {"seen": 5.0}
+
+
 def test_names() -> None:
     assert list(_updated(_error)[0].compute()) == ["_error"]
     assert list(_updated(BinaryAUROC())[0].compute()) == ["binaryauroc"]
