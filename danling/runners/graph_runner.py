@@ -118,7 +118,7 @@ class GraphRunner(TorchRunner):
         parts = fingerprint(model, loss=loss, settings=settings, policy=policy.tag, device=self.device)
         return ArtifactDirectory(Path(root).absolute(), parts, title=str(policy), portable=self.device.type == "cuda")
 
-    def _forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
+    def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         pred, loss = self.preparation.function(self.model)(inputs, target)
         return pred, loss if self._has_own_loss else self.compute_loss(pred, target)
 

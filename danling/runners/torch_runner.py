@@ -465,11 +465,11 @@ class TorchRunner(BaseRunner):
         inputs, target = data if is_pair(data) else unpack_batch(data, self.unwrapped_model)
         with self.train_context() or nullcontext():
             with self.forward_context() or nullcontext():
-                pred, loss = self._forward(inputs, target)
+                pred, loss = self._pred_and_loss(inputs, target)
             self.backward(loss)
         return pred, loss
 
-    def _forward(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
+    def _pred_and_loss(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
         """Return the prediction and the loss of a micro-batch in training; a stack may compute them in another way."""
         pred = call_model(self.model, inputs)
         return pred, self.compute_loss(pred, target)

@@ -235,6 +235,23 @@ def test_a_method_of_an_earlier_version_says_what_to_do_instead(tmp_path: Path) 
             assert not set(re.findall(r"runner\.(\w+)", str(caught.value))) - set(dir(runner))
 
 
+def test_a_helper_of_the_users_own_may_be_called_forward(tmp_path: Path) -> None:
+    class Helped(Named):
+        def _forward(self, inputs: torch.Tensor) -> Any:
+            return self.model(inputs)
+
+        def train_step(self, data: Any) -> Any:
+            with self.train_context(), self.forward_context():
+                pred = self._forward(data[0])
+                loss = self.criterion(pred, data[1])
+            self.backward(loss)
+            return pred, loss
+
+    with Helped(settings(tmp_path)) as runner:
+        runner.train()
+        assert runner.train_state.global_step == 1
+
+
 def test_losses_may_be_read_in_init(tmp_path: Path) -> None:
     class Reading(Named):
         def __init__(self, config: Any) -> None:
