@@ -57,4 +57,4 @@ def test_whatever_the_order_all_come_to_one_end(seed: int) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(set(ends)) == 1
+    assert set(ends) in ({"left"}, {"went on"})
