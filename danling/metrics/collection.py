@@ -105,7 +105,8 @@ class MetricSet:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            value = function(pred, target) if target is not None else _without_target(name, partial(_value_of, function), pred)
+            alone = partial(_value_of, function)
+            value = function(pred, target) if target is not None else _without_target(name, alone, pred)
             total, weight = _as_totals(name, value, samples)
             self._meters.add_totals(name, total, weight)
         for name, metric in self._objects.items():
