@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .generators import Generators, generator_state
 from .plain_state import from_plain, is_stateful, to_plain
 from .randomness import derive_seed, mix_seed, seed_host_streams
-from .replayed import apart, draws_of_groups
+from .replayed import Replayed, apart, draws_of_groups
 from .workers import WorkersView
 
 logger = logging.getLogger("danling")
@@ -140,6 +141,12 @@ class StreamIterator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved place; without a state of the dataset's, what was read is read again and dropped."""
         dataset, iterator = state["dataset"], state["iterator"]
+        if dataset is not None and isinstance(self.stream.dataset, Replayed):
+            # Saved before the loss of what the buffer holds was known. The pass is read again as it was read then: generators are
+            # seeded by their path, which led through the stream itself.
+            self.stream = copy.copy(self.stream)
+            self._dataset = self.stream.dataset = self.stream.dataset.dataset
+            dataset = None
         if dataset is not None:
             self._dataset.load_state_dict(from_plain(dataset))
         if state["over"]:

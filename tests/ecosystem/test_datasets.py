@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import danling as dl
 from danling.data.keyed_stream import KeyedStream
+from danling.data.replayed import Replayed
 
 datasets = pytest.importorskip("datasets")
 
@@ -133,6 +134,26 @@ def test_a_pass_is_gone_back_in_again_and_again_over_one_dataset() -> None:
         again = iter(keyed)
         again.load_state_dict(states[position])
         assert values(again, 8) == whole[position : position + 8]
+
+
+def test_a_state_of_a_version_that_took_that_of_the_buffer_is_gone_on_from() -> None:
+    def keyed(data: Any) -> Any:
+        return iter(KeyedStream(data, 1, split="train", epoch=0, every=4))
+
+    reading = keyed(KINDS["buffer"]())
+    whole = [float(row["input"]) for row in islice(reading, 12)]
+    state = reading.state_dict()
+    assert state["dataset"] is not None
+    whole += [float(row["input"]) for row in reading]
+    for stop in (0, 4):
+        again = keyed(Replayed(KINDS["buffer"]()))
+        again.load_state_dict(state)
+        assert [float(row["input"]) for row in islice(again, stop)] == whole[12 : 12 + stop]
+        state = again.state_dict()
+        assert state["items"] == 12 + stop
+    again = keyed(Replayed(KINDS["buffer"]()))
+    again.load_state_dict(state)
+    assert [float(row["input"]) for row in again] == whole[16:]
 
 
 @pytest.mark.parametrize("kind", ["buffer", "groups that draw"])
