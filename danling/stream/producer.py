@@ -197,7 +197,8 @@ class FeatureProducer(Runner):
             data: The batch, on the device.
         """
         ids = [str(sample) for sample in self.sample_ids(data)]
-        wanted = [not self.channel.holds(sample) for sample in ids]
+        first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
+        wanted = [first[sample] == place and not self.channel.holds(sample) for place, sample in enumerate(ids)]
         votes = frozenset({"continue"} if any(wanted) else ())
         if self._goes_together:
             # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.

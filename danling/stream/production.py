@@ -162,12 +162,13 @@ class Publisher:
             refs.append(SampleRef(sample.id, self._object_id(sample.id), specs, {**sample.meta, **allowed}))
         return refs
 
-    def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured]) -> int:
+    def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured], *, since: int = 0) -> int:
         """Store samples and append them to the log; return how many of them were new there.
 
         Args:
             refs: What `check` returned.
             samples: The samples.
+            since: Samples that the log held when none of these was among them.
 
         Raises:
             BufferError: If the store is full.
@@ -177,16 +178,20 @@ class Publisher:
             try:
                 self._store.put(ref.object_id, sample.features)
             except ValueError:
+                if ref.object_id in self._led_to(since):
+                    continue
                 # A producer that was killed between store and log has left other bits of the same sample, as a device may make them.
                 self._store.discard([ref.object_id])
                 self._store.put(ref.object_id, sample.features)
-        before = self._channel.published()
         appended = self._channel.append(refs)
         if appended < len(refs):
-            # Another producer was first with some: the log leads to its objects, so those of this one are nobody's.
-            led_to = {ref.object_id for ref in self._channel.read(before, self._channel.published())}
+            # Another producer was first with some: objects of this one that the log does not lead to are nobody's.
+            led_to = self._led_to(since)
             self._store.discard(ref.object_id for ref in refs if ref.object_id not in led_to)
         return appended
+
+    def _led_to(self, since: int) -> set[str]:
+        return {ref.object_id for ref in self._channel.read(since, self._channel.published())}
 
     def _object_id(self, sample: str) -> str:
         # The same when the producer is started again, so that what it has left behind is found and not stored twice.
@@ -212,6 +217,9 @@ class Production:
         self._publisher = publisher
         self._channel = channel
         self._batches = batches
+        self._committed = 0
+        """The watermark as it was before the last attempt to publish: whatever that lacked is there once it has moved."""
+        self._since = 0
         self._refs: list[SampleRef] = []
         self._samples: list[Captured] = []
 
@@ -222,12 +230,14 @@ class Production:
             BufferError: If a sample alone is larger than the store.
         """
         if not self._samples:
+            self._since = self._channel.published()
             samples = next(self._batches, None)
             if samples is None:
                 return "done"
             if not samples:
                 return "made"
             self._refs, self._samples = self._publisher.check(samples), list(samples)
+        self._committed = self._channel.committed()
         credit = self._publisher.credit()
         number = len(self._samples) if credit is None else min(credit, len(self._samples))
         if not number:
@@ -236,11 +246,11 @@ class Production:
 
     def _publish(self, number: int) -> Progress:
         try:
-            self.made += self._publisher.publish(self._refs[:number], self._samples[:number])
+            self.made += self._publisher.publish(self._refs[:number], self._samples[:number], since=self._since)
         except BufferError:
             if number > 1:
                 return self._publish(number // 2)
-            if self._channel.published() == self._channel.committed():
+            if self._channel.published() == self._committed:
                 raise
             return "waits"
         del self._refs[:number], self._samples[:number]
@@ -276,7 +286,7 @@ class Production:
         return False
 
     def _await_credit(self, idle_seconds: float, stopping: Callable[[], bool], clock: Callable[[], float]) -> bool:
-        began, pause, committed = clock(), _POLL_SECONDS[0], self._channel.committed()
+        began, pause, committed = clock(), _POLL_SECONDS[0], self._committed
         try:
             while self._channel.committed() == committed:
                 end = self._channel.ended()

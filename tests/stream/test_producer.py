@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,20 @@ def test_two_producers_of_one_sample_leave_one_object() -> None:
         assert store.get(ref)["x"][0] == float(ref.id)
 
 
+@pytest.mark.parametrize("bits", [0.0, 0.5])
+def test_a_producer_that_was_started_twice_leaves_what_the_log_leads_to(bits: float) -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+
+    def meanwhile() -> Iterator[list[Captured]]:
+        publish(publisher(store, channel), captured(0))
+        yield [Captured("0", {"x": torch.full((4,), bits)}, {}), captured(1)]
+
+    production = Production(publisher(store, channel), channel, meanwhile())
+    assert production.advance() == "made"
+    assert production.made == 1
+    assert [store.get(ref)["x"][0] for ref in channel.read(0, 9)] == [0.0, 1.0]
+
+
 def test_a_batch_is_published_as_far_as_the_credit_goes() -> None:
     store, channel = MemoryStore(), MemoryChannel()
     production = Production(publisher(store, channel, 4), channel, iter([[captured(i) for i in range(6)]]))
@@ -178,6 +193,58 @@ def test_a_full_store_is_waited_for_while_something_is_in_flight() -> None:
         Production(
             publisher(MemoryStore(max_bytes=40), MemoryChannel()), MemoryChannel(), iter([[captured(0, 400)]])
         ).advance()
+
+
+class Answering(MemoryChannel):
+    """A log whose trainer frees everything right after it was asked how much is in flight."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__("answering")
+        self.store = store
+        self.asked = False
+
+    def published(self) -> int:
+        self.asked = True
+        return super().published()
+
+    def committed(self) -> int:
+        before, asked, self.asked = super().committed(), self.asked, False
+        if asked:
+            self.free()
+        return before
+
+    def free(self) -> None:
+        """Free all that is in the log."""
+        published = super().published()
+        self.store.discard(ref.object_id for ref in self.read(0, published))
+        self.commit(published)
+
+
+def test_credit_that_comes_back_while_it_is_asked_for_is_seen() -> None:
+    store = MemoryStore()
+    channel = Answering(store)
+    batches = iter([[captured(i) for i in range(5)]])
+    production = Production(publisher(store, channel, 1), channel, batches)
+    assert production.run(idle_seconds=1, stopping=lambda: False, made=lambda: None)
+    assert MemoryChannel.published(channel) == 5
+
+
+def test_a_store_that_is_emptied_while_it_is_found_full_is_seen() -> None:
+    channel = MemoryChannel()
+
+    class Emptied(MemoryStore):
+        def put(self, object_id: str, tensors: Any) -> None:
+            try:
+                super().put(object_id, tensors)
+            except BufferError:
+                self.discard(ref.object_id for ref in channel.read(0, channel.published()))
+                channel.commit(channel.published())
+                raise
+
+    store = Emptied(max_bytes=20)
+    production = Production(publisher(store, channel), channel, iter([[captured(i) for i in range(4)]]))
+    assert production.run(idle_seconds=1, stopping=lambda: False, made=lambda: None)
+    assert channel.published() == 4
 
 
 def test_a_producer_that_gets_no_credit_names_the_stream() -> None:
@@ -243,6 +310,19 @@ def test_a_restarted_producer_captures_only_what_is_missing(tmp_path: Path) -> N
         assert target.produce() == 2
         assert target.captured == [8, 9]
         assert target.produce() == 0
+
+
+def test_a_sample_that_comes_twice_in_a_batch_is_published_once(tmp_path: Path) -> None:
+    class Twice(Target):
+        def sample_ids(self, batch: Any) -> list[int]:
+            return [index // 2 for index in batch["id"].tolist()]
+
+    store, channel = MemoryStore(), MemoryChannel()
+    with producer(tmp_path, Twice, store=store, channel=channel) as target:
+        assert target.produce() == 5
+    points = Points(range(10))
+    for place, ref in enumerate(channel.read(0, 9)):
+        assert torch.equal(store.get(ref)["input"], points[2 * place]["point"])
 
 
 def test_several_producers_fill_one_log(tmp_path: Path) -> None:
