@@ -110,6 +110,7 @@ class StreamLoader:
         self._opened: deque[tuple[Window, int]] = deque()
         self._done = 0
         self._reader: WindowReader | None = None
+        self._window_size = 0
         self._waited = 0.0
         self._pool: ThreadPoolExecutor | None = None
         self._owns: bool | None = None
@@ -160,6 +161,7 @@ class StreamLoader:
         place = self._place
         samples = self.global_batch_size or place.world_size * self.batch_size * place.accum_steps
         division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
+        self._window_size = division.samples
         self._reader = WindowReader(
             self.channel,
             samples=division.samples,
@@ -175,6 +177,7 @@ class StreamLoader:
         """Whether this would be another pass over features that are freed, which ends the training."""
         if self.epoch == 0 or self.retain == "all":
             return False
+        self._check_log()
         if self._place.is_main:
             logger.warning(
                 "Stream %s is complete: all of its %d samples are trained on, and their features are freed, so the training ends here. "
@@ -187,20 +190,12 @@ class StreamLoader:
 
     def _find_place(self) -> None:
         """See that the log is the one that the position was taken in, and that what follows is still there."""
+        self._check_log()
         self._claim()
         name = self.channel.name
-        if self.consumed:
-            before = self.channel.read(self.consumed - 1, self.consumed)
-            found = before[0].id if before else None
-            if found is None or (self._last_id and found != self._last_id):
-                received = f"sample {found!r}" if before else f"a log of {self.channel.published()} samples"
-                raise ValueError(
-                    f"Expected the log that this run was trained on, with sample {self._last_id!r} at place {self.consumed - 1}. Received: "
-                    f"{received} in {name}. Give the loader that log, or exclude 'dataloaders' from loading to begin with this one."
-                )
         if self.retain == "all":
             return
-        missing = self.channel.committed() - self.consumed
+        missing = self._freed_before() - self.consumed
         if missing <= 0:
             return
         if self.on_gap == "skip":
@@ -225,6 +220,37 @@ class StreamLoader:
             f"less, since those before {self.consumed + missing} were freed. {mend}"
         )
 
+    def _freed_before(self) -> int:
+        """Return the place up to which features are freed; with `retain="step"` a kill may have come before the watermark was moved."""
+        freed = self.channel.committed()
+        while self.retain == "step" and (refs := self.channel.read(freed, freed + 1)) and self._is_gone(refs[0]):
+            freed += 1
+        return freed
+
+    def _is_gone(self, ref: SampleRef) -> bool:
+        try:
+            self.store.get(ref)
+        except KeyError:
+            return True
+        except ValueError:  # damaged, which is said where it is read
+            return False
+        return False
+
+    def _check_log(self) -> None:
+        """Refuse another log than the one that the position was taken in, before anything of it is freed."""
+        if not self.consumed and (self.epoch == 0 or self.retain == "all"):
+            return
+        stop = self.consumed or self.channel.published()
+        before = self.channel.read(stop - 1, stop) if stop else []
+        if before and self._last_id in ("", before[0].id):
+            return
+        received = f"sample {before[0].id!r}" if before else f"a log of {self.channel.published()} samples"
+        where = f"at place {self.consumed - 1}" if self.consumed else "at its end"
+        raise ValueError(
+            f"Expected the log that this run was trained on, with sample {self._last_id!r} {where}. Received: {received} in "
+            f"{self.channel.name}. Give the loader that log, or exclude 'dataloaders' from loading to begin with this one."
+        )
+
     def _parts(self, reader: WindowReader, division: Division) -> Callable[[bool], list[Part]]:
         def more(wait: bool) -> list[Part]:
             self.free()
@@ -232,7 +258,7 @@ class StreamLoader:
             if window is None:
                 return []
             if not self._opened and window.start == self.consumed:
-                self._check_credit(window, division.samples)
+                self._check_credit(window.refs)
             parts = parts_of(window, division, self._place.rank)
             self._opened.append((window, len(parts)))
             return parts
@@ -273,16 +299,25 @@ class StreamLoader:
 
     def _wait(self, place: int) -> bool:
         self.free()
+        if not self._opened:
+            # A producer that is allowed less than an update never comes to the end of one.
+            self._check_credit(self.channel.read(place, place + 1), waits=True)
         self._place.waiting(place)
         return self.pump is not None and self.pump()
 
-    def _check_credit(self, window: Window, samples: int) -> None:
-        """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on."""
-        allowed = min(
-            (int(ref.meta["max_in_flight"]) for ref in window.refs if "max_in_flight" in ref.meta), default=None
-        )
+    def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:
+        """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on.
+
+        Args:
+            refs: Samples of the window.
+            waits: Only where the producer waits for credit now.
+        """
+        allowed = min((int(ref.meta["max_in_flight"]) for ref in refs if "max_in_flight" in ref.meta), default=None)
         if allowed is None or self.channel.ended() is not None:
             return
+        if waits and self.channel.published() - self.channel.committed() < allowed:
+            return
+        samples = self._window_size
         updates = self._place.unsaved_updates() if self.retain == "checkpoint" else 1
         needed = None if updates is None else updates * samples
         if needed is not None and allowed >= needed:
@@ -324,7 +359,9 @@ class StreamLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
-        self.epoch, self.consumed, self._last_id = epoch, 0, ""
+        self.epoch, self.consumed = epoch, 0
+        if epoch == 0:
+            self._last_id = ""  # else it is that of the pass before, which tells the log from another one
         self._opened.clear()
         self._done = 0
 
@@ -365,20 +402,30 @@ class StreamLoader:
             position = self._durable
         if not self._place.is_main or not position:
             return
-        if not self._claim():
-            return
         committed, durable = self.channel.committed(), position
         if durable == _WHOLE_LOG:
             position = self.channel.published()
-        if self.retain != "all":
-            for start in range(committed, position, _FREED_AT_ONCE):
-                refs = self.channel.read(start, min(start + _FREED_AT_ONCE, position))
-                self.store.discard(ref.object_id for ref in refs)
         if position > committed:
+            if not self._may_free():
+                return
+            if self.retain != "all":
+                for start in range(committed, position, _FREED_AT_ONCE):
+                    refs = self.channel.read(start, min(start + _FREED_AT_ONCE, position))
+                    self.store.discard(ref.object_id for ref in refs)
             self.channel.commit(position)
         with self._lock:
             if self._durable == durable:
                 self._durable = 0
+
+    def _may_free(self) -> bool:
+        """Whether the log is this run's. One that was only loaded may never be trained on: what refuses it then is no error before."""
+        if self._owns is None:
+            try:
+                self._check_log()
+                self._claim()
+            except (RuntimeError, ValueError):
+                return False
+        return self._claim()
 
     def _claim(self) -> bool:
         """Take the log for this run, on the main process; return whether what was read is for this run to free."""

@@ -28,7 +28,7 @@ class FeatureDataset(Dataset[Any]):
     """A fixed list of samples of a stream, for evaluation, or to train on in another order; goes into `self.datasets`.
 
     Args:
-        store: Where the features lie; nothing of them is freed.
+        store: Where the features lie. It frees none of them; a `StreamLoader` over the same log does, unless it has `retain="all"`.
         refs: The samples, such as `channel.read(0, channel.published())`.
         transform: Makes of a `Sample` what the loader is to collate; by default its features by name.
     """

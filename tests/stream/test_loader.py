@@ -16,6 +16,7 @@ from support.streams import Draft, Stopped, assert_same, publish, settings
 from danling.data import Batch, Division, ReaderPlace
 from danling.stream import (
     FeatureDataset,
+    FileChannel,
     MemoryChannel,
     MemoryStore,
     Sample,
@@ -206,6 +207,22 @@ def test_an_older_checkpoint_than_the_last_one_says_how_many_samples_are_gone() 
         read(older)
 
 
+@pytest.mark.parametrize("on_gap", ["error", "skip"])
+def test_a_kill_between_freeing_and_the_watermark_is_a_gap_too(on_gap: Any) -> None:
+    store, channel = stream(12)
+    channel.commit(4)
+    store.discard(ref.object_id for ref in channel.read(0, 8))
+    loader = StreamLoader(store, channel, 2, retain="step", on_gap=on_gap, collate_fn=as_they_are)
+    loader.load_state_dict({"epoch": 0, "consumed": 2, "last_id": "1", "skipped": 0})
+    if on_gap == "error":
+        with pytest.raises(RuntimeError, match=r"from sample 2 on.*6 samples less.*before 8 were freed"):
+            read(loader)
+        return
+    assert ids_of(read(loader)) == [["8", "9"], ["10", "11"]]
+    assert loader.skipped == 6
+    loader.close()
+
+
 @pytest.mark.parametrize(
     ("retain", "unsaved", "expected"),
     [
@@ -238,6 +255,16 @@ def test_credit_for_less_than_an_update_is_refused() -> None:
     publish(store, channel, range(8, 12), end=False, max_in_flight=8)
     with pytest.raises(ValueError, match="at least 10 samples ahead.*lower batch_size"):
         next(larger.micro_batches(read=True))
+    loader.close()
+
+
+@pytest.mark.parametrize("retain", ["checkpoint", "step"])
+def test_a_producer_that_may_not_fill_an_update_is_refused_while_it_is_waited_for(retain: Any) -> None:
+    store, channel = stream(3, end=False, max_in_flight=3)
+    loader = StreamLoader(store, channel, 4, retain=retain, idle_timeout=1)
+    loader.take_place(ReaderPlace(unsaved_updates=lambda: 1))
+    with pytest.raises(ValueError, match=r"at least 4 samples ahead.*max_in_flight=3"):
+        next(loader.micro_batches(read=True))
     loader.close()
 
 
@@ -344,6 +371,32 @@ def test_a_stream_that_is_over_ends_the_run_with_a_checkpoint(tmp_path: Path) ->
     with Draft(settings(tmp_path, steps=100), *found) as again:
         again.train()
         assert again.state.train.global_step == 5
+
+
+@pytest.mark.parametrize("steps", [3, 100])
+def test_a_run_that_is_given_another_log_leaves_it_as_it_is(tmp_path: Path, steps: int) -> None:
+    with Draft(settings(tmp_path, steps=steps), *stream(19)) as runner:
+        runner.train()
+    store, channel = MemoryStore(), MemoryChannel("another stream")
+    publish(store, channel, range(100, 119), end=False)
+    before = store.usage()
+    another = Draft(settings(tmp_path, steps=200), store, channel)
+    with pytest.raises(ValueError, match=r"Expected the log that this run was trained on.*in another stream"), another:
+        another.train()
+    assert (store.usage(), channel.committed()) == (before, 0)
+    assert channel.claim("a run that has not begun")
+
+
+def test_a_runner_that_does_not_train_leaves_the_stream_to_its_trainer(tmp_path: Path) -> None:
+    with Draft(settings(tmp_path / "run", steps=3), *stream(19)) as runner:
+        runner.train()
+    store, trainer = MemoryStore(), FileChannel(tmp_path / "log")
+    publish(store, trainer, range(19), end=False)
+    trainer.claim("its run")
+    before = store.usage()
+    with Draft(settings(tmp_path / "run", steps=3), store, FileChannel(tmp_path / "log")) as looking:
+        assert looking.state.train.global_step == 3
+    assert (store.usage(), trainer.committed()) == (before, 0)
 
 
 def test_several_passes_over_what_is_kept(tmp_path: Path) -> None:
