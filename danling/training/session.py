@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import signal
@@ -23,6 +24,9 @@ STOPS = ("terminate", "interrupt", "user_signal", "stop")
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 """How often a rank that waits looks whether another one was asked to stop."""
+
+_TRAININGS = itertools.count(1)
+"""Numbers of the trainings of this process, the same on all ranks; the store of a job outlives the runners in it."""
 
 BY_SIGNAL = ("terminate", "interrupt", "user_signal")
 """Those that came as a signal, after which the process ends."""
@@ -98,7 +102,7 @@ class TrainingSession:
         self._requested: set[str] = set()
         self._clock = clock
         self._deadline = math.inf
-        self._trainings = 0
+        self._training = 0
         self._leaving: tuple[str, JointLeave] | None = None
         self._looks_again = -math.inf
 
@@ -172,7 +176,7 @@ class TrainingSession:
             self._leave(domain)
 
     def _leave_of(self, place: int, domain: Domain) -> JointLeave:
-        name = f"{self._trainings}/{place}"
+        name = f"{self._training}/{place}"
         if self._leaving is None or self._leaving[0] != name:
             self._leaving = name, JointLeave(default_store(), name, rank=domain.rank, size=domain.size)
         return self._leaving[1]
@@ -308,7 +312,7 @@ class TrainingSession:
         """
         self.stop_reason = None
         self.save_requested = False
-        self._trainings += 1
+        self._training = next(_TRAININGS)
         self._deadline = self._clock() + max_seconds if max_seconds is not None else math.inf
 
     @contextmanager

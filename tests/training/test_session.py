@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.processes import run_processes
 from danling.distributed import Domain, LocalDomain
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
 from danling.training import EvaluationStopped, SessionEnd, TrainingSession
+from danling.training.session import PassLeft
 
 
 class Abandoned(Exception):
@@ -103,6 +105,29 @@ def _two_ranks_stop() -> list[Any]:
 
 def test_one_rank_is_enough_to_stop_a_loop_by_hand() -> None:
     assert run_processes(_two_ranks_stop, init_process_group=True) == [[False, True, "stop"]] * 2
+
+
+def _waits_in_two_trainings() -> list[str]:
+    world, ends = Domain(), list[str]()
+    for asked in (True, False):
+        session = TrainingSession()
+        session.begin()
+        session.running = True
+        if asked and world.rank == 1:
+            session.request("stop")
+        try:
+            for _ in range(1000 if asked else 3):
+                session.leave_wait(4, world)
+                time.sleep(0.001)
+            ends.append("waits")
+        except PassLeft:
+            ends.append(f"left: {session.stop_reason}")
+        world.barrier()
+    return ends
+
+
+def test_a_wait_is_not_left_for_what_an_earlier_training_was_asked() -> None:
+    assert run_processes(_waits_in_two_trainings, init_process_group=True) == [["left: stop", "waits"]] * 2
 
 
 # Between the batches of an evaluation
