@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .loader import DataLoader
 from .workers import shut_down_workers
@@ -101,9 +101,9 @@ class Cursor(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
 
-    @abstractmethod
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
+        self.set_epoch(self.epoch + 1)
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
@@ -128,8 +128,61 @@ class Cursor(ABC):
         shut_down_workers(self.loader)
 
 
-class PositionCursor(Cursor):
-    """Position in a loader of the library, which keeps it itself: `consumed` counts samples over all ranks."""
+class KeepingLoader(Protocol):
+    """A loader that keeps the position in it itself."""
+
+    epoch: int
+    """Pass of the position, from 0."""
+    consumed: int
+    """How far the pass is consumed."""
+
+    def advance(self, batches: int) -> None:
+        """Move the position by so many batches of each rank."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go to a saved position."""
+
+
+class KeptCursor(Cursor):
+    """Position in a loader that keeps it itself."""
+
+    loader: KeepingLoader
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """Pass of the position."""
+        return self.loader.epoch
+
+    @property
+    def consumed(self) -> int:  # type: ignore[override]
+        """How far the pass is consumed, as the loader counts."""
+        return self.loader.consumed
+
+    def commit(self, batches: int) -> None:
+        """Move the position by so many batches of each rank."""
+        self.loader.advance(batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the loader's position."""
+        return dict(self.loader.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a position."""
+        self.loader.load_state_dict(dict(state))
+
+
+class PositionCursor(KeptCursor):
+    """Position in a loader of the library: `consumed` counts samples over all ranks, so that a position fits any world size."""
 
     kind = "position"
     foreseen = True
@@ -139,16 +192,6 @@ class PositionCursor(Cursor):
     def is_rank_local(self) -> bool:  # type: ignore[override]
         """Whether each rank has a dataset whose own state is to be saved."""
         return bool(self.loader.dataset_state)
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """Pass of the position."""
-        return self.loader.epoch
-
-    @property
-    def consumed(self) -> int:  # type: ignore[override]
-        """Samples of the pass that are consumed, over all ranks."""
-        return self.loader.consumed
 
     @property
     def even(self) -> bool:
@@ -176,23 +219,3 @@ class PositionCursor(Cursor):
         counts = islice(self.loader.counts(), self.loader.remaining_batches)
         for (samples, total), closes in zip(counts, self.loader.closings()):
             yield Batch(data, samples, total, closes)
-
-    def commit(self, batches: int) -> None:
-        """Move the position by so many batches of each rank."""
-        self.loader.advance(batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-        self.loader.set_epoch(epoch)
-
-    def finish_pass(self) -> None:
-        """Go to the beginning of the next pass."""
-        self.loader.set_epoch(self.loader.epoch + 1)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the loader's position."""
-        return dict(self.loader.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a position, at any world size."""
-        self.loader.load_state_dict(dict(state))

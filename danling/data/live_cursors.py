@@ -135,10 +135,6 @@ class LiveCursor(Cursor):
         self.consumed = self._fetched = 0
         self._live, self._exhausted = None, False
 
-    def finish_pass(self) -> None:
-        """Go to the beginning of the next pass."""
-        self.set_epoch(self.epoch + 1)
-
     def close(self) -> None:
         """End the loader's worker processes and forget the pass under way."""
         self._live = None

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
-from .cursors import Batch, Cursor
+from .cursors import Batch, KeptCursor
 from .sampled_loader import SampledLoader
 
 
-class SampledCursor(Cursor):
+class SampledCursor(KeptCursor):
     """Position in a loader that reads in the order of a sampler: `consumed` counts batches of this rank."""
 
     kind = "sampled"
     is_rank_local = True
     loader: SampledLoader
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """Pass of the position."""
-        return self.loader.epoch
-
-    @property
-    def consumed(self) -> int:  # type: ignore[override]
-        """Batches of the pass that are consumed on this rank."""
-        return self.loader.consumed
 
     @property
     def even(self) -> bool:
@@ -50,23 +39,11 @@ class SampledCursor(Cursor):
         for data in self.loader:
             yield Batch(data, None, None)
 
-    def commit(self, batches: int) -> None:
-        """Move the position by so many batches."""
-        self.loader.advance(batches)
-
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
         self.loader.order.set_epoch(epoch)
 
-    def finish_pass(self) -> None:
-        """Go to the beginning of the next pass."""
-        self.set_epoch(self.epoch + 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and how the pass found the sampler."""
-        return dict(self.loader.state_dict())
-
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a position."""
         self.check_world_size(state)
-        self.loader.load_state_dict(dict(state))
+        super().load_state_dict(state)

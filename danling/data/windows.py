@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from .cursors import Batch, Cursor
+from .cursors import Batch, KeepingLoader, KeptCursor
 
 
 def _nothing() -> None:
@@ -61,16 +61,11 @@ class ReaderPlace:
 
 
 @runtime_checkable
-class WindowLoader(Protocol):
+class WindowLoader(KeepingLoader, Protocol):
     """A loader that divides whole updates over the ranks itself, so that all of them end a pass at the same one without a word.
 
-    Attributes:
-        epoch: The pass that the position is in, from 0.
-        consumed: Samples of the pass that are consumed, over all ranks.
+    Its position counts samples over all ranks, and means the same on any number of them.
     """
-
-    epoch: int
-    consumed: int
 
     def take_place(self, place: ReaderPlace) -> None:
         """Hear where it is read; called before anything else."""
@@ -81,18 +76,6 @@ class WindowLoader(Protocol):
         Args:
             read: Whether their data is needed; else it is `None`.
         """
-
-    def advance(self, batches: int) -> None:
-        """Move the position by so many micro-batches of each rank."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position, which means the same on any number of ranks."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position."""
 
     def commit_state(self, state: Mapping[str, Any]) -> None:
         """Free what lies before a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
@@ -107,23 +90,13 @@ class WindowLoader(Protocol):
         """Let go of what the loader has opened."""
 
 
-class WindowCursor(Cursor):
-    """Position in a `WindowLoader`, which keeps it itself."""
+class WindowCursor(KeptCursor):
+    """Position in a `WindowLoader`: `consumed` counts samples over all ranks, so that a position fits any world size."""
 
     kind = "window"
     is_rank_local = False
     foreseen = True
     loader: WindowLoader
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """Pass of the position."""
-        return self.loader.epoch
-
-    @property
-    def consumed(self) -> int:  # type: ignore[override]
-        """Samples of the pass that are consumed, over all ranks."""
-        return self.loader.consumed
 
     @property
     def even(self) -> bool:
@@ -145,26 +118,6 @@ class WindowCursor(Cursor):
     def unread(self, data: object) -> Iterator[Batch]:
         """Return what the batches are, with `data` in the place of theirs."""
         return (batch._replace(data=data) for batch in self.loader.micro_batches(read=False))
-
-    def commit(self, batches: int) -> None:
-        """Move the position by so many batches of each rank."""
-        self.loader.advance(batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a pass."""
-        self.loader.set_epoch(epoch)
-
-    def finish_pass(self) -> None:
-        """Go to the beginning of the next pass."""
-        self.loader.set_epoch(self.loader.epoch + 1)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the loader's position."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a position, at any world size."""
-        self.loader.load_state_dict(state)
 
     def commit_state(self, state: Mapping[str, object]) -> None:
         """Free what lies before a position that is in a checkpoint on the disk."""
