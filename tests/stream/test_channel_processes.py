@@ -12,7 +12,7 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -300,17 +300,6 @@ def test_forks_beside_a_thread_that_writes_neither_hang_nor_lose(open_channel: O
     found = ids(open_channel())
     assert [name for name in found if name.startswith("thread")] == written
     assert sorted(name for name in found if name.startswith("child")) == [f"child-{index}" for index in range(5)]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a file system of one MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("A small file system can be mounted by root only.")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("kind", ["file", "sqlite"])

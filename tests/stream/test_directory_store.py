@@ -9,9 +9,7 @@ import os
 import pickle
 import random
 import resource
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -265,17 +263,6 @@ def test_only_files_of_writers_that_have_died_are_removed(tmp_path: Path) -> Non
         assert list((tmp_path / "writing").iterdir()) == [living] and living.read_bytes() == b"the bytes"
         other.put("a", tensors)
     assert [path.name for path in files(store)] == ["a.safetensors"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a file system of one MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("A small file system can be mounted by root only.")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_leaves_nothing_behind_and_the_store_goes_on_when_there_is_room(small_disk: Path) -> None:
