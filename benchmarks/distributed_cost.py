@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 from step_cost import Benchmarked, blocks, by_runner
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from workload import WORKLOADS, Samples, Workload, make_batches, make_model, make_optimizer
+from workload import WORKLOADS, Samples, Workload, make_batches, make_model, updates_by_hand
 
 import danling as dl
 
@@ -51,28 +52,30 @@ def wrapped(workload: Workload, layout: str) -> nn.Module:
     return model
 
 
-def updates(workload: Workload, layout: str, samples: Samples, *, weighs: bool) -> Iterator[None]:
-    """Train pass after pass by hand, yielding after each update."""
-    model, criterion = wrapped(workload, layout), nn.CrossEntropyLoss()
-    optimizer, scheduler = make_optimizer(model)
-    sampler: DistributedSampler[Any] = DistributedSampler(samples, drop_last=True)
-    batches = StatefulDataLoader(samples, workload.batch_size, sampler=sampler, drop_last=True)
-    epoch, ranks = 0, dist.get_world_size()
-    while True:
-        sampler.set_epoch(epoch)
-        for input, target in batches:
-            loss = criterion(model(input), target)
-            if weighs:
-                weight = torch.tensor(float(len(target)), dtype=torch.float64)
-                dist.all_reduce(weight)
-                loss = loss * (len(target) * ranks / weight.item())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            yield
-        epoch += 1
+class Passes:
+    """The passes over the share of a rank, each in an order of its own.
+
+    Args:
+        workload: The size of batches.
+        samples: The dataset.
+    """
+
+    def __init__(self, workload: Workload, samples: Samples) -> None:
+        self.sampler: DistributedSampler[Any] = DistributedSampler(samples, drop_last=True)
+        self.loader = StatefulDataLoader(samples, workload.batch_size, sampler=self.sampler, drop_last=True)
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.sampler.set_epoch(self.epoch)
+        return iter(self.loader)
+
+
+def weighed(pred: Tensor, target: Tensor) -> Tensor:
+    """Return the share of this rank in the mean over the samples of all ranks, as DDP and FSDP average it."""
+    weight = torch.tensor(float(len(target)), dtype=torch.float64)
+    dist.all_reduce(weight)
+    return cross_entropy(pred, target) * (len(target) * dist.get_world_size() / weight.item())
 
 
 def measure(layout: str, workload: Workload, rounds: int, root: str, clock: pairs.Clock) -> pairs.Times:
@@ -83,8 +86,8 @@ def measure(layout: str, workload: Workload, rounds: int, root: str, clock: pair
     ways = {
         # The runner first: it makes the process group.
         "runner": by_runner(workload, samples, root, kind, **settings),
-        "by hand": blocks(updates(workload, layout, samples, weighs=False), workload),
-        BY_HAND: blocks(updates(workload, layout, samples, weighs=True), workload),
+        "by hand": blocks(updates_by_hand(wrapped(workload, layout), Passes(workload, samples)), workload),
+        BY_HAND: blocks(updates_by_hand(wrapped(workload, layout), Passes(workload, samples), weighed), workload),
     }
     return pairs.interleaved(ways, workload.block, rounds, clock)
 

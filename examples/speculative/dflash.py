@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers import Attention, FeedForward
+from .layers import DecoderLayer
 
 
-class DFlashLayer(nn.Module):
+class DFlashLayer(DecoderLayer):
     """A decoder layer that reads the context through its own keys and values.
 
     Args:
@@ -28,10 +28,8 @@ class DFlashLayer(nn.Module):
     """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.attention_norm, self.hidden_norm = (nn.RMSNorm(width, eps=1e-6) for _ in range(2))
-        self.attention = Attention(width, heads)
-        self.feed_forward = FeedForward(width, hidden)
+        super().__init__(width, heads, hidden)
+        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
 
     def forward(self, states: Tensor, positions: Tensor, context: Tensor, sees: Tensor) -> Tensor:
         """Return the next states of all blocks, one behind the other.
@@ -55,9 +53,7 @@ class DFlashLayer(nn.Module):
         attended = F.scaled_dot_product_attention(
             self.attention.queries(normed, positions), keys, values, attn_mask=sees[:, None]
         )
-        states = states + self.attention.merge(attended)
-        following: Tensor = states + self.feed_forward(self.hidden_norm(states))
-        return following
+        return self.finish(states, attended)
 
 
 class DFlash(nn.Module):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layers import Attention, FeedForward, shift_left
+from .layers import DecoderLayer, shift_left
 from .vocabulary import DraftVocabulary
 
 
@@ -45,7 +45,7 @@ class Cache:
         return Cache(torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2))
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DecoderLayer):
     """The decoder layer, in the two pieces around its attention.
 
     Args:
@@ -55,21 +55,13 @@ class Eagle3Layer(nn.Module):
     """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.embedding_norm, self.state_norm, self.hidden_norm = (nn.RMSNorm(width, eps=1e-6) for _ in range(3))
-        self.attention = Attention(width, heads, inputs=2 * width)
-        self.feed_forward = FeedForward(width, hidden)
+        super().__init__(width, heads, hidden, inputs=2 * width)
+        self.embedding_norm, self.state_norm = (nn.RMSNorm(width, eps=1e-6) for _ in range(2))
 
     def project(self, states: Tensor, embeddings: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values (B, H, T, D) of states and embeddings (B, T, d) at positions (T,)."""
         inputs = torch.cat([self.embedding_norm(embeddings), self.state_norm(states)], -1)
         return self.attention.queries(inputs, positions), *self.attention.keys_values(inputs, positions)
-
-    def finish(self, states: Tensor, attended: Tensor) -> Tensor:
-        """Return the next states (B, T, d), given what was attended to (B, H, T, D)."""
-        states = states + self.attention.merge(attended)
-        following: Tensor = states + self.feed_forward(self.hidden_norm(states))
-        return following
 
 
 class Eagle3(nn.Module):

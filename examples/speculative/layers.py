@@ -105,3 +105,26 @@ class FeedForward(nn.Module):
         """Return outputs (..., d) of inputs (..., d)."""
         output: Tensor = self.down(F.silu(self.gate(inputs)) * self.up(inputs))
         return output
+
+
+class DecoderLayer(nn.Module):
+    """What comes behind the attention of a decoder layer; norms before it, and who sees whom, are the draft's.
+
+    Args:
+        width: d.
+        heads: H.
+        hidden: Width of the feed-forward network.
+        inputs: Width of what queries, keys and values are made of; `None` is `width`.
+    """
+
+    def __init__(self, width: int, heads: int, hidden: int, *, inputs: int | None = None) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, inputs=inputs)
+        self.hidden_norm = nn.RMSNorm(width, eps=1e-6)
+        self.feed_forward = FeedForward(width, hidden)
+
+    def finish(self, states: Tensor, attended: Tensor) -> Tensor:
+        """Return the next states (B, T, d), given what was attended to (B, H, T, D)."""
+        states = states + self.attention.merge(attended)
+        following: Tensor = states + self.feed_forward(self.hidden_norm(states))
+        return following
