@@ -488,7 +488,7 @@ class TorchParts:
             flops_per_token=lambda: runner.flops_per_token(),
             flops_per_sample=lambda: runner.flops_per_sample(),
             of_loaders=runner._data.metrics,
-            ended=lambda: runner.progress >= 1 or runner._session.stop_reason is not None,
+            ended=lambda: runner.progress >= 1 or self.loop.data_ended or runner._session.stop_reason is not None,
         )
         return RunReport(
             runner._reporter,

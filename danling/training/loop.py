@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -13,7 +14,9 @@ from .evaluation import checked_figures
 from .outcome import UpdateOutcome
 from .results import RunResults
 from .safeguard import keeping_trained
-from .session import EvaluationStopped, TrainingSession
+from .session import DataEnded, EvaluationStopped, TrainingSession
+
+logger = logging.getLogger("danling")
 
 EvaluationVerb = Literal["evaluate_epoch", "evaluate_steps"]
 
@@ -97,6 +100,7 @@ class TrainingLoop:
     Attributes:
         boundaries: Decides what is due between updates; made anew for every training.
         has_jumped: Whether the state was replaced by one that stands in another pass than the loops.
+        data_ended: Whether nothing was left to train on before the budget was used up.
     """
 
     boundaries: Boundaries
@@ -116,6 +120,8 @@ class TrainingLoop:
         passing: tuple[type[BaseException], ...] = (),
     ) -> None:
         self.has_jumped = False
+        self.data_ended = False
+        self._last_split: str | None = None
         self._run = run
         self._updates = updates
         self._save_if_failing = save_if_failing
@@ -141,12 +147,16 @@ class TrainingLoop:
             splits: Splits to train on.
             evaluated: Splits to evaluate after each epoch.
         """
-        run, counters = self._run, self._run.state.train
-        while counters.epoch < (run.epochs or 0) and not self._session.stop_reason:
-            if self._train_splits(splits):
-                self._evaluate(evaluated, "evaluate_epoch")
-                self._finish_epoch(splits, "epoch")
-                self._save_if_due(counters.epoch, final=counters.epoch == run.epochs)
+        run, counters, self.data_ended = self._run, self._run.state.train, False
+        try:
+            while counters.epoch < (run.epochs or 0) and not self._session.stop_reason:
+                if self._train_splits(splits):
+                    self._evaluate(evaluated, "evaluate_epoch")
+                    self._finish_epoch(splits, "epoch")
+                    self._save_if_due(counters.epoch, final=counters.epoch == run.epochs)
+        except DataEnded:
+            # What was trained was evaluated at the end of its epoch.
+            self._note_end_of_data(f"epoch {counters.epoch} of {run.epochs}")
 
     def _train_splits(self, splits: Sequence[str]) -> bool:
         """Train what is left of the pass over each split; `False` where it was left half-way."""
@@ -221,12 +231,25 @@ class TrainingLoop:
             evaluated: Splits to evaluate on the way.
         """
         if self._results.open:
-            self._validate(evaluated)
-        run, counters = self._run, self._run.state.train
-        while counters.global_step < (run.steps or 0) and not self._session.stop_reason:
-            if self._train_pass(splits, evaluated):
-                counters.epoch += 1
-                self._results.schedule.end_pass()
+            self._validate(evaluated, final=self._run.state.train.global_step == self._run.steps)
+        run, counters, self.data_ended = self._run, self._run.state.train, False
+        try:
+            while counters.global_step < (run.steps or 0) and not self._session.stop_reason:
+                if self._train_pass(splits, evaluated):
+                    counters.epoch += 1
+                    self._results.schedule.end_pass()
+        except DataEnded:
+            step = counters.global_step
+            self._note_end_of_data(f"update {step} of {run.steps}")
+            if step and step not in run.results:
+                # The run is at its end: what it trained last is evaluated and saved as after the last update of the budget.
+                self._results.open[self._last_split or splits[-1]] = self._trained_metrics()
+                self._validate(evaluated, final=True)
+
+    def _note_end_of_data(self, where: str) -> None:
+        self.data_ended = True
+        if self._reporter.is_main:
+            logger.warning("The stream of samples ended at %s: the run ends there.", where)
 
     def _train_pass(self, splits: Sequence[str], evaluated: Sequence[str]) -> bool:
         """Train what is left of one pass over all splits, evaluating on the way; `False` where it was left half-way."""
@@ -245,23 +268,24 @@ class TrainingLoop:
 
     def _after_step(self, split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
         """Do what is due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
+        self._last_split = split
         self._after_update(outcome)
         step = self._run.state.train.global_step
         final = step == self._run.steps
         if outcome.committed:
             if self.boundaries.evaluation_due(step, final=final):
                 self._results.open[split] = self._trained_metrics()
-                self._validate(evaluated)
+                self._validate(evaluated, final=final)
             elif self.boundaries.checkpoint_due(step) or step in self._run.results:
                 self._save_if_due(step, final=False)
         return final
 
-    def _validate(self, evaluated: Sequence[str]) -> None:
-        """Evaluate in step mode, and save what follows from it."""
+    def _validate(self, evaluated: Sequence[str], *, final: bool) -> None:
+        """Evaluate in step mode, and save what follows from it; `final` where the run ends here."""
         step = self._run.state.train.global_step
         self._evaluate(evaluated, "evaluate_steps")
         self._results.close("validation", step=step)
-        self._save_if_due(step, final=step == self._run.steps)
+        self._save_if_due(step, final=final)
 
     # Both
 

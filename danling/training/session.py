@@ -49,6 +49,10 @@ class PassLeft(Exception):
     """Leaves a pass between two updates: every rank knows that it ends here, or the only one was asked to stop while it waited."""
 
 
+class DataEnded(PassLeft):
+    """Leaves a pass where nothing is left to train on, now or later, before the budget is used up."""
+
+
 @dataclass(frozen=True)
 class SessionEnd:
     """What a session calls when its training ends, in this order.
@@ -190,10 +194,10 @@ class TrainingSession:
         """End the training between two updates, where every rank knows by itself that there is nothing left to train on.
 
         Raises:
-            PassLeft: In a training.
+            DataEnded: In a training.
         """
         if self.running:
-            raise PassLeft
+            raise DataEnded
 
     def apply_requests(self, agreed: frozenset[str]) -> None:
         """Do at the next boundary what any rank asked for.

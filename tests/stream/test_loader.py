@@ -361,16 +361,38 @@ def test_nothing_is_freed_before_a_save_is_on_the_disk(tmp_path: Path) -> None:
     assert seen[::2] == [(0, 0), (1, 0), (2, 8), (3, 8), (4, 16)]
 
 
-def test_a_stream_that_is_over_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    found = stream(19)
-    with Draft(settings(tmp_path, steps=100), *found) as runner:
-        runner.train()
-        assert runner.state.train.global_step == 5
-        assert runner.state.train.samples == 19
+class Validated(Draft):
+    """Evaluates five samples of a stream of their own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        store, channel = stream(5)
+        self.datasets = {"val": FeatureDataset(store, channel.read(0, 5))}
+
+
+@pytest.mark.parametrize("interval", [5, 50])
+def test_a_stream_that_is_over_ends_the_run_as_its_budget_does(
+    tmp_path: Path, interval: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "danling")
+    found, checkpoint = stream(19), {"interval": interval, "async_enabled": False, "last_save_model_only": True}
+    ends = []
+    for steps in (5, 100):
+        config = settings(tmp_path / str(steps), steps=steps, checkpoint=checkpoint, dataloader={"batch_size": 5})
+        with Validated(config, *(found if steps == 100 else stream(19))) as runner:
+            runner.train()
+            assert (runner.state.train.global_step, runner.state.train.samples) == (5, 19)
+            assert runner.results.keys() == {5}
+            files = {path.name for path in (tmp_path / str(steps) / "checkpoints").iterdir()}
+            ends.append((runner.results, runner.best_score, files, runner.end()[1]))
+    assert ends[0][:3] == ends[1][:3]
+    assert_same(([], ends[1][3]), ([], ends[0][3]))
     assert found[0].usage() == 0
-    with Draft(settings(tmp_path, steps=100), *found) as again:
+    assert caplog.text.count("The stream of samples ended at update 5 of 100: the run ends there.") == 1
+    with Validated(config, *found) as again:
         again.train()
         assert again.state.train.global_step == 5
+        assert again.results == ends[1][0]
 
 
 @pytest.mark.parametrize("steps", [3, 100])
@@ -437,15 +459,11 @@ def test_a_gap_after_a_crash(tmp_path: Path, on_gap: Any, caplog: pytest.LogCapt
 def test_evaluation_reads_a_list_that_does_not_grow(tmp_path: Path) -> None:
     found, held_out = stream(19), stream(5)
 
-    class Evaluated(Draft):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.datasets = {"val": FeatureDataset(held_out[0], held_out[1].read(0, 5))}
-
-    with Evaluated(settings(tmp_path / "a"), *found) as runner:
+    with Validated(settings(tmp_path / "a"), *found) as runner:
+        held = runner.datasets["val"].store.usage()
         runner.train()
         assert "loss" in runner.results[5]["val"]
-    assert held_out[0].usage() > 0
+        assert runner.datasets["val"].store.usage() == held > 0
 
     class Wrong(Draft):
         def __init__(self, *args: Any) -> None:

@@ -226,6 +226,26 @@ def test_a_budget_that_shrinks_ends_the_run_where_it_is() -> None:
     assert told.counters.global_step == 2 and told.recorded.keys() == {2}
 
 
+@pytest.mark.parametrize("evaluate_every", [3, 5, 100])
+def test_data_that_ends_before_the_budget_ends_the_run_with_an_evaluation_and_a_save(evaluate_every: int) -> None:
+    told = Told(steps=9, splits={"train": 3}, every={"evaluate_every": evaluate_every, "checkpoint_every": 100})
+    updates = told.updates
+
+    def over(split: str) -> Iterator[UpdateOutcome]:
+        if told.passes[split].epoch:
+            told.session.leave_pass()
+        yield from updates(split)
+
+    told.session.running = True
+    told.loop._updates = over
+    told.loop.train_steps(["train"], ["val"])
+    made = ["evaluate steps val", "write", "report train+val"]
+    assert told.events == ["train 1", "first", "train 2", "train 3", *made, *(["due 3"] if evaluate_every != 3 else [])]
+    assert told.recorded == {3: {"train": {"loss": 3.0}, "val": {"loss": 0.5}}} and told.loop.data_ended
+    told.loop.train_steps(["train"], ["val"])
+    assert told.recorded.keys() == {3} and told.events.count("evaluate steps val") == 1
+
+
 def test_a_pass_that_is_trained_alone_closes_the_epoch_with_the_last_split() -> None:
     told = Told(epochs=3, splits={"train": 1, "train_b": 1, "extra": 1})
     trained = ["train", "train_b"]
