@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .collation import collate
 from .dataset_state import DatasetState, Stamped
 from .generators import Generators
 from .host_streams import HOST_STREAMS
@@ -37,7 +38,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         batch_size: As the user gave it; `None` delivers items as they are, and `keys` yields single ones.
         drop_last: As the user gave it.
         split: Name of the split, for messages.
-        collate_fn: Makes a batch of a list of samples; `None` is torch's.
+        collate_fn: Makes a batch of a list of samples; `None` is `danling.data.collation.collate`.
         num_workers: Worker processes.
         worker_init_fn: Called with its id in every worker.
         settings: Further arguments of `StatefulDataLoader`.
@@ -72,7 +73,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
                 dataset,
                 batch_size=1 if batched else None,
                 **{"batch_sampler" if batched else "sampler": keys},
-                collate_fn=collate_fn,
+                collate_fn=collate if collate_fn is None and batched else collate_fn,
                 num_workers=num_workers,
                 worker_init_fn=WorkerInit(worker_init_fn),
                 **settings,

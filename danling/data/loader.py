@@ -33,7 +33,7 @@ class DataLoader(KeyedLoader):
         rank: Coordinate of this process among those that share the dataset.
         world_size: Number of them.
         split: Name of the split, for messages.
-        collate_fn: Makes a batch of a list of samples; `None` is torch's.
+        collate_fn: Makes a batch of a list of samples; `None` is torch's, with samples of some libraries put together by these.
         num_workers: Worker processes.
         worker_init_fn: Called with its id in every worker.
         settings: Further arguments of `StatefulDataLoader`.

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, IterDataPipe
 from torch.utils.data._utils.collate import default_collate, default_convert
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .collation import collate
 from .keyed_stream import KeyedStream, generator_origins
 from .plain_state import check_savable, is_stateful
 from .replayed import Replayed, forgets_its_buffer
@@ -54,6 +55,8 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             )
         collate_fn = settings.get("collate_fn")
         self._collate = None if collate_fn in (default_collate, default_convert) else collate_fn
+        if self._collate is None and settings.get("batch_size", 1) is not None:
+            settings["collate_fn"] = collate
         self.origins = generator_origins(dataset, self._collate)
         # A pass of `datasets` is a function of seed and epoch: what moves inside of it is made anew by the next one.
         held = () if isinstance(dataset, Replayed) else dataset

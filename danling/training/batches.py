@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .graphs import count_graphs, keywords_of_graphs, target_of_graphs
 from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target, shifts_labels
 
 _ALIGNED = "shift_labels"
@@ -27,7 +28,7 @@ def unpack_batch(data: Any, model: object = None) -> tuple[object, object]:
 
     Args:
         data: A mapping with `input` and, optionally, a target under one of `TARGET_NAMES`; a mapping of the keywords that the model's
-            `forward` takes, with or without a target; a sequence `(input, target)`; or the input itself.
+            `forward` takes, with or without a target; a sequence `(input, target)`; a batch of graphs; or the input itself.
         model: The model, out of the wrapper of its stack; `None` where it takes no keywords. It is handed the target too where its
             `forward` has a parameter of that name, or takes any keyword.
 
@@ -49,6 +50,9 @@ def unpack_batch(data: Any, model: object = None) -> tuple[object, object]:
                 "Return two elements from the dataset, or override `train_step` and `evaluate_step`."
             )
         return data[0], data[1]
+    if count_graphs(data) is not None:
+        keywords = keywords_of_graphs(data, _forward_of(model))
+        return (data if keywords is None else keywords), target_of_graphs(data)
     return data, None
 
 
@@ -81,7 +85,9 @@ def peek_target(data: object) -> object:
     """Return the target of a batch, or `None` where there is none or the batch has a shape of the user's own."""
     if isinstance(data, (list, tuple)):
         return data[1] if len(data) == 2 else None
-    return find_target(data) if isinstance(data, Mapping) else None
+    if isinstance(data, Mapping):
+        return find_target(data)
+    return target_of_graphs(data) if count_graphs(data) is not None else None
 
 
 def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
@@ -114,7 +120,11 @@ def call_model(model: Any, inputs: object) -> object:
 
 
 def count_samples(data: object) -> int:
-    """Return the number of samples of a batch: the first dimension of its first tensor, else 1."""
+    """Return the number of samples of a batch: the first dimension of its first tensor, else 1.
+
+    A batch of another library says by itself how many it has: of graphs `num_graphs`, of neighbours that were sampled around some
+    nodes `batch_size`, the number of these.
+    """
     if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
         data = data[0]
     if isinstance(data, Tensor):
@@ -125,8 +135,18 @@ def count_samples(data: object) -> int:
         for item in data:
             if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
                 return count_samples(item)
+            told = _told_samples(item)
+            if told is not None:
+                return told
         return len(data)
-    return 1
+    told = _told_samples(data)
+    return 1 if told is None else told
+
+
+def _told_samples(data: object) -> int | None:
+    graphs = count_graphs(data)
+    size = getattr(data, "batch_size", None) if graphs is None else graphs
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
 
 
 def count_tokens(data: object) -> int:

@@ -19,6 +19,7 @@ from danling.metrics import Meters, MetricSet
 from .batches import count_samples
 from .evaluation import Evaluation, EvaluationSums, Trial, checked_figures, even_out, try_one_batch
 from .forward import EvaluationForward
+from .graphs import nodes_of_graphs
 from .predictions import gather_predictions, split_by_sample
 from .weighing import BatchWeights
 
@@ -287,5 +288,6 @@ class Evaluator:
         data = self._hooks.to_device(batch.data)
         with torch.no_grad():
             pred = self._hooks.infer_step(data)
-        rows = split_by_sample(pred, count_samples(data) if batch.samples is None else batch.samples)
+        samples = count_samples(data) if batch.samples is None else batch.samples
+        rows = split_by_sample(pred, samples, nodes_of_graphs(data))
         return self.forward.counted(rows)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, preserved_random_state
+from danling.data.collation import collate
 
 from .batches import count_samples, criterion_setting, peek_target
 from .targets import unweighed
@@ -101,4 +102,7 @@ class BatchWeights:
         """
         if self.targetless is None and self._learns:
             with preserved_random_state(device), suppress(Exception):
-                self.targetless = peek_target(dataset[0]) is None
+                sample = dataset[0]
+                # What is neither is made into a batch by its library, and only that tells.
+                told = isinstance(sample, (Tensor, Mapping, list, tuple))
+                self.targetless = peek_target(sample if told else collate([sample])) is None

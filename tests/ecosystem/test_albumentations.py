@@ -1,4 +1,9 @@
-"""albumentations: its generators are private, and every sample is keyed nevertheless."""
+"""albumentations: its generators are private, and every sample is keyed nevertheless.
+
+Library: albumentations
+Works: a `Compose` in a dataset, whatever seeds it
+Exact: each sample on resume, with any number of workers
+"""
 
 from __future__ import annotations
 

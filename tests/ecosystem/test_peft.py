@@ -1,4 +1,9 @@
-"""peft: adapters train, are saved without the base, known to belong to it, and written as peft reads them."""
+"""peft: adapters train, are saved without the base, known to belong to it, and written as peft reads them.
+
+Library: peft
+Works: LoRA models, checkpoints of the adapters alone, `save_pretrained`, DDP and FSDP
+Exact: resume; another base is refused
+"""
 
 from __future__ import annotations
 

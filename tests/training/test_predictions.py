@@ -73,3 +73,11 @@ def test_ranks_that_take_batches_in_turn_give_the_order_of_the_dataset() -> None
     assert gather_predictions(mine, gathered) == list(range(13))
     empty: Any = Gathered([], [])
     assert gather_predictions([], empty) == []
+
+
+def test_rows_of_parts_are_taken_apart_by_sample() -> None:
+    nodes = torch.arange(14.0).reshape(7, 2)
+    rows = split_by_sample({"nodes": nodes, "graphs": torch.arange(3)}, 3, [2, 1, 4])
+    assert [row["graphs"] for row in rows] == [0, 1, 2]
+    assert all(map(torch.equal, (row["nodes"] for row in rows), nodes.split([2, 1, 4])))
+    assert len(split_by_sample(nodes, 2, [2, 1, 4])) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.language import Encoding, Output, TinyForCausalLM, TinyForMaskedLM, encode, sentences
-from torch import nn
+from torch import Tensor, nn
 
 from danling.training import (
     TARGET_NAMES,
@@ -159,3 +159,37 @@ def test_what_a_model_returns_is_read_as_a_mapping_and_as_an_object() -> None:
     other = {"logits": logits, "boxes": logits}
     assert prediction_of(other) is other
     assert prediction_of(logits) is logits
+
+
+class Graphs:
+    """What torch_geometric calls a batch, as far as it is looked at."""
+
+    num_graphs = 3
+    x, y = torch.zeros(7, 2), torch.tensor([0, 1, 1])
+    ptr = torch.tensor([0, 2, 3, 7])
+
+    def keys(self) -> list[str]:
+        return ["x", "y", "ptr"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return getattr(self, name)
+
+
+class OfTensors(nn.Module):
+    def forward(self, x: Tensor, ptr: Tensor, weight: Tensor | None = None) -> Tensor:
+        return x
+
+
+class OfGraphs(nn.Module):
+    def forward(self, x: Graphs, scale: float = 1.0) -> Tensor:
+        return x.x
+
+
+def test_a_batch_of_graphs_is_handed_over_whole_or_by_its_tensors() -> None:
+    batch = Graphs()
+    assert count_samples(batch) == count_samples([batch, batch]) == 3
+    assert peek_target(batch) is batch.y
+    assert unpack_batch(batch) == (batch, batch.y)
+    assert unpack_batch(batch, OfGraphs()) == (batch, batch.y)
+    inputs, target = unpack_batch(batch, OfTensors())
+    assert inputs == {"x": batch.x, "ptr": batch.ptr} and target is batch.y

@@ -1,0 +1,67 @@
+"""A batch of graphs, as torch_geometric makes it: one large graph, of which each sample is a part."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from .targets import TARGET_NAMES
+
+
+def count_graphs(data: Any) -> int | None:
+    """Return how many graphs a batch consists of, `None` where it is no batch of graphs.
+
+    Args:
+        data: Any batch. One of graphs has an attribute `num_graphs`.
+    """
+    number = getattr(data, "num_graphs", None)
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
+
+
+def target_of_graphs(data: object) -> object:
+    """Return the target of a batch of graphs, `None` where it has no attribute out of `TARGET_NAMES`.
+
+    Args:
+        data: The batch; its target has an entry for each graph, or for each node.
+    """
+    held = (getattr(data, name, None) for name in TARGET_NAMES)
+    return next((found for found in held if found is not None), None)
+
+
+def keywords_of_graphs(data: Any, forward: object) -> dict[str, object] | None:
+    """Return what a model takes of a batch of graphs by name, `None` where it takes the batch itself.
+
+    Models of layers take tensors, as in `forward(self, x, edge_index, batch)`. One with a single required parameter is given the batch,
+    whatever that parameter is called.
+
+    Args:
+        data: The batch.
+        forward: The function `forward` of the class of the model, or `None`.
+    """
+    takes, required = _parameters(forward)
+    held = set(data.keys()) if callable(getattr(data, "keys", None)) else set()
+    if len(required) < 2 or not held.issuperset(required):
+        return None
+    return {name: data[name] for name in takes if name in held}
+
+
+def nodes_of_graphs(data: Any) -> list[int] | None:
+    """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs or does not tell.
+
+    Args:
+        data: Any batch. One of graphs has an attribute `ptr`, `(graphs + 1,)`, where the nodes of each graph begin.
+    """
+    begins = getattr(data, "ptr", None) if count_graphs(data) is not None else None
+    return begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else None
+
+
+@lru_cache(maxsize=64)
+def _parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    if forward is None:
+        return (), frozenset()
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in named), frozenset(p.name for p in named if p.default is p.empty)
