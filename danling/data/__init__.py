@@ -5,6 +5,7 @@ from __future__ import annotations
 from .batching import AUTO, divide_updates, merge_settings
 from .build import build_dataloader, order_setting
 from .cursors import Batch
+from .datamodule import LoaderSettings, from_datamodule
 from .glance import can_glance, glanced
 from .keyed import KeyedDataset
 from .loader import DataLoader
@@ -32,6 +33,7 @@ __all__ = [
     "DataLoader",
     "Division",
     "KeyedDataset",
+    "LoaderSettings",
     "Mixture",
     "PositionedBatchSampler",
     "ProxySource",
@@ -43,6 +45,7 @@ __all__ = [
     "capture_random_state",
     "derive_seed",
     "divide_updates",
+    "from_datamodule",
     "glanced",
     "merge_settings",
     "move_to_device",

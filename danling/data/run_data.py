@@ -11,6 +11,7 @@ from danling.distributed import Placement
 from danling.utils.protocols import ReductionDomain
 
 from .build import build_dataloader, order_setting
+from .datamodule import LoaderSettings
 from .source import BatchSource
 from .sources import Sources
 from .splits import Splits, open_source
@@ -263,6 +264,8 @@ class RunData:
             ValueError: If an option of `config.dataloader` is unknown.
         """
         run = self._run
+        if isinstance(dataset, LoaderSettings):
+            dataset = dataset.dataset
         settings, (rank, size) = self.splits.settings(split), self.place(split)
         sampler = run.build_datasampler(split, dataset)
         if sampler is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from danling.utils.protocols import ReductionDomain
 
 from .batching import AUTO, divide_updates, merge_settings
+from .datamodule import LoaderSettings
 from .loader import DataLoader
 from .proxy import ProxySource
 from .shares import Division
@@ -140,11 +141,14 @@ class Splits:
     # Loaders
 
     def settings(self, split: str) -> dict[str, Any]:
-        """Return the settings under `dataloader` with the overrides of one split merged in."""
+        """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
         section = self._setting("dataloader")
         given = dict(section.items()) if section else {}
         own, names = given.get(split), {*self._datasets(), *self._loaders()}
         common = {key: value for key, value in given.items() if key not in names}
+        dataset = self._datasets().get(split)
+        if isinstance(dataset, LoaderSettings):
+            common = merge_settings(common, dataset.settings)
         return merge_settings(common, dict(own.items()) if isinstance(own, Mapping) else {})
 
     def division(self, split: str, world_size: int) -> Division | None:

@@ -1,0 +1,205 @@
+"""Splits from a `LightningDataModule`: its loaders, and the datasets behind those whose order the library can take over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from torch import distributed as dist
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.collate import default_collate, default_convert
+
+from danling.distributed import LaunchEnvironment, default_store
+
+from .sampled_loader import TAKEN, is_plain_loader
+
+logger = logging.getLogger("danling")
+
+STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
+"""The stage that a data module is set up for, by split; the loader of a split is `{split}_dataloader`."""
+_PAUSE_SECONDS = 0.05
+_LIBRARY = ("lightning", "pytorch_lightning", "lightning_fabric")
+_IGNORED = {
+    "transfer_batch_to_device": "`to_device` of the runner",
+    "on_before_batch_transfer": "`to_device` of the runner, or a collate_fn",
+    "on_after_batch_transfer": "`to_device` of the runner",
+    "state_dict": "the dataset, with `state_dict` and `load_state_dict`",
+    "load_state_dict": "the dataset, with `state_dict` and `load_state_dict`",
+    "on_save_checkpoint": "`state_dict` of the runner",
+    "on_load_checkpoint": "`load_state_dict` of the runner",
+}
+"""Hooks of a data module that only a trainer calls, and where what they do belongs here."""
+
+
+class LoaderSettings:
+    """A dataset with the settings that its loader was made with: in `self.datasets` it stands for the dataset, loaded so.
+
+    Settings in the section `dataloader.<split>` come before these, and these before the ones in `dataloader` that all splits share.
+
+    Args:
+        dataset: A map-style dataset.
+        settings: Arguments of a loader, by the names that they have under `dataloader`.
+    """
+
+    def __init__(self, dataset: Any, settings: Mapping[str, Any]) -> None:
+        self.dataset = dataset
+        self.settings = dict(settings)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+
+def from_datamodule(datamodule: Any, *, splits: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return the splits of a `LightningDataModule` for `self.datasets`, called as a trainer calls it.
+
+    `prepare_data` is called in one process of each machine while the others wait (with `prepare_data_per_node=False` in one of all),
+    then `setup(stage)` in all of them, once a stage. What is returned by split:
+
+    - Of a `torch.utils.data.DataLoader` over a map-style dataset in torch's own order, the dataset and the settings of the loader. The
+      library divides it over the processes, shuffles it by the run's seed, and resumes it at once, where a trainer puts a
+      `DistributedSampler` in the place of the sampler.
+    - Any other loader as it is: one with a sampler of your own, over an `IterableDataset`, or of another class. It divides itself.
+
+    A list or a mapping of loaders to evaluate makes a split of each, `val_0`, `val_1` or `val_<name>`. Call it after
+    `super().__init__(config)`, which joins the processes. Called on all ranks.
+
+    Args:
+        datamodule: A data module, or any object with its methods; nothing else of Lightning is needed.
+        splits: Out of `"train"`, `"val"`, `"test"` and `"predict"`; by default all that it has a loader for.
+
+    Returns:
+        What `self.datasets` takes.
+
+    Raises:
+        ValueError: If there is no such loader, or those to train on are several.
+        RuntimeError: If `prepare_data` failed in another process.
+
+    Examples:
+        >>> self.datasets = dl.data.from_datamodule(MyDataModule("data"))  # doctest: +SKIP
+    """
+    asked = [split for split in STAGES if _is_own(datamodule, _loader_of(split))] if splits is None else list(splits)
+    _check(datamodule, asked)
+    _say_what_is_ignored(datamodule)
+    _prepare(datamodule)
+    for stage in dict.fromkeys(STAGES[split] for split in asked):
+        if callable(getattr(datamodule, "setup", None)):
+            datamodule.setup(stage)
+    found: dict[str, Any] = {}
+    for split in asked:
+        found.update(_named(split, getattr(datamodule, _loader_of(split))()))
+    return {split: _taken_over(loader) for split, loader in found.items()}
+
+
+def _loader_of(split: str) -> str:
+    return f"{split}_dataloader"
+
+
+def _is_own(datamodule: Any, name: str) -> bool:
+    """Whether a method is the user's, and not one of Lightning that does nothing or fails."""
+    if name in vars(datamodule):
+        return True  # as `LightningDataModule.from_datasets` sets it
+    method = getattr(type(datamodule), name, None)
+    return callable(method) and getattr(method, "__module__", "").partition(".")[0] not in _LIBRARY
+
+
+def _check(datamodule: Any, splits: Sequence[str]) -> None:
+    unknown = [split for split in splits if split not in STAGES or not _is_own(datamodule, _loader_of(split))]
+    if unknown or not splits:
+        present = [split for split in STAGES if _is_own(datamodule, _loader_of(split))]
+        raise ValueError(
+            f"Expected a data module with a method {' or '.join(map(_loader_of, unknown or STAGES))}. Received: "
+            f"{type(datamodule).__name__}, which has loaders for {present or 'no split'}. Define it, or name others in `splits`."
+        )
+
+
+def _say_what_is_ignored(datamodule: Any) -> None:
+    ignored = {name: place for name, place in _IGNORED.items() if _is_own(datamodule, name)}
+    if ignored and LaunchEnvironment.read().rank == 0:
+        logger.warning(
+            "%s defines %s, which only a trainer of Lightning calls: %s is not called. What it does belongs into %s.",
+            type(datamodule).__name__,
+            ", ".join(ignored),
+            "it" if len(ignored) == 1 else "none of them",
+            "; ".join(dict.fromkeys(ignored.values())),
+        )
+
+
+def _prepare(datamodule: Any) -> None:
+    """Call `prepare_data` where it is due, and wait for it; a failure is raised on all ranks."""
+    launch = LaunchEnvironment.read()
+    every_node = getattr(datamodule, "prepare_data_per_node", True)
+    error: Exception | None = None
+    if callable(getattr(datamodule, "prepare_data", None)) and not (launch.local_rank if every_node else launch.rank):
+        try:
+            datamodule.prepare_data()
+        except Exception as failure:
+            error = failure
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    failed = _agreed(told, launch) if launch.world_size > 1 and dist.is_initialized() else None
+    if failed is not None and error is None:
+        raise RuntimeError(
+            f"Expected {type(datamodule).__name__}.prepare_data to succeed. Received: {failed}. See the traceback of that rank."
+        )
+    if error is not None:
+        raise error
+
+
+_rounds = count()
+
+
+def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
+    """Wait for all ranks, and return what failed on one of them.
+
+    Not by a collective, which would run out of time where the data is downloaded for long.
+    """
+    store, key = default_store(), f"danling/prepare_data/{next(_rounds)}"
+    if failure is not None:
+        store.set(f"{key}/failed", f"{failure} on rank {launch.rank}")
+    store.add(f"{key}/arrived", 1)
+    while store.add(f"{key}/arrived", 0) < launch.world_size:
+        time.sleep(_PAUSE_SECONDS)
+    return bytes(store.get(f"{key}/failed")).decode() if store.check([f"{key}/failed"]) else None
+
+
+def _named(split: str, loaders: Any) -> dict[str, Any]:
+    if isinstance(loaders, Mapping):
+        several = {f"{split}_{name}": loader for name, loader in loaders.items()}
+    elif isinstance(loaders, (list, tuple)):
+        several = {f"{split}_{number}": loader for number, loader in enumerate(loaders)}
+    else:
+        return {split: loaders}
+    if len(several) == 1:
+        return {split: next(iter(several.values()))}
+    if split == "train":
+        raise ValueError(
+            f"Expected train_dataloader to return one loader. Received: {len(several)}, of which a trainer makes one batch. Make one "
+            "dataset of them, such as torch's StackDataset or a danling.data.Mixture."
+        )
+    return several
+
+
+def _taken_over(loader: Any) -> Any:
+    """Return the dataset of a loader with its settings, or the loader where its order is its own."""
+    if not is_plain_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    sampler = loader.sampler
+    in_turn, at_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler
+    if at_random and (sampler.replacement or sampler.generator is not None or sampler._num_samples is not None):
+        return loader
+    whole = getattr(sampler, "data_source", None) is loader.dataset
+    if not (whole and (in_turn or at_random)) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return loader
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)}
+    settings |= {"batch_size": loader.batch_size, "shuffle": at_random, "drop_last": loader.drop_last}
+    if loader.collate_fn not in (default_collate, default_convert):
+        settings["collate_fn"] = loader.collate_fn
+    defaults = vars(TorchDataLoader(loader.dataset))
+    told = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
+    return LoaderSettings(loader.dataset, {**told, **{name: settings[name] for name in ("batch_size", "drop_last")}})
