@@ -1,4 +1,4 @@
-"""List the runs below a directory: steps, best and latest scores, and where their settings differ.
+"""List the runs below a directory: steps, best and latest scores, where their settings differ, and both sides of each stream.
 
 Example: danling runs experiments --sort best
 """
@@ -10,10 +10,22 @@ from typing import Any
 
 from danling.workspace.runs import Run, config_differences, find_runs
 from danling.workspace.series import natural_key
+from danling.workspace.streams import Stream, streams_of
 
 from .output import NOTHING_THERE, add_json, as_text, name_problems, print_json, print_table
 
 _COLUMNS = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
+_STREAM_HEAD = (
+    "stream",
+    "published",
+    "trained",
+    "waiting",
+    "end",
+    "made by",
+    "waited (s)",
+    "trained on by",
+    "waited (s)",
+)
 _HEAD = ("run", "step", "attempts", "score", "best", "at", "latest", "last change")
 
 
@@ -34,9 +46,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the runs."""
     runs = ordered(find_runs(options.root), options.sort, reverse=options.reverse)
     differences = config_differences(runs, everything=options.all_settings)
+    streams = streams_of([side for run in runs for side in run.streams])
     if options.json:
         keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
-        print_json({"runs": [run.summary() for run in runs], "differences": keyed})
+        found = [stream.summary() for stream in streams]
+        print_json({"runs": [run.summary() for run in runs], "differences": keyed, "streams": found})
         return name_problems(runs) if runs else NOTHING_THERE
     if not runs:
         raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
@@ -44,7 +58,18 @@ def run(options: argparse.Namespace) -> int:
     if differences:
         print("\nsettings that differ")
         print_table(("run", *differences), list(zip((r.name for r in runs), *map(_texts, differences.values()))))
+    if streams:
+        print("\nstreams")
+        print_table(_STREAM_HEAD, [_stream_row(stream) for stream in streams])
     return name_problems(runs)
+
+
+def _stream_row(stream: Stream) -> list[object]:
+    row: list[object] = [stream.summary()[name] for name in _STREAM_HEAD[:5]]
+    for sides in (stream.producers, stream.trainers):
+        row += [", ".join(side.run for side in sides) or None]
+        row += [", ".join(f"{side.waited_seconds:.1f}" for side in sides) or None]
+    return row
 
 
 def _row(run: Run) -> list[object]:

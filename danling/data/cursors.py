@@ -97,6 +97,10 @@ class Cursor(ABC):
         """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
         return {}
 
+    def standing(self) -> Mapping[str, object]:
+        """Return how far the loader and those who fill it are, for people who look at the run directory. May be called on one rank."""
+        return {}
+
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""

@@ -221,6 +221,11 @@ class RunData:
         """Return what is shown of the loaders beside the metrics of an update. May be called on one rank."""
         return {name: value for _, source in self._trained() for name, value in source.metrics().items()}
 
+    def streams(self) -> dict[str, Mapping[str, object]]:
+        """Return by split how far its loader and those who fill it are; empty where nobody does. May be called on one rank."""
+        standings = {split: source.standing() for split, source in self._trained()}
+        return {split: standing for split, standing in standings.items() if standing}
+
     def open_all(self) -> str | None:
         """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
 

@@ -163,6 +163,10 @@ class BatchSource:
         """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
         return self._cursor.metrics()
 
+    def standing(self) -> Mapping[str, object]:
+        """Return how far the loader and those who fill it are; empty where nobody does. May be called on one rank."""
+        return self._cursor.standing()
+
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
         self._cursor.finish_pass()

@@ -86,6 +86,10 @@ class WindowLoader(KeepingLoader, Protocol):
     def metrics(self) -> dict[str, float]:
         """Return what is shown of the loader beside the metrics of an update. May be called on one rank."""
 
+    def standing(self) -> Mapping[str, object]:
+        """Return how far the loader and those who fill it are, as plain values: `stream`, a name that both sides know, `side`,
+        `published`, `trained`, `waited_seconds` and `end`. May be called on one rank."""
+
     def close(self) -> None:
         """Let go of what the loader has opened."""
 
@@ -130,6 +134,10 @@ class WindowCursor(KeptCursor):
     def metrics(self) -> dict[str, float]:
         """Return what is shown of the loader."""
         return self.loader.metrics()
+
+    def standing(self) -> Mapping[str, object]:
+        """Return how far the loader and those who fill it are."""
+        return self.loader.standing()
 
     def close(self) -> None:
         """Close the loader."""

@@ -432,7 +432,7 @@ class TorchParts:
             save_if_failing=keeper.make_ready,
             trained_metrics=self.driver.trained_metrics,
             first_update=self.driver.first_update,
-            log_update=self.report.log_update,
+            log_update=self.driver.log_update,
             passing=(WaitAbandonedError,),
         )
 
@@ -565,7 +565,7 @@ class TorchParts:
             save=lambda: runner.save_checkpoint(),
             export=self.driver.export_at_end,
             write_results=self.driver.write_results,
-            say=lambda ending: self.report.say_ending(ending),
+            say=self.driver.say_ending,
             note=self.driver.note_failure,
             close=self.driver.close_training,
             abandons=(WaitAbandonedError,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from danling.reporting import describe_batches, describe_parameters, describe_tr
 from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
 from danling.training.model_states import weights_to_export
+from danling.utils.numbers import Paced
 
 from .meta import check_settings_are_read
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from .assembly import TorchParts
     from .base_runner import SplitNames
     from .torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
 
 
 class TrainingDriver:
@@ -36,6 +40,7 @@ class TrainingDriver:
     def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
         self.runner = runner
         self.parts = parts
+        self._stream_lines = Paced(runner.config.log_seconds)
 
     # Before it
 
@@ -210,9 +215,39 @@ class TrainingDriver:
             is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
             runner.workspace.write_results(runner.results, latest, best if is_here else None)
 
+    def log_update(self, outcome: UpdateOutcome) -> None:
+        """Log the metrics of an update, and how far the streams are. One collective.
+
+        Args:
+            outcome: What became of the update.
+        """
+        self.parts.report.log_update(outcome)
+        if self._stream_lines.due():
+            self.write_streams()
+
+    def say_ending(self, ending: str) -> None:
+        """Say how the training ended, and how far its streams came; what is wrong with those does not hide how.
+
+        Args:
+            ending: Such as `Finished`.
+        """
+        self.parts.report.say_ending(ending)
+        try:
+            self.write_streams()
+        except Exception:
+            logger.exception("How far the streams of this run came could not be read; its end follows.")
+
+    def write_streams(self) -> None:
+        """Write how far the streams are that the run trains on, on the main process."""
+        streams = self.runner._data.streams() if self.runner.is_main_process else {}
+        if streams:
+            self.runner.workspace.write_streams(streams)
+
     def begin_report(self) -> None:
         """Begin to report a training."""
         runner = self.runner
+        self._stream_lines = Paced(runner.config.log_seconds)
+        self.write_streams()
         self.parts.report.begin(
             name=runner.config.experiment,
             peak_flops=runner.peak_flops(),

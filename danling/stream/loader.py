@@ -112,6 +112,8 @@ class StreamLoader:
         self._reader: WindowReader | None = None
         self._window_size = 0
         self._waited = 0.0
+        self._waited_before = 0.0
+        """Seconds that were waited in earlier passes of this process."""
         self._pool: ThreadPoolExecutor | None = None
         self._owns: bool | None = None
         """Whether it may free what it has read; `None` before the log was asked."""
@@ -162,6 +164,7 @@ class StreamLoader:
         samples = self.global_batch_size or place.world_size * self.batch_size * place.accum_steps
         division = Division.of_update(samples, place.world_size, micro_batch_size=self.batch_size)
         self._window_size = division.samples
+        self._waited_before += self._reader.waited if self._reader is not None else 0.0
         self._reader = WindowReader(
             self.channel,
             samples=division.samples,
@@ -447,6 +450,18 @@ class StreamLoader:
             "stream_bytes": self.store.usage(),
             "stream_in_flight": self.channel.published() - self.channel.committed(),
             "stream_wait_seconds": since,
+        }
+
+    def standing(self) -> dict[str, object]:
+        """Return how far the stream is: samples published and trained on, how the log ended, and seconds that this process waited."""
+        end, published = self.channel.ended(), self.channel.published()
+        return {
+            "stream": self.channel.name,
+            "side": "trainer",
+            "published": published,
+            "trained": published if self.epoch else self.consumed,
+            "waited_seconds": self._waited_before + (self._reader.waited if self._reader is not None else 0.0),
+            "end": None if end is None else end.kind,
         }
 
     def close(self) -> None:

@@ -66,6 +66,7 @@ class FeatureProducer(Runner):
         self.parts = parts
         self.idle_timeout = idle_timeout
         self._stops = False
+        self._production: Production | None = None
 
     # To be overridden
 
@@ -161,12 +162,15 @@ class FeatureProducer(Runner):
         chosen = splits.choose(split, splits.to_infer(self.evaluate_splits) or splits.names[:1], "produce")[0]
         own = f"{self.part}.{self.placement.data.rank}" if self.placement.data.size > 1 else self.part
         publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=own)
-        return Production(publisher, self.channel, self._captured(chosen))
+        self._production = Production(publisher, self.channel, self._captured(chosen))
+        self._write_standing()
+        return self._production
 
     def end_production(self) -> None:
         """Say in the log that this producer has come to its end; the main process does."""
         if self.is_main_process:
             self.channel.end("complete", part=self.part, parts=self.parts)
+            self._write_standing()
 
     def stop_production(self, reason: str) -> None:
         """Say in the log that nothing comes any more for now, unless it has ended already. May be called on one rank.
@@ -175,6 +179,7 @@ class FeatureProducer(Runner):
             reason: Who does not want more.
         """
         self.channel.end("stopped", reason, part=self.part, parts=self.parts)
+        self._write_standing()
 
     def fail_production(self, error: BaseException) -> None:
         """Say in the log that the producer has failed, and why; what is wrong with the log does not hide it. May be called on one rank.
@@ -185,6 +190,7 @@ class FeatureProducer(Runner):
         try:
             reason = f"{type(error).__name__}: {error}"
             self.channel.end("failed", reason, part=self.part, parts=self.parts)
+            self._write_standing()
         except Exception:
             logger.exception(
                 "The failure could not be written into the log of stream %s; it follows.", self.channel.name
@@ -225,8 +231,24 @@ class FeatureProducer(Runner):
         for rows in self._parts.evaluator.stream_batches(split):
             yield [row for row in rows if row is not None] if publishes else []
 
+    def _write_standing(self) -> None:
+        """Write into the run directory how far the stream is, on the main process."""
+        if not self.is_main_process:
+            return
+        end = self.channel.ended()
+        standing = {
+            "stream": self.channel.name,
+            "side": "producer",
+            "published": self.channel.published(),
+            "trained": self.channel.committed(),
+            "waited_seconds": 0.0 if self._production is None else self._production.waited,
+            "end": None if end is None else end.kind,
+        }
+        self.workspace.write_streams({"produce": standing})
+
     def _say(self, production: Production, how: str) -> None:
         if self.is_main_process:
+            self._write_standing()
             figures = {
                 "produce/samples": production.made,
                 "produce/stream_bytes": self.store.usage(),

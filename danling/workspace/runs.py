@@ -17,6 +17,7 @@ from danling.utils.nesting import parse_json, parse_yaml
 from danling.utils.plain import flatten
 
 from .series import natural_key
+from .streams import StreamSide
 
 PathLike = str | os.PathLike[str]
 
@@ -82,6 +83,18 @@ class Run:
                 self.problems.append(f"{file}: none of its lines is a record of figures")
             return records
         except OSError as error:
+            self.problems.append(f"{file}: {error}")
+            return []
+
+    @cached_property
+    def streams(self) -> list[StreamSide]:
+        """How far the streams are that the run fills or trains on, as it wrote last; empty for a run without one."""
+        file = self.path / "streams.json"
+        records = self._read(file.name, lambda text: _mapping(parse_json(text)))
+        try:
+            written = file.stat().st_mtime if records else 0.0
+            return [StreamSide.of(self.name, _mapping(record), written) for record in records.values()]
+        except (ValueError, OSError) as error:
             self.problems.append(f"{file}: {error}")
             return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from danling.utils.secrets import redact_patch
 from .claim import make_directory
 from .identity import CodeIdentity
 
+logger = logging.getLogger("danling")
+
 PathLike = str | os.PathLike[str]
 
 _CONFIGS = ("full", "canonical", "diff")
@@ -27,7 +30,7 @@ class Workspace:
 
         workspace_root/lineage[-code_id]/id/
           checkpoints/  logs/{timestamp}.log  tensorboard/{timestamp}/  wandb/
-          metrics.jsonl  results.json  latest.json  best.json
+          metrics.jsonl  results.json  latest.json  best.json  [streams.json]
           metadata/ config.full.yaml config.canonical.yaml config.diff.yaml git.yaml git.diff
 
     Constructing touches no file. Paths are absolute, so that a later change of the working directory moves nothing.
@@ -44,6 +47,7 @@ class Workspace:
         results_file: All metrics by completed epoch or global step, then by split.
         latest_file: Metrics of the last evaluation.
         best_file: Metrics of the best evaluation.
+        streams_file: How far the streams are that the run fills or trains on; only of a run that has some.
 
     Args:
         lineage: Name under which the runs of one line of work are kept.
@@ -88,6 +92,7 @@ class Workspace:
         self.results_file = self.dir / "results.json"
         self.latest_file = self.dir / "latest.json"
         self.best_file = self.dir / "best.json"
+        self.streams_file = self.dir / "streams.json"
 
     def latest_tensorboard_dir(self) -> Path | None:
         """Return the directory of the events of the last attempt that wrote some, `None` without one."""
@@ -109,7 +114,8 @@ class Workspace:
         make_directory(self.dir)
         described = [self.metadata_dir / name for name in _DESCRIPTION]
         clear_places(directories=[self.metadata_dir, self.dir / "logs"])
-        clear_places(files=[self.jsonl_file, self.results_file, self.latest_file, self.best_file, *described])
+        written = [self.jsonl_file, self.results_file, self.latest_file, self.best_file, self.streams_file]
+        clear_places(files=[*written, *described])
 
     def has_metadata(self) -> bool:
         """Whether an attempt has written what the run was made of."""
@@ -172,6 +178,19 @@ class Workspace:
                 path.unlink(missing_ok=True)
             else:
                 _write_changed(path, json_text(to_plain(content)))
+
+    def write_streams(self, streams: Mapping[str, Mapping[str, object]]) -> None:
+        """Write `streams.json` on the main process. It is for people who look: a file that cannot be written is no error.
+
+        Args:
+            streams: By split, how far a stream is that the run fills or trains on, see `danling.data.WindowLoader.standing`.
+        """
+        if not self.is_main:
+            return
+        try:
+            write_atomically(self.streams_file, json_text({name: dict(found) for name, found in streams.items()}))
+        except OSError as error:
+            logger.warning("How far the streams of this run are could not be written: %s.", error)
 
 
 def _write_changed(path: Path, text: str) -> None:

@@ -50,6 +50,9 @@ class Numbers:
     def metrics(self) -> dict[str, float]:
         return {"left": 10 - self.consumed}
 
+    def standing(self) -> Mapping[str, object]:
+        return {"stream": "numbers", "trained": self.consumed}
+
     def close(self) -> None:
         self.closed += 1
 

@@ -1,0 +1,78 @@
+"""Both sides of a stream, put together from what runs have written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from danling.workspace import Workspace
+from danling.workspace.runs import Run
+from danling.workspace.streams import StreamSide, streams_of
+
+RECORD = {"stream": "a", "side": "trainer", "published": 9, "trained": 4, "waited_seconds": 0.5, "end": None}
+
+
+def side(run: str, kind: str, published: int, trained: int, *, end: str | None = None, written: float = 0.0) -> Any:
+    record = {**RECORD, "side": kind, "published": published, "trained": trained, "end": end}
+    return StreamSide.of(run, record, written)
+
+
+def test_sides_of_one_log_are_one_stream() -> None:
+    sides = [
+        side("p1", "producer", 30, 10, end="stopped", written=3.0),
+        side("t", "trainer", 24, 16, end=None, written=2.0),
+        side("p2", "producer", 28, 10, end=None, written=1.0),
+        StreamSide.of("x", {**RECORD, "stream": "0"}, 0.0),
+    ]
+    other, stream = streams_of(sides)
+    assert (other.name, other.producers, [found.run for found in other.trainers]) == ("0", (), ["x"])
+    assert [found.run for found in stream.producers] == ["p1", "p2"]
+    assert stream.summary() == {
+        "stream": "a",
+        "published": 30,
+        "trained": 16,
+        "waiting": 14,
+        "end": "stopped",
+        "producers": [{"run": "p1", "waited_seconds": 0.5}, {"run": "p2", "waited_seconds": 0.5}],
+        "trainers": [{"run": "t", "trained": 16, "waited_seconds": 0.5}],
+    }
+
+
+def test_what_was_written_last_says_how_the_log_has_ended_and_complete_stays_so() -> None:
+    stopped, goes_on = side("p", "producer", 8, 8, end="stopped", written=1.0), side("t", "trainer", 8, 8, written=2.0)
+    complete = side("q", "producer", 8, 8, end="complete", written=0.0)
+    assert [streams_of(sides)[0].end for sides in ([stopped], [stopped, goes_on], [complete, goes_on])] == [
+        "stopped",
+        "open",
+        "complete",
+    ]
+
+
+def test_of_several_trainers_the_last_counts_and_without_one_what_the_producer_knows() -> None:
+    trainers = [side("a", "trainer", 40, 40), side("b", "trainer", 40, 12)]
+    assert streams_of(trainers)[0].trained == 12
+    assert streams_of([side("p", "producer", 40, 20)])[0].summary()["waiting"] == 20
+
+
+@pytest.mark.parametrize("record", [{}, {**RECORD, "side": "both"}, {**RECORD, "trained": "many"}, 3, None])
+def test_a_record_that_is_none_is_named_and_hides_no_run(tmp_path: Path, record: object) -> None:
+    (tmp_path / "streams.json").write_text(json.dumps({"train": record}))
+    run = Run(tmp_path, "run")
+    assert run.streams == []
+    assert len(run.problems) == 1 and str(tmp_path / "streams.json") in run.problems[0]
+
+
+def test_a_file_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    workspace = Workspace(lineage="lin", id="id", timestamp="t", dir=tmp_path)
+    workspace.write_streams({"train": RECORD})
+    assert Run(tmp_path, "run").streams == [
+        StreamSide.of("run", RECORD, os.stat(workspace.streams_file).st_mtime),
+    ]
+    Workspace(lineage="lin", id="id", timestamp="t", dir=tmp_path / "gone").write_streams({"train": RECORD})
+    assert "could not be written" in caplog.text
+    Workspace(lineage="lin", id="id", timestamp="t", dir=tmp_path / "gone", is_main=False).write_streams({})
+    assert not (tmp_path / "gone").exists()
