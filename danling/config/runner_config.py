@@ -552,7 +552,17 @@ class RunnerConfig(ClosedSection):
         Args:
             replicas: Ranks that read different samples.
         """
-        return identity.digest(self.canonical(replicas=replicas))
+        canonical = self.canonical(replicas=replicas)
+        purpose = self.__dict__.get("_purpose", "")
+        return identity.digest({"purpose": purpose, **canonical} if purpose else canonical)
+
+    def set_apart(self, purpose: str) -> None:
+        """Give runs with these settings an identity of their own, since they do something else than to train.
+
+        Args:
+            purpose: What they do.
+        """
+        self.__dict__["_purpose"] = purpose
 
     def differences(self, stored: Mapping[str, object], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
         """Return how a stored configuration differs in what changes the result; one line `key: stored …, now …` each.

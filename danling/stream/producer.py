@@ -13,11 +13,31 @@ from danling.distributed import agree
 from danling.runners import Runner
 from danling.supervision import EXIT_CODES
 from danling.utils.numbers import Paced
+from danling.utils.plain import flatten
 
 from .production import Captured, Production, Publisher, by_sample
 from .protocols import FeatureStore, RefChannel
 
 logger = logging.getLogger("danling")
+
+_LEFT_OUT = (
+    *(
+        "optim",
+        "scheduler",
+        "ema",
+        "resume",
+        "train_splits",
+        "evaluate_splits",
+        "score_split",
+        "score_name",
+        "score_mode",
+    ),
+    *("min_delta", "patience", "evaluate_interval", "max_skipped_updates"),
+)
+"""Settings of a training that a producer takes back to their defaults: they would build something, or name what it has not."""
+
+_UNREAD = ("steps", "epochs", "accum_steps", "max_grad_norm", "max_grad_value", "skip_nonfinite_grad", "max_time")
+"""Settings of a training that a producer does not read, and its program may."""
 
 
 class FeatureProducer(Runner):
@@ -26,6 +46,9 @@ class FeatureProducer(Runner):
     A subclass sets `self.model` and the data, and overrides `capture` and `sample_ids`. `produce()` goes over the data once; samples
     that are in the log are left out, so that a producer that was killed goes on where it was when it is started again. It waits when
     it is `max_in_flight` samples ahead of the trainer's last durable checkpoint. When it fails, the log says so and why.
+
+    It may be given the configuration of its trainer, one file for both: what concerns only training is left out, which the log says. Its
+    run has an identity of its own, and so a directory of its own; a `dir` that is set is for one of both.
 
     Several producers may fill one log, each with data of its own: give each its `part` out of `parts`. The log is complete when all have
     come to their end.
@@ -67,6 +90,37 @@ class FeatureProducer(Runner):
         self.idle_timeout = idle_timeout
         self._stops = False
         self._production: Production | None = None
+
+    def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
+        """Return a validated copy of `config` without what concerns only training; see `BaseRunner.adopt_config`.
+
+        Args:
+            config: What the user passed.
+        """
+        own, usual = super().adopt_config(config), RunnerConfig()
+        changed = {key.partition(".")[0] for key in flatten(own.changed())}
+        self._left_out = [name for name in (*_LEFT_OUT, *_UNREAD) if name in changed]
+        for name in changed.intersection(_LEFT_OUT):
+            own[name] = usual[name]
+        own.set_apart("produce")
+        return own
+
+    def __post_init__(self) -> None:
+        """Finish construction, and say what of the configuration is for the trainer alone. Called on all ranks."""
+        super().__post_init__()
+        if self._left_out and self.is_main_process:
+            logger.info("A producer trains nothing: it leaves %s out.", ", ".join(self._left_out))
+
+    def restore(self) -> None:
+        """Begin from `pretrained`, if it is set: a producer saves no checkpoint, and goes on where the log ends.
+
+        Raises:
+            CheckpointMismatch: If the directory is that of a run that trains.
+        """
+        if not self.config.checkpoint.load_only:
+            self.checkpoint_manager.check_directory()
+        if self.config.pretrained:
+            self.load_pretrained(self.config.pretrained)
 
     # To be overridden
 
