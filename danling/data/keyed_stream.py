@@ -23,6 +23,10 @@ _GROUPS = (
     "It draws random numbers and makes rows in groups (batched=True), of which a part cannot be made again alone. Draw in the "
     "collate_fn to go on at once."
 )
+_OF_EARLIER_VERSION = (
+    "It makes rows in groups (batched=True), and the checkpoint is of an earlier version, which did not note whether random numbers were "
+    "drawn for them. Later checkpoints do."
+)
 
 
 class KeyedStream(WorkersView, IterableDataset[Any]):
@@ -82,6 +86,7 @@ class StreamIterator:
         self._generators: Generators | None = None
         self._items = 0
         self._over = False
+        self._why_again = _NO_STATE if self._draws is None else _GROUPS
 
     def __iter__(self) -> StreamIterator:
         return self
@@ -130,13 +135,14 @@ class StreamIterator:
         dataset, iterator = self._dataset, self._iterator
         enough = self._draws is None or not self._draws.seen
         held = enough and iterator is not dataset and is_stateful(dataset)
-        return {
+        state: dict[str, Any] = {
             "items": self._items,
             "over": self._over,
             "epoch": self.stream.epoch,
             "dataset": to_plain(dataset.state_dict()) if held else None,
             "iterator": to_plain(cast(Any, iterator).state_dict()) if enough and is_stateful(iterator) else None,
         }
+        return state if self._draws is None else {**state, "draws": self._draws.seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved place; without a state of the dataset's, what was read is read again and dropped."""
@@ -147,6 +153,9 @@ class StreamIterator:
             self.stream = copy.copy(self.stream)
             self._dataset = self.stream.dataset = self.stream.dataset.dataset
             dataset = None
+        if dataset is not None and self._draws is not None and "draws" not in state:
+            # Saved by a version that did not watch for draws: where there were some, the state of the dataset is not enough.
+            dataset, self._why_again = None, _OF_EARLIER_VERSION
         if dataset is not None:
             self._dataset.load_state_dict(from_plain(dataset))
         if state["over"]:
@@ -175,7 +184,7 @@ class StreamIterator:
                 type(self.stream.dataset).__name__,
                 state["items"],
                 state["epoch"],
-                _NO_STATE if self._draws is None else _GROUPS,
+                self._why_again,
             )
         for _ in range(state["items"]):
             next(self)

@@ -161,6 +161,34 @@ def test_a_state_of_a_version_that_took_that_of_the_buffer_is_gone_on_from() -> 
     assert [float(row["input"]) for row in again] == whole[16:]
 
 
+def test_a_state_of_a_version_that_did_not_watch_for_draws_in_groups_is_gone_on_from_exactly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def keyed() -> Any:
+        return iter(KeyedStream(KINDS["groups that draw"](), 1, split="train", epoch=0, every=4))
+
+    def values(iterator: Any, number: int) -> list[float]:
+        return [float(row["input"]) for row in islice(iterator, number)]
+
+    whole = values(keyed(), NUMBER)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("danling.data.keyed_stream.draws_of_groups", lambda dataset: None)
+        reading = keyed()
+        assert values(reading, 16) == whole[:16]
+        state = reading.state_dict()
+    assert set(state) == {"items", "over", "epoch", "dataset", "iterator"} and state["dataset"] is not None
+    again = keyed()
+    again.load_state_dict(state)
+    assert values(again, 8) == whole[16:24]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "its first 16 items of epoch 0 are read again" in said and "is of an earlier version" in said
+    caplog.clear()
+    later = keyed()
+    later.load_state_dict(again.state_dict())
+    assert values(later, NUMBER) == whole[24:]
+    assert [("earlier version" in record.getMessage()) for record in caplog.records] == [False]
+
+
 @pytest.mark.parametrize("kind", ["buffer", "groups that draw"])
 def test_a_loader_of_the_users_own_goes_on_alike(kind: str, tmp_path: Path) -> None:
     whole = seen(tmp_path / "whole", kind, 0, 1, own=True)
