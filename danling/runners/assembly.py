@@ -142,6 +142,13 @@ class TorchParts:
         if self.runner.config.checkpoint.trainable_only:
             self.frozen.note_trained()
 
+    def load_base(self) -> bool:
+        """Load the weights that `config.pretrained` names, from which the run began, and return whether it names some."""
+        base = self.runner.config.pretrained
+        if base:
+            self.runner.load_pretrained(base)
+        return bool(base)
+
     @cached_property
     def frozen(self) -> FrozenWeights:
         runner = self.runner

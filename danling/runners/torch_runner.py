@@ -812,7 +812,12 @@ class TorchRunner(BaseRunner):
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
         parts = self._parts
-        return component_parts(self, parts.frozen, leaves_out=lambda: self.config.checkpoint.trainable_only)
+        return component_parts(
+            self,
+            parts.frozen,
+            leaves_out=lambda: self.config.checkpoint.trainable_only,
+            load_base=parts.load_base,
+        )
 
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""

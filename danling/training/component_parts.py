@@ -38,7 +38,11 @@ class Components(Protocol):
 
 
 def component_parts(
-    held: Components, frozen: FrozenWeights | None = None, *, leaves_out: Callable[[], bool] = lambda: False
+    held: Components,
+    frozen: FrozenWeights | None = None,
+    *,
+    leaves_out: Callable[[], bool] = lambda: False,
+    load_base: Callable[[], bool] = lambda: False,
 ) -> list[StatePart]:
     """Return frozen weights, model, criterion, averages, optimizer and scheduler, in the order in which they are restored.
 
@@ -46,8 +50,10 @@ def component_parts(
         held: What has them; it is asked anew each time.
         frozen: What tells the frozen weights, where a checkpoint may hold their digest alone.
         leaves_out: Whether what is saved now leaves them out.
+        load_base: Loads the weights that the run began from into the model, and returns whether there are such; called where a checkpoint
+            of what was trained was made on other weights than the model has.
     """
-    weights = _Weights(held, frozen, leaves_out)
+    weights = _Weights(held, frozen, leaves_out, load_base)
     return [
         StatePart("frozen", weights.frozen, weights.check_frozen, exists=weights.saved_without, optional=True),
         StatePart("model", weights.model, weights.load_model),
@@ -88,10 +94,17 @@ class _Weights:
     Which of the two was saved is told by the checkpoint, and what will be saved by the setting: a run may change over.
     """
 
-    def __init__(self, held: Components, frozen: FrozenWeights | None, leaves_out: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        held: Components,
+        frozen: FrozenWeights | None,
+        leaves_out: Callable[[], bool],
+        load_base: Callable[[], bool],
+    ) -> None:
         self._held = held
         self._frozen = frozen
         self._leaves_out = leaves_out
+        self._load_base = load_base
         self._stored_without = False
         """Whether the checkpoint that is being loaded holds what was trained alone."""
 
@@ -107,7 +120,7 @@ class _Weights:
         """Compare the frozen weights with those that a checkpoint was made on, if it holds what was trained alone."""
         self._stored_without = self._frozen is not None and (bool(state) or "frozen" in excluded)
         if self._frozen is not None and state:
-            self._frozen.check(state)
+            self._frozen.check(state, self._load_base)
 
     def model(self) -> Mapping[str, object]:
         """Return the weights that are saved."""

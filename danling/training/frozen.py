@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -96,23 +96,28 @@ class FrozenWeights:
             self._digest = names, digest_of(frozen)
         return {"sha256": self._digest[1], "trained": sorted(self._trained)}
 
-    def check(self, stored: Mapping[str, Any]) -> None:
+    def check(self, stored: Mapping[str, Any], load_base: Callable[[], bool] = lambda: False) -> None:
         """Refuse a checkpoint that was made on other frozen weights. Called on all ranks.
 
         Args:
             stored: What `identity` returned.
+            load_base: Called where the model was made with other weights: loads those that the run began from into it, and returns whether
+                there are such.
 
         Raises:
             CheckpointMismatch: If they are others.
         """
         trained = set(stored["trained"])
-        frozen = {name: value for name, value in self._parameters().items() if name not in trained}
+        frozen = self._without(trained)
         found = digest_of(frozen)
+        if found != stored["sha256"] and load_base():
+            frozen = self._without(trained)
+            found = digest_of(frozen)
         if found != stored["sha256"]:
             raise CheckpointMismatch(
                 f"Expected the frozen weights that the checkpoint was made on, with the SHA-256 {stored['sha256'][:12]}. Received: "
                 f"{found[:12]} over {len(frozen)} weights. checkpoint.trainable_only=true has kept what was trained alone: make the model "
-                "from the same base, in the same precision, with the same parts frozen."
+                "from the same base, in the same precision, with the same parts frozen, or name the file of the base in `pretrained`."
             )
         self._trained |= trained
         self._sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
@@ -121,9 +126,12 @@ class FrozenWeights:
     def _parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
+    def _without(self, trained: Collection[str]) -> dict[str, Tensor]:
+        return {name: value for name, value in self._parameters().items() if name not in trained}
+
     def _frozen(self) -> dict[str, Tensor]:
         self.note_trained()
-        return {name: value for name, value in self._parameters().items() if name not in self._trained}
+        return self._without(self._trained)
 
 
 def _is_one_of(value: object, places: set[int]) -> bool:

@@ -88,6 +88,28 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         assert runner.train_state.global_step == 2
 
 
+def test_a_base_that_was_loaded_is_loaded_again_when_the_run_is_resumed(tmp_path: Path) -> None:
+    torch.save(adapted("causal", base=0.5).state_dict(), tmp_path / "base.pt")
+    pretrained = {"pretrained": str(tmp_path / "base.pt")}
+    with Adapting(settings(tmp_path / "whole", 4, **pretrained)) as whole:
+        whole.train()
+        expected = weights_of(whole)
+    with Adapting(settings(tmp_path, 2, **pretrained)) as first:
+        first.train()
+    with Adapting(settings(tmp_path, 4, **pretrained)) as second:
+        assert second.train_state.global_step == 2
+        second.train()
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(second).items())
+    latest = tmp_path / "run/checkpoints/latest.pth"
+    with pytest.raises(CheckpointMismatch, match="or name the file of the base in `pretrained`"):
+        Adapting.from_checkpoint(latest)
+    with Adapting.from_checkpoint(latest, pretrained) as third:
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(third).items())
+    torch.save(adapted("causal", base=0.25).state_dict(), tmp_path / "base.pt")
+    with pytest.raises(CheckpointMismatch, match="SHA-256"):
+        Adapting(settings(tmp_path, 6, **pretrained))
+
+
 def test_a_run_may_go_over_to_what_is_trained_alone_and_back(tmp_path: Path) -> None:
     with Adapting(settings(tmp_path / "whole", 6)) as whole:
         whole.train()
