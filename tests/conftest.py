@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ if os.environ.get("DANLING_TEST_GPU") != "1":
 
 import pytest
 import torch
+from support.collecting import pytest_collection as pytest_collection
 from support.process_tree import adopt_orphans, descendants, kill_all, reap
 from support.processes import server_processes
 
@@ -29,17 +29,6 @@ torch.set_num_threads(1)
 adopt_orphans()
 # A shell that starts this in the background has it ignore SIGINT, and so would every program of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# What is loaded while tests are collected stays loaded: nothing is to be found there, over and over.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Leave what is loaded by now out of garbage collection: every run collects some times, 0.3 s each otherwise."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -272,3 +272,18 @@ def pytester_run(tmp_path: Path) -> str:
         str(project),
     ]
     return subprocess.run(command, capture_output=True, text=True, cwd=project).stdout
+
+
+def test_garbage_is_collected_in_the_controller_of_xdist_too(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import gc, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from support.collecting import pytest_collection as pytest_collection\n"
+        "def pytest_unconfigure(config):\n"
+        "    name = 'worker' if hasattr(config, 'workerinput') else 'controller'\n"
+        f"    open({str(tmp_path)!r} + '/' + name, 'w').write(str(gc.isenabled()))\n"
+    )
+    (tmp_path / "test_one.py").write_text("import gc\ndef test_one():\n    assert gc.isenabled()\n")
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stdout
+    assert [(tmp_path / name).read_text() for name in ("controller", "worker")] == ["True", "True"]
