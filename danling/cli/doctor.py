@@ -1,8 +1,9 @@
 """Train, save, kill and resume on two local processes, and say what works on this machine.
 
-Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from a file and once from a
-sharded checkpoint (DCP). What they end with must be bitwise the same: weights, optimizer, schedule, random streams. Then
-the compiler, torch.compile, nccl and the optional packages are tried. Exit code 1 says that something that is installed does not work.
+Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from each kind of checkpoint
+that a stack writes by default (a file, a sharded one). What they end with must be bitwise the same: weights, optimizer,
+schedule, random streams. Then the compiler, torch.compile, nccl and the optional packages are tried. Exit code 1 says that
+something that is installed does not work.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from danling.config.stacks import BACKENDS
 from danling.graph.compiler import cxx_command, cxx_version
 
 from .environment import EXTRAS, installed
@@ -78,7 +80,7 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument(
-        "--skip", nargs="+", default=[], choices=("train", "dcp", "compile", "nccl", "extras"), help="leave out"
+        "--skip", nargs="+", default=[], choices=("train", *BACKENDS, "compile", "nccl", "extras"), help="leave out"
     )
     parser.add_argument(
         "--timeout", type=_seconds, default=180.0, help="seconds that one check may take (default: 180)"
@@ -158,9 +160,9 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
         place = Path(name)
         if "train" not in skip:
             yield _timed("train (gloo)", lambda: _whole(place, timeout))
-            yield _timed("kill and resume (file)", lambda: _resume(place, "file", timeout))
-        if not skip & {"train", "dcp"}:
-            yield _timed("kill and resume (dcp)", lambda: _resume(place, "dcp", timeout))
+        for backend in BACKENDS:
+            if not skip & {"train", backend}:
+                yield _timed(f"kill and resume ({backend})", partial(_resume, place, backend, timeout))
     if "compile" not in skip:
         yield (compiler := _timed("compiler", _compiler))
         if compiler.state == "ok":
@@ -228,7 +230,7 @@ def _train(directory: Path, backend: str, timeout: float) -> str:
 
 def _whole(place: Path, timeout: float) -> tuple[str, str]:
     """Train without a break; what comes of it is what the others are compared with."""
-    digest = _train(place / "whole", "file", timeout)
+    digest = _train(place / "whole", BACKENDS[0], timeout)
     return "ok", f"{RANKS} processes, state {digest[:12]}"
 
 

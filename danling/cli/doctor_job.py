@@ -1,6 +1,6 @@
 """The training that `danling doctor` starts on two processes, kills, and resumes. Not meant to be called by hand.
 
-python -m danling.cli.doctor_job DIRECTORY --backend file|dcp [--halt-at STEP]
+python -m danling.cli.doctor_job DIRECTORY [--backend BACKEND] [--halt-at STEP]
 
 Writes `digest`, a SHA-256 over everything that a checkpoint would hold, into the directory when it has finished.
 """
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.config.stacks import BACKENDS
 
 from .doctor import DIGEST, HALTED
 
@@ -100,7 +101,7 @@ def main() -> None:
     """Train, and write what came of it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--backend", choices=("file", "dcp"), default="file")
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
     parser.add_argument("--halt-at", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -17,16 +17,21 @@ class StackTraits:
         default_backend: What `checkpoint.backend="auto"` means on it; `None` where the stack writes a kind of its own.
         unread: Sections and dotted keys that have no effect on it.
         file_section: Whether the section named after the stack may be given as the path of a file of that library's.
+        counts_flops: Whether torch sees the operations of a whole update on it, so that they can be counted: no rank computes a part of
+            the model, and nothing is compiled.
     """
 
     aliases: tuple[str, ...] = ()
     default_backend: str | None = "file"
     unread: tuple[str, ...] = ()
     file_section: bool = False
+    counts_flops: bool = False
 
 
 STACKS: Mapping[str, StackTraits] = {
-    "ddp": StackTraits(aliases=("auto", "torch"), unread=("parallel", "fsdp", "deepspeed", "accelerate")),
+    "ddp": StackTraits(
+        aliases=("auto", "torch"), unread=("parallel", "fsdp", "deepspeed", "accelerate"), counts_flops=True
+    ),
     "parallel": StackTraits(default_backend="dcp", unread=("deepspeed", "accelerate", "compile.optimize_ddp")),
     "deepspeed": StackTraits(
         aliases=("ds",),
@@ -34,13 +39,16 @@ STACKS: Mapping[str, StackTraits] = {
         unread=("parallel", "fsdp", "accelerate", "compile.optimize_ddp", "checkpoint.backend"),
         file_section=True,
     ),
-    "accelerate": StackTraits(unread=("parallel", "fsdp", "deepspeed"), file_section=True),
+    "accelerate": StackTraits(unread=("parallel", "fsdp", "deepspeed"), file_section=True, counts_flops=True),
     "graph": StackTraits(unread=("parallel", "fsdp", "deepspeed", "accelerate")),
 }
 """The stacks by name. `danling.runners.runner` names the class of each."""
 
 NAMES: Mapping[str, str] = {alias: name for name, row in STACKS.items() for alias in (name, *row.aliases)}
 """Every accepted value of `stack`, and the stack that it means."""
+
+BACKENDS: tuple[str, ...] = tuple(dict.fromkeys(row.default_backend for row in STACKS.values() if row.default_backend))
+"""The values of `checkpoint.backend` that `auto` may mean, that of the first stack first."""
 
 
 def stack_named(stack: object) -> str:
@@ -60,3 +68,12 @@ def stack_named(stack: object) -> str:
 def has_file_section(key: str) -> bool:
     """Return whether a key is a section that may be given as the path of a file, such as a DeepSpeed configuration."""
     return key in STACKS and STACKS[key].file_section
+
+
+def counts_flops(stack: str) -> bool:
+    """Return whether the operations of an update can be counted on a stack; not on one of a user's own name.
+
+    Args:
+        stack: Name of the stack of a runner.
+    """
+    return stack in STACKS and STACKS[stack].counts_flops

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.config.stacks import counts_flops
 from danling.data import Batch
 from danling.distributed import set_collective_timeout
 from danling.reporting import describe_batches, describe_parameters, describe_training
@@ -251,7 +252,7 @@ class TrainingDriver:
         self.parts.report.begin(
             name=runner.config.experiment,
             peak_flops=runner.peak_flops(),
-            countable=runner.stack in ("ddp", "accelerate") and not runner.config.compile.enable,
+            countable=counts_flops(runner.stack) and not runner.config.compile.enable,
             seconds_between_lines=runner.config.log_seconds,
             profiler=runner.build_profiler(),
             description=self.description,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -12,7 +12,8 @@ from danling.config.durations import seconds_of
 from danling.config.files import as_mapping
 from danling.config.identity import overlay
 from danling.config.own import OwnKeys
-from danling.config.stacks import stack_named
+from danling.config.schema import CheckpointConfig
+from danling.config.stacks import BACKENDS, STACKS, counts_flops, stack_named
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,12 @@ def test_a_stack_is_known_by_its_aliases() -> None:
     ]
     with pytest.raises(ValueError, match=r"'deepspeed'.*Received: stack='deepsped'.*Did you mean 'deepspeed'"):
         stack_named("deepsped")
+
+
+def test_stacks_say_what_they_write_and_where_flops_are_counted() -> None:
+    assert set(get_args(get_type_hints(CheckpointConfig)["backend"])) == {"auto", *BACKENDS}
+    assert [name for name in STACKS if counts_flops(name)] == ["ddp", "accelerate"]
+    assert not counts_flops("one of a user's own")
 
 
 def test_keys_that_ask_for_something_and_that_nothing_reads() -> None:
