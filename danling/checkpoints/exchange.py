@@ -176,7 +176,7 @@ def _write_safetensors(
         tied = {name: first for name, first in aliases.items() if first in shard}
         header = {"format": "pt", **metadata, **({"tied": json.dumps(tied)} if tied else {})}
         content = safetensors.save({name: _own_memory(tensor) for name, tensor in shard.items()}, metadata=header)
-        _put(path, lambda writer, content=content: writer.write(content))
+        _put(path, lambda writer, content=content: _write_in_order(writer, content))
         places.update(dict.fromkeys(shard, path.name))
         written.append(path)
     if len(shards) > 1:
@@ -186,6 +186,20 @@ def _write_safetensors(
         storage.write_text(path, json.dumps(index, indent=2, sort_keys=True) + "\n")
         written.append(path)
     return written
+
+
+def _write_in_order(writer: Any, content: bytes) -> None:
+    """Write a safetensors file with the metadata of its header by name.
+
+    safetensors writes them in an order of its own, another one each time: equal weights would give unequal files.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    writer.write(len(text).to_bytes(8, "little") + text)
+    writer.write(memoryview(content)[end:])
 
 
 def _own_memory(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -111,6 +112,22 @@ def test_names_and_dtypes(tmp_path: Path) -> None:
         "b": torch.int64,
         "c": torch.bfloat16,
     }
+
+
+def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
+    weights = {name: torch.randn(3) for name in "abc"}
+    weights["tied"] = weights["a"]
+    about = {name: f"ä {number}" for number, name in enumerate("zyxwvu")}
+    files = []
+    for number in range(8):
+        file = tmp_path / f"{number}.safetensors"
+        export_weights(file, weights, metadata=dict(reversed(about.items())) if number % 2 else about)
+        files.append(file.read_bytes())
+    assert len(set(files)) == 1
+    with safe_open(tmp_path / "0.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {**about, "format": "pt", "tied": '{"tied": "a"}'}
+    loaded = load_file(tmp_path / "0.safetensors")
+    assert loaded.keys() == set("abc") and all(torch.equal(loaded[name], weights[name]) for name in loaded)
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
