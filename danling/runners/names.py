@@ -214,6 +214,11 @@ def check_names(runner: object) -> None:
             raise _refused(f"self.{name} = {_short(value)}", name, defined[name][0])
     for name, kind, value in _of_user(type(runner)):
         owner, original = defined.get(name, (record.owners.get(name), _MISSING))
+        if _is_read(original) and name not in SETTABLE and not _is_read(value) and _is_called(value):
+            raise AttributeError(
+                f"Expected {name!r} to be a property, as that of the library ({owner}) is, which reads it. Received: a method of the class "
+                f"{kind.__name__}. Put @property above it, or call it otherwise, such as 'my_{name.strip('_')}'."
+            )
         if owner is not None and name not in SETTABLE and not _overrides(value, original, private=name.startswith("_")):
             raise _refused(f"{name} of the class {kind.__name__}", name, owner)
 
@@ -293,15 +298,23 @@ def _is_cached(value: object, original: object) -> bool:
     return isinstance(original, functools.cached_property) and type(value).__module__.startswith("danling.")
 
 
+def _is_read(value: object) -> bool:
+    return isinstance(value, (property, functools.cached_property))
+
+
+def _is_called(value: object) -> bool:
+    return inspect.isroutine(value) or isinstance(value, (staticmethod, classmethod, functools.partial))
+
+
 def _overrides(value: object, original: object, *, private: bool = False) -> bool:
-    """Whether a value may stand where the library has one: a method for a method, plain data for plain data."""
+    """Whether a value may stand where the library has one: a property or a method for a method, a property for a property, plain data for
+    plain data."""
     if private or original is _MISSING:
         return False
-    if inspect.isroutine(original) or isinstance(original, (property, functools.cached_property)):
-        descriptor = isinstance(
-            value, (property, functools.cached_property, staticmethod, classmethod, functools.partial)
-        )
-        return inspect.isroutine(value) or descriptor
+    if _is_read(original):
+        return _is_read(value)
+    if inspect.isroutine(original):
+        return _is_read(value) or _is_called(value)
     return original is not None and isinstance(value, (type(original), property))
 
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,29 @@ def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None
     ):
         with pytest.raises(AttributeError, match=f"{name} of the class {runner_class.__name__}, where '{name}'"):
             runner_class(settings(tmp_path))
+
+
+READ = sorted(
+    name for name, (_, value) in _defined(dl.TorchRunner).items() if isinstance(value, property | cached_property)
+)
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name not in SETTABLE])
+def test_a_method_under_the_name_of_a_property_is_refused_with_the_mend(name: str, tmp_path: Path) -> None:
+    def helper(self: Any) -> dict[int, float]:
+        return {}
+
+    with pytest.raises(
+        AttributeError, match=rf"Expected '{name}' to be a property.*a method of the class Own\. Put @prop"
+    ):
+        type("Own", (Named,), {name: helper})(settings(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_scores_in_a_class_and_on_a_runner_are_refused_too(tmp_path: Path) -> None:
+    for runner_class in (type("Own", (Named,), {"scores": {}}), Named):
+        with pytest.raises(AttributeError, match=r"where 'scores' is a name of the library's \(BaseRunner\)"):
+            runner_class(settings(tmp_path), {"scores": {}})
 
 
 class Silent:
