@@ -30,7 +30,11 @@ from danling.graph.compiler import cxx_command, cxx_version
 from .environment import EXTRAS, installed
 from .output import DAMAGED, OK, add_json, print_json
 
-_MODULES = {"torchft-nightly": "torchft", "mooncake-transfer-engine-non-cuda": "mooncake.store"}
+_MODULES = {
+    "mlflow-skinny": "mlflow",
+    "torchft-nightly": "torchft",
+    "mooncake-transfer-engine-non-cuda": "mooncake.store",
+}
 """Modules of packages that are called otherwise."""
 
 RANKS = 2

@@ -23,6 +23,8 @@ from .output import OK, add_json, print_json
 EXTRAS = (
     "tensorboard",
     "wandb",
+    "mlflow-skinny",
+    "trackio",
     "matplotlib",
     "safetensors",
     "torchmetrics",

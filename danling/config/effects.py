@@ -21,7 +21,9 @@ _SWITCHES = {
     "ema": "enabled",
     "ft": "enabled",
     "heartbeat": "enabled",
+    "mlflow": "enabled",
     "profiling": "enabled",
+    "trackio": "enabled",
     "wandb": "enabled",
 }
 

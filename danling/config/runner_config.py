@@ -40,10 +40,12 @@ from .schema import (
     FtConfig,
     GcConfig,
     HeartbeatConfig,
+    MlflowConfig,
     OptimConfig,
     ParallelConfig,
     ProfilingConfig,
     SchedulerConfig,
+    TrackioConfig,
     WandbConfig,
 )
 from .stacks import has_file_section, stack_named
@@ -154,6 +156,8 @@ class RunnerConfig(ClosedSection):
     """Write scalars for TensorBoard."""
 
     wandb: Nested[WandbConfig]
+    mlflow: Nested[MlflowConfig]
+    trackio: Nested[TrackioConfig]
     optim: Nested[OptimConfig]
     scheduler: Nested[SchedulerConfig]
     ema: Nested[EmaConfig]

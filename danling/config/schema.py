@@ -34,6 +34,38 @@ class WandbConfig(ClosedSection):
     """Mode of wandb."""
 
 
+class MlflowConfig(ClosedSection):
+    """MLflow."""
+
+    _path: ClassVar[str] = "mlflow"
+
+    enabled: bool = False
+    """Log metrics to MLflow."""
+    uri: str | None = None
+    """Store, such as sqlite:////data/mlflow.db or http://host:5000; none: MLFLOW_TRACKING_URI, else mlflow.db in the run directory."""
+    experiment: str | None = None
+    """Experiment of MLflow; none takes the lineage."""
+    name: str | None = None
+    """Display name; none takes the run's id."""
+
+
+class TrackioConfig(ClosedSection):
+    """trackio."""
+
+    _path: ClassVar[str] = "trackio"
+
+    enabled: bool = False
+    """Log metrics to trackio, into the directory that TRACKIO_DIR names."""
+    project: str | None = None
+    """Project; none takes the lineage."""
+    group: str | None = None
+    """Group; none takes the experiment."""
+    space_id: str | None = None
+    """Space of Hugging Face to log to, instead of locally."""
+    server_url: str | None = None
+    """Server of trackio to log to, instead of locally."""
+
+
 class EmaConfig(ClosedSection):
     """Exponential moving average of the weights."""
 

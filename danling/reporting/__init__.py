@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from .description import describe_batches, describe_parameters, describe_training
     from .flops import ModelFlops, counted, device_peak_flops, peak_flops
     from .logging import RunLog, close_run_log, open_run_log, speaking_for
+    from .mlflow_tracker import MlflowTracker
     from .printing import Printer
     from .progress import Progress, format_duration, format_number, format_scores
     from .reporter import Reporter
     from .telemetry import Shared, Telemetry, memory_figures
     from .trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker, read_jsonl
+    from .trackio_tracker import TrackioTracker
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -24,17 +26,20 @@ else:
             "description": ("describe_batches", "describe_parameters", "describe_training"),
             "flops": ("ModelFlops", "counted", "device_peak_flops", "peak_flops"),
             "logging": ("RunLog", "close_run_log", "open_run_log", "speaking_for"),
+            "mlflow_tracker": ("MlflowTracker",),
             "printing": ("Printer",),
             "progress": ("Progress", "format_duration", "format_number", "format_scores"),
             "reporter": ("Reporter",),
             "telemetry": ("Shared", "Telemetry", "memory_figures"),
             "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "TrackerSet", "WandbTracker", "read_jsonl"),
+            "trackio_tracker": ("TrackioTracker",),
         },
     )
 
 __all__ = [
     "BUILT_IN_TRACKERS",
     "JsonlTracker",
+    "MlflowTracker",
     "ModelFlops",
     "Printer",
     "Progress",
@@ -46,6 +51,7 @@ __all__ = [
     "Tracker",
     "TrackerPlace",
     "TrackerSet",
+    "TrackioTracker",
     "WandbTracker",
     "close_run_log",
     "counted",

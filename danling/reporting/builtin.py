@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from danling.utils.secrets import secret_values
 
+from .mlflow_tracker import MlflowTracker
 from .trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from .trackio_tracker import TrackioTracker
 
 if TYPE_CHECKING:
     from danling.config import RunnerConfig
@@ -83,9 +85,37 @@ def _open_wandb(place: TrackerPlace) -> Tracker:
     )
 
 
+def _open_mlflow(place: TrackerPlace) -> Tracker:
+    config, settings = place.config, place.config.mlflow
+    return MlflowTracker(
+        uri=settings.uri,
+        default_uri=f"sqlite:///{place.files.dir / 'mlflow.db'}",
+        experiment=settings.experiment or config.lineage,
+        run_id=place.name,
+        name=settings.name,
+        resumed=place.step > 0,
+        config=config.public(),
+    )
+
+
+def _open_trackio(place: TrackerPlace) -> Tracker:
+    config, settings = place.config, place.config.trackio
+    return TrackioTracker(
+        project=settings.project or config.lineage,
+        run_id=place.name,
+        group=settings.group or config.experiment,
+        space_id=settings.space_id,
+        server_url=settings.server_url,
+        resumed=place.step > 0,
+        config=config.public(),
+    )
+
+
 BUILT_IN_TRACKERS: Mapping[str, BuiltInTracker] = {
     "jsonl": BuiltInTracker(lambda config: True, _open_jsonl),
     "tensorboard": BuiltInTracker(lambda config: bool(config.tensorboard), _open_tensorboard),
     "wandb": BuiltInTracker(lambda config: bool(config.wandb.enabled), _open_wandb),
+    "mlflow": BuiltInTracker(lambda config: bool(config.mlflow.enabled), _open_mlflow),
+    "trackio": BuiltInTracker(lambda config: bool(config.trackio.enabled), _open_trackio),
 }
 """The trackers by name, in the order in which they are opened. A runner opens `name` by its hook `init_<name>`, where it has one."""

@@ -204,7 +204,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: PathLike, *, purge_step: int | None = None, flush_seconds: int = 30) -> None:
-        _require("tensorboard")
+        require_package("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter
@@ -264,7 +264,7 @@ class WandbTracker:
         config: Mapping[str, object] | None = None,
         secrets: Collection[str] = (),
     ) -> None:
-        _require("wandb")
+        require_package("wandb")
         import wandb
 
         self._owned = wandb.run is None
@@ -345,7 +345,15 @@ def _resume_policy(mode: str | None) -> Literal["allow"] | None:
     return None if offline else "allow"
 
 
-def _require(package: str) -> None:
+def require_package(package: str) -> None:
+    """Refuse to go on without a package that a tracker needs.
+
+    Args:
+        package: Its module, of which the name is the package's.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
     if find_spec(package) is None:
         raise ImportError(
             f"Expected the package {package!r} to be installed. Received: no such package. Run `pip install {package}`."

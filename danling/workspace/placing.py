@@ -24,7 +24,7 @@ from .series import number_of
 PLACES = frozenset(
     {
         *("dir", "checkpoint_dir", "log_file", "workspace_root", "init_method", "resume", "auto_resume", "pretrained"),
-        *("wandb.dir", "profiling.trace_dir", "heartbeat.dir_name", "compile.precompile_artifact_dir"),
+        *("wandb.dir", "mlflow.uri", "profiling.trace_dir", "heartbeat.dir_name", "compile.precompile_artifact_dir"),
     }
 )
 # Names of single directories, which lie where the run itself does: they are kept unless they lead out of it.

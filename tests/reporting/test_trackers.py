@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 from support.warm import interpreter
 
-from danling.reporting import JsonlTracker, TensorBoardTracker, WandbTracker, read_jsonl
+from danling.reporting import (
+    JsonlTracker,
+    MlflowTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandbTracker,
+    read_jsonl,
+)
 from danling.reporting import trackers as module
 
 
@@ -208,7 +215,12 @@ def test_wandb_run_of_the_program_is_used_and_left_open(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("package", "tracker", "settings"),
-    [("tensorboard", TensorBoardTracker, {"directory": "x"}), ("wandb", WandbTracker, {"project": "p", "run_id": "i"})],
+    [
+        ("tensorboard", TensorBoardTracker, {"directory": "x"}),
+        ("wandb", WandbTracker, {"project": "p", "run_id": "i"}),
+        ("mlflow", MlflowTracker, {"experiment": "p", "run_id": "i"}),
+        ("trackio", TrackioTracker, {"project": "p", "run_id": "i"}),
+    ],
 )
 def test_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, package: str, tracker: type, settings: dict[str, str]
@@ -220,8 +232,9 @@ def test_a_missing_package_is_named(
 
 def test_importing_the_rooms_imports_no_tracker() -> None:
     script = (
-        "import sys, danling.workspace, danling.supervision\n"
-        "print([name for name in ('tensorboard', 'wandb', 'torch.utils.tensorboard') if name in sys.modules])"
+        "import sys, danling.workspace, danling.supervision, danling.reporting.builtin\n"
+        "trackers = ('tensorboard', 'wandb', 'mlflow', 'trackio', 'torch.utils.tensorboard')\n"
+        "print([name for name in trackers if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
