@@ -5,11 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_PATIENCE_SECONDS = 60.0
+"""How long a reader waits for a process that writes; one that was suspended in the middle would be waited for without end."""
+
+_PAUSE_SECONDS = (0.0001, 0.005)
+"""The first and the longest pause between two attempts of a reader."""
 
 
 @contextmanager
@@ -30,6 +37,58 @@ def exclusive(path: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_UN)
         with suppress(OSError):  # the descriptor is gone even then, and nothing was written to it
             os.close(handle)
+
+
+@contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Hold a lock beside other readers, and keep those out who ask for it by `exclusive`.
+
+    Where its file can neither be opened nor made, and on a file system without locks, nobody writes through this library: nothing is held.
+
+    Args:
+        path: The file.
+
+    Raises:
+        TimeoutError: If a process that writes keeps it.
+    """
+    handle = _open_to_share(path)
+    try:
+        if handle is not None:
+            _share(handle, path)
+        yield
+    finally:
+        if handle is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+
+def _open_to_share(path: Path) -> int | None:
+    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        except OSError:
+            continue
+    return None
+
+
+def _share(handle: int, path: Path) -> None:
+    pause, longest = _PAUSE_SECONDS
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"Expected to read beside {path} within {_PATIENCE_SECONDS:g} seconds. Received: it is locked by a process that "
+                    "writes. See whether a producer hangs or was suspended, and let it go on or end it."
+                ) from None
+        except OSError:
+            return  # this file system has no locks
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def sync_directory(directory: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import itertools
 import json
 import os
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +117,81 @@ def test_what_a_killed_producer_left_of_a_line_is_no_sample_and_spoils_none(tmp_
     assert FileChannel(tmp_path).append([ref("b"), ref("d")]) == 1
     assert ids(channel) == ids(reader) == ids(FileChannel(tmp_path)) == ["a", "b", "d"]
     assert [json.loads(text)["id"] for text in (tmp_path / "log.jsonl").read_text().splitlines()] == ["a", "b", "d"]
+
+
+def _act_before_read(patch: pytest.MonkeyPatch, log: Path, number: int, action: Callable[[], object]) -> None:
+    """Let a producer act before one of the calls by which its log is read from now on, unless it would have to wait for the reader."""
+    calls, opened = itertools.count(), Path.open
+
+    class Raw(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            if next(calls) == number and not _is_locked(log.parent / "lock"):
+                action()
+            return super().readinto(buffer)
+
+    def open_log(path: Path, mode: str = "r", buffering: int = -1) -> Any:
+        if path != log or mode != "rb":
+            return opened(path, mode, buffering)
+        return io.BufferedReader(Raw(path), buffering if buffering > 0 else io.DEFAULT_BUFFER_SIZE)
+
+    patch.setattr(Path, "open", open_log)
+
+
+def _is_locked(file: Path) -> bool:
+    with file.open("ab") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("torn", [100, 600_000])
+def test_half_a_line_and_the_one_that_takes_its_place_are_not_read_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, torn: int
+) -> None:
+    producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
+    producer.append([ref("a")])
+    log = tmp_path / "log.jsonl"
+    with log.open("ab") as file:
+        file.write(b'{"id":"' + b"x" * torn)
+    names = [f"{index:06}" for index in range(6000)]
+    with monkeypatch.context() as patch:
+        _act_before_read(patch, log, number, lambda: FileChannel(tmp_path).append([ref(name) for name in names]))
+        assert reader.published() in (1, 6001)
+    FileChannel(tmp_path).append([ref(name) for name in names])
+    assert ids(reader) == ["a", *names]
+
+
+def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
+    producer.append([ref("a")])
+    monkeypatch.setattr("danling.stream.files._PATIENCE_SECONDS", 0.02)
+    write, seen = os.write, []
+
+    def write_half(handle: int, data: memoryview) -> int:
+        write(handle, data[: len(data) // 2])
+        with pytest.raises(TimeoutError, match=f"beside {tmp_path / 'lock'} .*by a process that writes. See whether a"):
+            seen.extend(ids(reader))
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="to write 5 samples"):
+        patch.setattr(os, "write", write_half)
+        producer.append([ref(name) for name in "bcdef"])
+    assert seen == [] and ids(reader) == ids(producer) == ["a"]
+    assert FileChannel(tmp_path).append([ref("g")]) == 1
+    assert ids(reader) == ids(producer) == ids(FileChannel(tmp_path)) == ["a", "g"]
+
+
+def test_a_log_is_read_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FileChannel(tmp_path).append([ref("a")])
+
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert ids(FileChannel(tmp_path)) == ["a"]
 
 
 def test_zeros_that_a_power_cut_left_at_the_end_are_cut_off(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from danling.utils.files import write_atomically
 
-from ..files import exclusive, sync_directory, write_all, write_error
+from ..files import exclusive, shared, sync_directory, write_all, write_error
 from ..protocols import StreamEnd
 from ..refs import SampleRef
 from .claims import Claim
@@ -30,9 +30,9 @@ _REOPENED = b'{"reopened":'
 class FileChannel:
     """A log in `log.jsonl` of a directory: a line a sample, and lines that say how it ended and that it goes on.
 
-    A line is appended by one write and one sync, under a lock that any number of producers share. What a killed producer has left of a
-    line is no line: readers pass over it, and the next producer cuts it off. The places of lines are kept in memory, 8 bytes a sample.
-    The watermark and the run that owns the log lie in small files beside it.
+    Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
+    nothing of it. What a killed producer has left of a line is no line: readers skip it, and the next producer cuts it off. The places of
+    lines are kept in memory, 8 bytes a sample. The watermark and the run that owns the log lie in small files beside it.
 
     Args:
         path: The directory, which is made.
@@ -101,7 +101,7 @@ class FileChannel:
         check_range(start, stop)
         with self._current():
             if stop > len(self._offsets):
-                self._absorb()
+                self._look()
             found = []
             for place, line in enumerate(self._lines(start, min(stop, len(self._offsets))), start):
                 try:
@@ -113,14 +113,14 @@ class FileChannel:
     def holds(self, sample_id: str) -> bool:
         """Return whether a sample is in the log."""
         with self._current():
-            self._absorb()
+            self._look()
             self._index()
             return self._has(json.dumps(sample_id)[1:-1].encode())
 
     def published(self) -> int:
         """Return the number of samples in the log, those of other processes included."""
         with self._current():
-            self._absorb()
+            self._look()
             return len(self._offsets)
 
     def committed(self) -> int:
@@ -140,7 +140,7 @@ class FileChannel:
     def ended(self) -> StreamEnd | None:
         """Return how the log ended, `None` while it is open."""
         with self._current():
-            self._absorb()
+            self._look()
             return self._end
 
     def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
@@ -196,14 +196,25 @@ class FileChannel:
             write_all(handle, lines)
             os.fsync(handle)
         except OSError as error:
-            os.ftruncate(handle, self._scanned)
+            with suppress(OSError):  # whole lines that stay then are samples, and the next producer cuts off the rest
+                os.ftruncate(handle, self._scanned)
             raise write_error(what, self._log, error) from error
         finally:
             os.close(handle)
         self._absorb()
 
+    def _look(self) -> None:
+        """Take in what was appended since the last look, and keep producers out meanwhile.
+
+        A line that is read while it is written could be cut off again, since the disk is full, or be half of one that a killed producer
+        has left and half of the one that takes its place.
+        """
+        if self._log.stat().st_size != self._scanned:
+            with shared(self._directory / "lock"):
+                self._absorb()
+
     def _absorb(self) -> None:
-        """Take in the whole lines that were appended since the last look."""
+        """Take in the whole lines that were appended since the last look; nobody writes meanwhile."""
         size = self._log.stat().st_size
         if size < self._scanned:
             raise ValueError(
