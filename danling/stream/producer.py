@@ -214,8 +214,7 @@ class FeatureProducer(Runner):
             return Production(Publisher(self.store, self.channel, max_in_flight=None), self.channel, iter(()))
         splits = self._data.splits
         chosen = splits.choose(split, splits.to_infer(self.evaluate_splits) or splits.names[:1], "produce")[0]
-        own = f"{self.part}.{self.placement.data.rank}" if self.placement.data.size > 1 else self.part
-        publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=own)
+        publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=self.part)
         self._production = Production(publisher, self.channel, self._captured(chosen))
         self._write_standing()
         return self._production

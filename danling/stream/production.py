@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,6 +17,9 @@ Progress = Literal["made", "waits", "done"]
 
 _POLL_SECONDS = (0.001, 0.05)
 """The first and the longest pause between two looks at the credit."""
+
+_MOST_NAMES = 8
+"""Objects with other bits of one sample that are met at most: each is left by a kill between store and log, or of a second process."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,7 @@ class Publisher:
         part: Which of several producers this is: objects of two never have one name.
     """
 
-    def __init__(
-        self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None, part: int | str = 0
-    ) -> None:
+    def __init__(self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None, part: int = 0) -> None:
         self._store = store
         self._channel = channel
         self._max_in_flight = max_in_flight
@@ -174,28 +175,44 @@ class Publisher:
             BufferError: If the store is full.
             RuntimeError: If the log has ended.
         """
-        for ref, sample in zip(refs, samples, strict=True):
-            try:
-                self._store.put(ref.object_id, sample.features)
-            except ValueError:
-                if ref.object_id in self._led_to(since):
-                    continue
-                # A producer that was killed between store and log has left other bits of the same sample, as a device may make them.
-                self._store.discard([ref.object_id])
-                self._store.put(ref.object_id, sample.features)
-        appended = self._channel.append(refs)
-        if appended < len(refs):
-            # Another producer was first with some: objects of this one that the log does not lead to are nobody's.
-            led_to = self._led_to(since)
-            self._store.discard(ref.object_id for ref in refs if ref.object_id not in led_to)
+        # Another producer, or another rank of this one, may have published some of them since they were found to be new.
+        new = [pair for pair in zip(refs, samples, strict=True) if not self._channel.holds(pair[0].id)]
+        stored = [self._put(ref, sample.features) for ref, sample in new]
+        appended = self._channel.append([ref for ref, _ in stored])
+        if appended < len(stored) or any(others for _, others in stored):
+            # No object is nobody's before its sample is in the log, and each that this does not lead to is from then on.
+            led_to = {ref.object_id for ref in self._channel.read(since, self._channel.published())}
+            names = (name for ref, others in stored for name in (ref.object_id, *others))
+            self._store.discard(name for name in names if name not in led_to)
         return appended
 
-    def _led_to(self, since: int) -> set[str]:
-        return {ref.object_id for ref in self._channel.read(since, self._channel.published())}
+    def _put(self, ref: SampleRef, features: Mapping[str, Tensor]) -> tuple[SampleRef, list[str]]:
+        """Store a sample; return its reference, and the names of objects that hold other bits of it.
 
-    def _object_id(self, sample: str) -> str:
-        # The same when the producer is started again, so that what it has left behind is found and not stored twice.
-        return hashlib.sha256(f"{self._channel.name}\0{self._part}\0{sample}".encode()).hexdigest()[:40]
+        A producer that was killed between store and log has left such ones, as a device may make them, and one that lives may still
+        append the sample with its own.
+        """
+        others: list[str] = []
+        while True:
+            name = self._object_id(ref.id, len(others))
+            try:
+                self._store.put(name, features)
+                return replace(ref, object_id=name), others
+            except ValueError:
+                others.append(name)
+                if len(others) == _MOST_NAMES:
+                    raise
+            except BufferError:
+                if not others:
+                    raise
+                # What a kill has left fills the store: it makes room, though somebody who lives might still append it.
+                self._store.discard(others)
+                others.clear()
+
+    def _object_id(self, sample: str, number: int = 0) -> str:
+        # The same when the producer is started again, on any number of ranks, so that what it has left behind is found.
+        part = f"{self._part}.{number}" if number else self._part
+        return hashlib.sha256(f"{self._channel.name}\0{part}\0{sample}".encode()).hexdigest()[:40]
 
 
 class Production:

@@ -134,6 +134,41 @@ def test_an_object_left_by_a_kill_is_stored_once() -> None:
     assert store.get(channel.read(1, 2)[0])["x"].tolist() == [1.0] * 4
 
 
+def test_an_object_left_by_a_kill_makes_room_in_a_store_that_it_fills() -> None:
+    store, channel = MemoryStore(max_bytes=20), MemoryChannel()
+    (left,) = publisher(store, channel).check([captured(0)])
+    store.put(left.object_id, {"x": torch.full((4,), 1.5)})
+    assert publish(publisher(store, channel), captured(0)) == 1
+    assert store.get(channel.read(0, 1)[0])["x"].tolist() == [0.0] * 4 and store.usage() == 16
+
+
+def test_two_processes_of_one_producer_with_other_bits_free_nothing_that_the_log_will_lead_to() -> None:
+    channel, bits = MemoryChannel(), torch.full((4,), 1.5)
+
+    class Interrupted(MemoryStore):
+        """A store in which another process is first with other bits, and appends what it has put when it finds ours."""
+
+        others: Any = None
+
+        def put(self, object_id: str, tensors: Any) -> None:
+            if self.others is None:
+                self.others = publisher(self, channel).check([Captured("0", {"x": bits}, {})])
+                super().put(self.others[0].object_id, {"x": bits})
+            try:
+                super().put(object_id, tensors)
+            except ValueError:
+                assert channel.append(self.others) == 1
+                raise
+
+        def discard(self, object_ids: Any) -> None:
+            super().discard(object_ids)
+            assert torch.equal(self.get(channel.read(0, 1)[0])["x"], bits)
+
+    store = Interrupted()
+    assert publish(publisher(store, channel), captured(0), captured(1)) == 1
+    assert torch.equal(store.get(channel.read(0, 1)[0])["x"], bits) and store.usage() == 32
+
+
 def test_two_logs_over_one_store_leave_each_other_their_features() -> None:
     store, logs = MemoryStore(), (MemoryChannel(), MemoryChannel())
     for value, log in enumerate(logs):
@@ -555,6 +590,34 @@ def test_ten_thousand_samples_leave_nothing_and_the_store_stays_as_small_as_the_
     assert most <= 64 * 16
     assert store.usage() == 0
     loader.close()
+
+
+class Unreachable(SQLiteChannel):
+    """A log that nothing can be appended to, as for one who is killed between store and log."""
+
+    def append(self, refs: Any) -> int:
+        """Fail."""
+        raise OSError("killed")
+
+
+def produce_until_killed(root: str) -> str:
+    """Leave features in the store of which the log knows nothing; return why."""
+    config = {"dir": str(Path(root) / "producer"), "dataloader": {"batch_size": 2}}
+    store, channel = DirectoryStore(Path(root) / "store"), Unreachable(Path(root) / "log.sqlite")
+    with pytest.raises(OSError) as caught, Target(config, indices=range(8), store=store, channel=channel) as target:
+        target.produce()
+    return str(caught.value)
+
+
+def test_what_two_ranks_have_left_in_the_store_is_found_by_one(tmp_path: Path) -> None:
+    assert run_processes(produce_until_killed, str(tmp_path), world_size=2, timeout=100) == ["killed"] * 2
+    store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
+    assert len(list((tmp_path / "store").rglob("*.safetensors"))) == 4
+    with producer(tmp_path / "again", store=store, channel=channel, indices=range(8)) as target:
+        assert target.produce() == 8
+    store.discard(ref.object_id for ref in channel.read(0, 8))
+    assert store.usage() == 0 and not list((tmp_path / "store").rglob("*.safetensors"))
+    channel.close()
 
 
 class Signalled(Target):
