@@ -89,7 +89,9 @@ class FeatureProducer(Runner):
         self.parts = parts
         self.idle_timeout = idle_timeout
         self._stops = False
+        self._has_warned = False
         self._production: Production | None = None
+        self._not_wanted: list[str] = []
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` without what concerns only training; see `BaseRunner.adopt_config`.
@@ -180,7 +182,6 @@ class FeatureProducer(Runner):
         with self._reporter.speaking():
             self.init_signal_handlers()
             session.begin()
-            self._stops = False
             production = self.production(split)
 
             def say() -> None:
@@ -188,7 +189,9 @@ class FeatureProducer(Runner):
                     self._say(production, "Producing")
 
             try:
-                mine = production.run(idle_seconds=self.idle_timeout, stopping=self._is_to_stop, made=say)
+                mine = production.run(
+                    idle_seconds=self.idle_timeout, stopping=self._is_to_stop, made=say, leaving=self._hears_of_stop
+                )
                 ended = not agree(self.world, () if mine else ("stop",))
                 if ended:
                     self.end_production()
@@ -209,15 +212,19 @@ class FeatureProducer(Runner):
         Args:
             split: As for `produce`.
         """
+        self._stops = self._has_warned = False
+        self._production = self._begin(split)
+        self._write_standing()
+        return self._production
+
+    def _begin(self, split: str | None) -> Production:
         self.channel.reopen()
         if self.channel.ended() is not None:
             return Production(Publisher(self.store, self.channel, max_in_flight=None), self.channel, iter(()))
         splits = self._data.splits
         chosen = splits.choose(split, splits.to_infer(self.evaluate_splits) or splits.names[:1], "produce")[0]
         publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=self.part)
-        self._production = Production(publisher, self.channel, self._captured(chosen))
-        self._write_standing()
-        return self._production
+        return Production(publisher, self.channel, self._captured(chosen))
 
     def end_production(self) -> None:
         """Say in the log that this producer has come to its end; the main process does."""
@@ -261,9 +268,7 @@ class FeatureProducer(Runner):
         votes = frozenset({"continue"} if any(wanted) else ())
         if self._goes_together:
             # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.
-            votes = agree(
-                self.placement.optimizer, votes | ({"stop"} if self._session.asked_to_stop() else frozenset())
-            )
+            votes = agree(self.placement.optimizer, votes | ({"stop"} if self._is_asked_to_stop() else frozenset()))
             self._stops = self._stops or "stop" in votes
         if self._stops or not votes:
             return [None] * len(ids)
@@ -277,7 +282,19 @@ class FeatureProducer(Runner):
         return self.world_size > 1 and self.preparation.evaluates_together
 
     def _is_to_stop(self) -> bool:
-        return self._stops if self._goes_together else self._session.asked_to_stop()
+        asked = self._is_asked_to_stop()
+        return self._stops if self._goes_together else asked
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether this rank wants to end; of those that make a forward together, all do when they agree on it before the next one."""
+        gave_up = self._production is not None and self._production.gave_up
+        return self._hears_of_stop() or gave_up
+
+    def _hears_of_stop(self) -> bool:
+        # Said before the next collective too, where another rank may be missed that waits for credit.
+        if self._goes_together:
+            return self._session.hears_of_stop(0, self.placement.optimizer)
+        return self._session.asked_to_stop()
 
     def _captured(self, split: str) -> Iterator[list[Captured]]:
         publishes = self.placement.counts_samples

@@ -226,11 +226,15 @@ class Production:
     Attributes:
         made: Samples that this process has appended to the log.
         waited: Seconds that were waited for credit.
+        repeated: Samples that this pass has met more than once, as far as it knows; see `meet`.
+        gave_up: Whether a wait for credit was given up, and with it the samples that were made and not published.
     """
 
     def __init__(self, publisher: Publisher, channel: RefChannel, batches: Iterator[list[Captured]]) -> None:
         self.made = 0
         self.waited = 0.0
+        self.repeated = 0
+        self.gave_up = False
         self._publisher = publisher
         self._channel = channel
         self._batches = batches
@@ -279,14 +283,17 @@ class Production:
         idle_seconds: float,
         stopping: Callable[[], bool],
         made: Callable[[], None],
+        leaving: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> bool:
         """Make everything, waiting for credit; return whether the pass has come to its end, `False` where it was stopped.
 
         Args:
             idle_seconds: How long no credit may come back.
-            stopping: Asked before each batch and in waits.
+            stopping: Asked before each batch.
             made: Called after each batch.
+            leaving: Asked in waits for credit. A wait that is given up, or in which the log says that it was stopped, leaves its samples
+                unpublished; what comes next is for `stopping` to say, which may have to ask other ranks.
             clock: Seconds, monotonic.
 
         Raises:
@@ -295,19 +302,20 @@ class Production:
         while not stopping():
             progress = self.advance()
             if progress == "done":
-                return True
+                return not self.gave_up
             if progress == "made":
                 made()
-            elif not self._await_credit(idle_seconds, stopping, clock):
-                return False
+            elif not self._await_credit(idle_seconds, leaving, clock):
+                self.gave_up = True
+                self._refs, self._samples = [], []
         return False
 
-    def _await_credit(self, idle_seconds: float, stopping: Callable[[], bool], clock: Callable[[], float]) -> bool:
+    def _await_credit(self, idle_seconds: float, leaving: Callable[[], bool], clock: Callable[[], float]) -> bool:
         began, pause, committed = clock(), _POLL_SECONDS[0], self._committed
         try:
             while self._channel.committed() == committed:
                 end = self._channel.ended()
-                if stopping() or (end is not None and end.kind == "stopped"):
+                if leaving() or (end is not None and end.kind == "stopped"):
                     return False
                 if clock() - began > idle_seconds:
                     raise TimeoutError(

@@ -156,15 +156,35 @@ class TrainingSession:
                 self._leave(domain)
             return
         leave = self._leave_of(place, domain)
-        # The store is one process for all ranks: they do not all ask it at every look.
-        if not self.asked_to_stop() and not leave.joined:
-            if self._clock() < self._looks_again:
-                return
-            self._looks_again = self._clock() + _SECONDS_BETWEEN_LOOKS
-            if not leave.is_asked_for():
-                return
-        if leave.join():
+        if self._sees_request(leave) and leave.join():
             self._leave(domain)
+
+    def hears_of_stop(self, place: int, domain: Domain) -> bool:
+        """Return whether this rank was asked to stop, which it says to the others, or another one has said so. May be called on one rank.
+
+        For ranks that come to one place by themselves, where they agree on it: one that waits for something on its way must not keep the
+        others waiting there.
+
+        Args:
+            place: What is done meanwhile, a number of the training.
+            domain: Ranks that stop together.
+        """
+        if domain.size == 1:
+            return self.asked_to_stop()
+        leave = self._leave_of(place, domain)
+        heard = self._sees_request(leave)
+        if heard and not leave.joined:
+            leave.join()
+        return heard
+
+    def _sees_request(self, leave: JointLeave) -> bool:
+        if self.asked_to_stop() or leave.joined:
+            return True
+        # The store is one process for all ranks: they do not all ask it at every look.
+        if self._clock() < self._looks_again:
+            return False
+        self._looks_again = self._clock() + _SECONDS_BETWEEN_LOOKS
+        return leave.is_asked_for()
 
     def end_wait(self, domain: Domain) -> None:
         """Go on after a wait, unless all ranks have agreed to leave it meanwhile. May be called on one rank.

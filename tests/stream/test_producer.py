@@ -656,3 +656,64 @@ def test_a_signal_stops_a_producer_and_leaves_the_log_open(tmp_path: Path, stack
         assert target.produce() == 32 - before
     assert {int(ref.id) for ref in channel.read(0, 99)} == set(range(32))
     channel.close()
+
+
+class Signalling(SQLiteChannel):
+    """Sends its process a SIGTERM while credit is waited for, which is when it is asked for the end; waits of others are long."""
+
+    armed = False
+
+    def ended(self) -> Any:
+        """Send it once."""
+        if self.armed:
+            self.armed = False
+            signal.raise_signal(signal.SIGTERM)
+        return super().ended()
+
+
+class Capturing(Target):
+    """Notes that it has begun, and gets a SIGTERM on the last rank in its second batch, while the other one waits for credit."""
+
+    in_wait = False
+
+    def capture(self, batch: Any) -> Any:
+        """Wait for the other rank."""
+        features = super().capture(batch)
+        if self.rank == 1:
+            self.channel.armed = self.in_wait and len(self.captured) > 2
+            if not self.in_wait and len(self.captured) > 2:
+                signal.raise_signal(signal.SIGTERM)
+        return features
+
+
+def produce_until_signalled_in_a_wait(root: str, in_wait: bool) -> tuple[object, bool, int]:
+    """Produce without a trainer; return the exit code, whether the log is open, and what is in it."""
+    config = {
+        "dir": str(Path(root) / "producer"),
+        "dataloader": {"batch_size": 2},
+        "stack": "parallel",
+        "parallel": {"axes": {"shard": 2}},
+    }
+    store, channel = DirectoryStore(Path(root) / "store"), Signalling(Path(root) / "log.sqlite")
+    code: object = None
+    try:
+        with Capturing(config, indices=range(32), store=store, channel=channel, idle_timeout=20) as target:
+            target.in_wait = in_wait
+            # With a signal in its forward, the last rank has credit for it.
+            target.max_in_flight = None if target.rank == 1 and not in_wait else 4
+            target.produce()
+    except SystemExit as ended:
+        code = ended.code
+    return code, channel.ended() is None, channel.published()
+
+
+@pytest.mark.parametrize("in_wait", [True, False])
+def test_a_signal_on_one_rank_of_a_mesh_ends_the_wait_for_credit_of_all(tmp_path: Path, in_wait: bool) -> None:
+    ranks = run_processes(produce_until_signalled_in_a_wait, str(tmp_path), in_wait, world_size=2, timeout=60)
+    assert [rank[:2] for rank in ranks] == [(143, True)] * 2
+    assert max(rank[2] for rank in ranks) == (4 if in_wait else 6)
+    store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
+    with producer(tmp_path / "again", store=store, channel=channel, indices=range(32)) as target:
+        target.produce()
+    assert sorted(int(ref.id) for ref in channel.read(0, 99)) == list(range(32))
+    channel.close()
