@@ -164,15 +164,15 @@ class RunData:
             share=self.place(split),
             seed=run.seed,
             reads=placement.reads_data,
-            place=self._reader_place(split) if isinstance(loader, WindowLoader) else None,
+            place=self._reader_place(split, loader) if isinstance(loader, WindowLoader) else None,
         )
 
-    def _reader_place(self, split: str) -> ReaderPlace:
+    def _reader_place(self, split: str, loader: WindowLoader) -> ReaderPlace:
         run, (rank, size) = self._run, self.place(split)
         if run.placement.replica_group[1] > 1:
             raise ValueError(
-                f"Expected a loader that replica groups can divide anew for split {split!r}. Received: one of windows. Leave "
-                "ft.enabled out, or put a dataset into `self.datasets`."
+                f"Expected a loader that replica groups can divide anew for split {split!r}. Received: a {type(loader).__name__}, which "
+                "divides whole updates over a number of ranks that stays. Leave ft.enabled out, or put a dataset into `self.datasets`."
             )
         return ReaderPlace(
             split=split,
@@ -217,9 +217,9 @@ class RunData:
         for _, source in self._trained():
             source.free()
 
-    def metrics(self) -> dict[str, float]:
-        """Return what is shown of the loaders beside the metrics of an update. May be called on one rank."""
-        return {name: value for _, source in self._trained() for name, value in source.metrics().items()}
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return by split what is shown of the loaders beside the metrics of an update. May be called on one rank."""
+        return {split: source.metrics() for split, source in self._trained()}
 
     def streams(self) -> dict[str, Mapping[str, object]]:
         """Return by split how far its loader and those who fill it are; empty where nobody does. May be called on one rank."""

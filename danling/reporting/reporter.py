@@ -236,7 +236,7 @@ class Reporter:
         counts_samples: bool,
         per_token: Callable[[], float | None],
         per_sample: Callable[[], float | None],
-        of_loaders: Callable[[], Mapping[str, float]] = dict,
+        of_loaders: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
     ) -> None:
         """Log the metrics of an update and the speed since the last line. One collective over the domain.
 
@@ -251,7 +251,7 @@ class Reporter:
             counts_samples: Whether the tokens of this rank count: of several ranks that read the same data, one does.
             per_token: Gives the FLOPs of a token, `None` when not known.
             per_sample: Gives the FLOPs of a sample, `None` when not known.
-            of_loaders: Gives what the loaders have to show; called on the main process.
+            of_loaders: Gives by split what the loaders have to show; called on the main process.
         """
         telemetry = self.telemetry
         assert telemetry is not None
@@ -263,8 +263,12 @@ class Reporter:
         values = {"loss": float(loss)}
         pace = telemetry.report(step, samples=new, shared=shared, learning_rates=learning_rates, grad_norm=grad_norm)
         values |= pace | self.flops.usage(pace, per_token=per_token(), per_sample=per_sample(), devices=self.world_size)
-        values |= of_loaders()
-        self.trackers.log({f"train/{name}": value for name, value in values.items()}, step)
+        named, totals = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
+        for split, found in of_loaders().items():
+            named |= {f"{split}/{name}": value for name, value in found.items()}
+            totals |= {name: totals.get(name, 0) + value for name, value in found.items()}
+        self.trackers.log(named, step)
+        values = {**totals, **values}
         if self.bar is not None:
             self.bar.epoch = epoch
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""

@@ -54,7 +54,7 @@ class ReportFacts:
         flops_per_token: Returns the model's FLOPs for a token, `None` when not known.
         flops_per_sample: Returns the model's FLOPs for a sample, `None` when not known.
         ended: Returns whether the run is at its end.
-        of_loaders: Returns what the loaders have to show; called on the main process.
+        of_loaders: Returns by split what the loaders have to show; called on the main process.
     """
 
     counters: Callable[[], TrainedSoFar]
@@ -69,7 +69,7 @@ class ReportFacts:
     flops_per_token: Callable[[], float | None]
     flops_per_sample: Callable[[], float | None]
     ended: Callable[[], bool]
-    of_loaders: Callable[[], Mapping[str, float]] = dict
+    of_loaders: Callable[[], Mapping[str, Mapping[str, float]]] = dict
 
 
 class RunReport:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from danling.data.run_data import RunData
 from danling.distributed import LocalDomain, Placement
+from danling.stream import MemoryChannel, MemoryStore, StreamLoader
 
 
 class Settings(dict[str, Any]):
@@ -95,3 +96,26 @@ def test_data_that_is_added_or_replaced_is_taken_in_and_an_unknown_split_is_refu
     with pytest.raises(ValueError, match="'nowhere'"):
         run.data.of("nowhere")
     run.data.sources.close()
+
+
+def test_a_loader_of_windows_hears_where_it_is_read() -> None:
+    run = Run()
+    run.id, run.is_main_process = "a-run", True  # type: ignore[attr-defined]
+    third = LocalDomain()
+    third.rank, third.size = 2, 4
+    run.placement = Placement(data=third, optimizer=third, metrics=third)
+    loader = StreamLoader(MemoryStore(), MemoryChannel(), 2)
+    assert run.data.open("train", loader).kind == "window"
+    place = loader._place
+    assert (place.rank, place.world_size, place.accum_steps, place.trained, place.run()) == (2, 4, 3, True, "a-run")
+
+
+def test_replica_groups_that_come_and_go_cannot_divide_a_stream() -> None:
+    run = Run()
+    run.placement = run.placement.in_group(0, 2)
+    loader = StreamLoader(MemoryStore(), MemoryChannel("a stream"), 2)
+    with pytest.raises(
+        ValueError, match="can divide anew for split 'train'. Received: a StreamLoader.*Leave ft.enabled out"
+    ):
+        run.data.open("train", loader)
+    assert run.data.open("train", DataLoader(run.datasets["train"], batch_size=4)).num_batches == 2

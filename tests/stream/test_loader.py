@@ -491,6 +491,27 @@ def test_the_stream_is_among_the_metrics_and_in_the_progress_line(
     assert "in_flight 19" in caplog.text
 
 
+def test_two_streams_of_a_run_have_metrics_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "danling")
+    text, code = stream(8), stream(5)
+
+    class Both(Draft):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config, *text, retain="all")
+            self.dataloaders["train_code"] = StreamLoader(*code, 2, retain="all")
+
+    with Both(settings(tmp_path, epochs=1, steps=None, accum_steps=1, log_interval=1)) as runner:
+        runner.train()
+    (file,) = tmp_path.rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    shown = [line for line in lines if "train/stream_bytes" in line]
+    assert {line["train/stream_bytes"] for line in shown} == {text[0].usage()}
+    assert {line["train_code/stream_bytes"] for line in shown} == {code[0].usage()}
+    assert shown[0]["train/stream_in_flight"] == 8 and shown[0]["train_code/stream_in_flight"] == 5
+    assert all(line["train_code/stream_wait_seconds"] >= 0 for line in shown)
+    assert "in_flight 13" in caplog.text
+
+
 def test_two_trainers_on_one_live_log_are_refused(tmp_path: Path) -> None:
     store = MemoryStore()
     publish(store, SQLiteChannel(tmp_path / "log"), range(4), end=False)
