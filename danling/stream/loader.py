@@ -152,7 +152,8 @@ class StreamLoader:
         Raises:
             RuntimeError: If another trainer reads the live log, the producer has failed, or features are gone that a resumed run needs.
             TimeoutError: If nothing was appended to the log for `idle_timeout` seconds.
-            ValueError: If this is not the log that the run was trained on, or an object is not what the log says.
+            ValueError: If this is not the log that the run was trained on, it is complete without a sample, or an object is not what the
+                log says.
         """
         self._thread = threading.get_ident()
         self._opened.clear()
@@ -259,6 +260,11 @@ class StreamLoader:
             self.free()
             window = reader.open(wait=wait)
             if window is None:
+                if wait and not self.channel.published():
+                    raise ValueError(
+                        f"Expected at least one sample in stream {self.channel.name}. Received: its log is complete without one. See what "
+                        "its producer went over, and begin another stream: a complete one stays as it is."
+                    )
                 return []
             if not self._opened and window.start == self.consumed:
                 self._check_credit(window.refs)

@@ -202,6 +202,8 @@ class FeatureProducer(Runner):
                 session.uninstall_signals()
             session.apply_requests(agree(self.world, session.local_requests()))
             self._say(production, "Finished" if ended else "Stopped")
+            if production.repeated:
+                logger.warning("%d samples were left out, since they came more than once.", production.repeated)
         if session.stop_reason in EXIT_CODES:
             raise SystemExit(EXIT_CODES[session.stop_reason])
         return production.made
@@ -265,6 +267,7 @@ class FeatureProducer(Runner):
         ids = [str(sample) for sample in self.sample_ids(data)]
         first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
         wanted = [first[sample] == place and not self.channel.holds(sample) for place, sample in enumerate(ids)]
+        self._not_wanted = [sample for sample, new in zip(ids, wanted, strict=True) if not new]
         votes = frozenset({"continue"} if any(wanted) else ())
         if self._goes_together:
             # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.
@@ -299,7 +302,24 @@ class FeatureProducer(Runner):
     def _captured(self, split: str) -> Iterator[list[Captured]]:
         publishes = self.placement.counts_samples
         for rows in self._parts.evaluator.stream_batches(split):
-            yield [row for row in rows if row is not None] if publishes else []
+            made = [row for row in rows if row is not None]
+            if publishes and not self._stops:
+                self._note_repeated(split, len(rows) - len(made))
+            yield made if publishes else []
+
+    def _note_repeated(self, split: str, number: int) -> None:
+        # Those of a batch that only keeps ranks together are not among its rows.
+        production = self._production
+        if production is None or not number or not production.meet(number) or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "Sample %r comes more than once in a pass over split %r. The log of stream %s holds each id once: the others are left out. If "
+            "they are other samples, override `sample_ids` so that each has an id of its own.",
+            self._not_wanted[number - 1],
+            split,
+            self.channel.name,
+        )
 
     def _write_standing(self) -> None:
         """Write into the run directory how far the stream is, on the main process."""

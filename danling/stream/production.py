@@ -238,11 +238,28 @@ class Production:
         self._publisher = publisher
         self._channel = channel
         self._batches = batches
+        self._met = 0
         self._committed = 0
         """The watermark as it was before the last attempt to publish: whatever that lacked is there once it has moved."""
         self._since = 0
         self._refs: list[SampleRef] = []
         self._samples: list[Captured] = []
+
+    def meet(self, number: int) -> int:
+        """Hear of samples that need not be made, since the log holds them or they stand twice in their batch; return how many are repeated.
+
+        Of what the log holds, a pass meets each sample once that it has not appended itself. When it has met more, it has met some before:
+        nothing needs to be kept of their ids. In a log that was empty, and has no other producer, that is known at once; else when
+        as many have come again as others have appended.
+
+        Args:
+            number: How many these were.
+        """
+        self._met += number
+        repeated = max(self._met - (self._channel.published() - self.made), 0)
+        self._met -= repeated
+        self.repeated += repeated
+        return repeated
 
     def advance(self) -> Progress:
         """Make one batch, or publish as much of the last one as the credit allows; never waits.

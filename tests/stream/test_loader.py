@@ -137,6 +137,15 @@ def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
 # Errors
 
 
+def test_a_stream_without_a_sample_is_named(tmp_path: Path) -> None:
+    message = "at least one sample in stream a stream. Received: its log is complete without one. See what its producer"
+    with pytest.raises(ValueError, match=message), Draft(settings(tmp_path), *stream(0)) as runner:
+        runner.train()
+    for retain in ("step", "all"):
+        with pytest.raises(ValueError, match=message):
+            read(StreamLoader(*stream(0), 2, retain=retain), rank=1, world_size=2)
+
+
 def test_an_idle_log_is_named() -> None:
     store, channel = stream(1, end=False)
     with pytest.raises(TimeoutError, match=r"samples 1 to 1 from the producer of stream a stream.*0.01 seconds"):

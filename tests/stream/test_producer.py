@@ -360,6 +360,43 @@ def test_a_sample_that_comes_twice_in_a_batch_is_published_once(tmp_path: Path) 
         assert torch.equal(store.get(ref)["input"], points[2 * place]["point"])
 
 
+@pytest.mark.parametrize("before", [0, 2])
+def test_ids_that_come_again_in_later_batches_are_named_where_they_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int
+) -> None:
+    class Numbered(Target):
+        def sample_ids(self, batch: Any) -> list[int]:
+            return list(range(len(batch["id"])))
+
+        def capture(self, batch: Any) -> Any:
+            assert "comes more than once" not in caplog.text
+            return super().capture(batch)
+
+    store, channel = MemoryStore(), MemoryChannel("a stream")
+    if before:
+        with producer(tmp_path, Numbered, store=store, channel=channel, indices=range(before), parts=2) as target:
+            target.produce()
+    assert "comes more than once" not in caplog.text
+    with producer(tmp_path, Numbered, store=store, channel=channel, part=1, parts=2) as target:
+        assert target.produce() == 4 - before
+    text = (
+        "Sample '3' comes more than once in a pass over split 'predict'. The log of stream a stream holds each id once"
+    )
+    assert caplog.text.count("comes more than once") == 1 and text in caplog.text
+    assert "6 samples were left out" in caplog.text
+
+
+def test_what_an_earlier_process_or_another_producer_has_made_is_not_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, channel = MemoryStore(), MemoryChannel()
+    for part in (0, 1):
+        for indices in (range(part, part + 4), range(8)):
+            with producer(tmp_path, store=store, channel=channel, indices=indices, part=part, parts=3) as target:
+                target.produce()
+    assert channel.published() == 8 and "more than once" not in caplog.text
+
+
 def test_several_producers_fill_one_log(tmp_path: Path) -> None:
     store, channel = MemoryStore(), MemoryChannel()
     for part in (0, 1):
