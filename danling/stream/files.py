@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_TO_OPEN = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 _PATIENCE_SECONDS = 60.0
 """How long a reader waits for a process that writes; one that was suspended in the middle would be waited for without end."""
@@ -67,8 +69,9 @@ def _open_to_share(path: Path) -> int | None:
     for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
         try:
             return os.open(path, flags | os.O_CLOEXEC, 0o666)
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno not in _NOT_TO_OPEN:
+                raise
     return None
 
 
@@ -85,8 +88,10 @@ def _share(handle: int, path: Path) -> None:
                     f"Expected to read beside {path} within {_PATIENCE_SECONDS:g} seconds. Received: it is locked by a process that "
                     "writes. See whether a producer hangs or was suspended, and let it go on or end it."
                 ) from None
-        except OSError:
-            return  # this file system has no locks
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
