@@ -162,7 +162,7 @@ def test_killed_at_random_instants_it_ends_as_the_one_left_alone(
     tmp_path: Path, kind: str, saves: dict[str, Any]
 ) -> None:
     changes = {"checkpoint": {"interval": 2, **saves}}
-    whole, done, wanted = alone(tmp_path, **changes), 0, share(0.05, otherwise=3)
+    whole, done, wanted = alone(tmp_path, **changes), 0, share(0.07, otherwise=3)
     run_processes(free_port, world_size=1)
     instants = random.Random(f"stream {kind} {SEED}")
     rounds = 0

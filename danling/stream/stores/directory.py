@@ -128,7 +128,7 @@ class DirectoryStore:
         except ValueError as error:
             raise ValueError(
                 f"Expected the features of sample {ref.id!r} in {file}. Received: {error}. "
-                "Bring the file back from a copy, or discard the object and let the producer make it again."
+                "Bring the file back from a copy, or make the features anew in another stream: this log counts the sample as made."
             ) from error
         check_against(ref, specs(found), str(file))
         return {name: found[name] for name in ref.tensors}

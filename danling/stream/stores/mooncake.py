@@ -154,7 +154,7 @@ class MooncakeStore:
         except ValueError as error:
             raise ValueError(
                 f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. "
-                "Discard the object and let the producer make it again."
+                "Make the features anew in another stream: this log counts the sample as made."
             ) from error
         check_against(ref, specs(found), place)
         return {name: found[name] for name in ref.tensors}

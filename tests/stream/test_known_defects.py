@@ -1,0 +1,159 @@
+"""What systems like this one get wrong, and faults of either side, in runs over real stores and logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from support.processes import ProcessFailure, run_outcomes
+from support.streams import Draft, Target, assert_same, publish, settings
+from torch import Tensor
+
+from danling.stream import DirectoryStore, MemoryChannel, MemoryStore, SQLiteChannel
+
+SAMPLES = 19
+Features = dict[str, Tensor]
+
+
+def stream(root: Path, *, end: bool = True) -> tuple[DirectoryStore, SQLiteChannel]:
+    """Return a store and a log with some samples."""
+    store, channel = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite")
+    publish(store, channel, range(SAMPLES), end=end)
+    return store, channel
+
+
+def run(directory: Path, store: Any, channel: Any, **options: Any) -> Any:
+    """Train to the end of a stream, and return losses and weights."""
+    with Draft(settings(directory, steps=100, **options.pop("config", {})), store, channel, **options) as runner:
+        runner.train()
+        return runner.end()
+
+
+# Freed when it is read, acknowledged before it is on the disk
+
+
+@pytest.mark.parametrize("saves", [{"async_enabled": False}, {"async_enabled": True}])
+def test_what_is_freed_lies_behind_the_checkpoint_that_is_on_the_disk_at_that_moment(
+    tmp_path: Path, saves: dict[str, Any]
+) -> None:
+    _, channel = stream(tmp_path)
+    seen: list[tuple[int, int]] = []
+
+    def on_disk() -> int:
+        payload = torch.load(tmp_path / "draft" / "checkpoints" / "latest.pth", weights_only=True)
+        position = payload["dataloaders"]["train"]
+        return SAMPLES if position["epoch"] else int(position["consumed"])
+
+    class Witness(DirectoryStore):
+        def discard(self, object_ids: Iterable[str]) -> None:
+            """Compare with what a crash at this instant would go on from."""
+            names = list(object_ids)
+            seen.extend((int(name.removeprefix("object-")), on_disk()) for name in names)
+            super().discard(names)
+
+    store = Witness(tmp_path / "store")
+    run(tmp_path / "draft", store, channel, config={"checkpoint": {"interval": 2, **saves}})
+    assert [freed for freed, _ in seen] == list(range(SAMPLES))
+    assert all(freed < position for freed, position in seen)
+    assert store.usage() == 0
+
+
+# A producer that dies without a word
+
+
+def produce(root: Path) -> int:
+    """Produce in a process of its own, as far as the credit goes."""
+    store, channel = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite")
+    config = {"dir": str(root / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
+    with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=16) as target:
+        return target.produce()
+
+
+def test_a_producer_that_dies_without_a_word_ends_the_wait_by_its_name(tmp_path: Path) -> None:
+    store, channel, stop = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite"), Event()
+    with ThreadPoolExecutor(1) as pool:
+        side = pool.submit(run_outcomes, produce, tmp_path, world_size=1, stop=stop)
+        while channel.published() < 16 and not side.done():
+            stop.wait(0.01)
+        stop.set()  # SIGKILL
+        assert isinstance(side.result()[0].error, ProcessFailure)
+    assert channel.ended() is None
+    expected = (
+        rf"Expected samples 16 to 19 from the producer of stream {re.escape(channel.name)}. Received: nothing for"
+    )
+    with pytest.raises(TimeoutError, match=expected):
+        run(tmp_path / "draft", store, channel, idle_timeout=0.3)
+    assert run_outcomes(produce, tmp_path, world_size=1)[0].value == 3
+    end = run(tmp_path / "draft", store, channel, idle_timeout=0.3)
+    assert store.usage() == 0 and channel.committed() == SAMPLES
+    other, log = MemoryStore(), MemoryChannel()
+    config = {"dir": str(tmp_path / "alone" / "producer"), "dataloader": {"batch_size": 4}}
+    with Target(config, indices=range(SAMPLES), store=other, channel=log) as target:
+        target.produce()
+    assert_same(([], end[1]), ([], run(tmp_path / "alone" / "draft", other, log)[1]))
+    channel.close()
+
+
+# A damaged object
+
+
+@pytest.mark.parametrize("length", [0, 100, -8])
+def test_a_truncated_object_ends_the_run_by_its_sample_and_it_goes_on_when_the_file_is_back(
+    tmp_path: Path, length: int
+) -> None:
+    store, channel = stream(tmp_path / "one")
+    (file,) = (tmp_path / "one").rglob("*object-13.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:length])
+    with pytest.raises(ValueError, match=rf"features of sample '13' in {re.escape(str(file))}. Received: a damaged"):
+        run(tmp_path / "one" / "draft", store, channel)
+    assert channel.committed() == 8  # behind the last checkpoint, and nothing else
+    file.write_bytes(whole)
+    end = run(tmp_path / "one" / "draft", store, channel)
+    assert_same(([], end[1]), ([], run(tmp_path / "two", *stream(tmp_path / "two"))[1]))
+    assert store.usage() == 0
+
+
+# What `capture` may not return
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda row: {**row, "input": row["input"].double()}, "dtype float32 of feature 'input'"),
+        (lambda row: {**row, "target": row["target"][:2]}, "width 3 of feature 'target'"),
+        (lambda row: {**row, "target": row["target"][None]}, "1 dimensions of feature 'target'"),
+        (lambda row: {"input": row["input"]}, "a feature 'target'"),
+        (lambda row: {**row, "more": row["input"]}, "no feature 'more'"),
+    ],
+    ids=["dtype", "width", "dimensions", "missing", "unknown"],
+)
+def test_a_wrong_capture_is_named_by_its_sample_and_the_producer_goes_on_after_the_mend(
+    tmp_path: Path, spoil: Callable[[Features], Features], message: str
+) -> None:
+    class Spoilt(Target):
+        def capture(self, batch: dict[str, Any]) -> Any:
+            """Return a wrong row for sample 9."""
+            features = super().capture(batch)
+            rows = [{name: tensor[i] for name, tensor in features.items()} for i in range(len(batch["id"]))]
+            return [spoil(row) if int(index) == 9 else row for index, row in zip(batch["id"], rows, strict=True)]
+
+    store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
+    config = {"dir": str(tmp_path / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
+    options: dict[str, Any] = {"indices": range(12), "store": store, "channel": channel}
+    with pytest.raises(ValueError, match=rf"{message} in sample '9'"), Spoilt(config, **options) as spoilt:
+        spoilt.produce()
+    assert channel.published() == 8
+    assert len(list((tmp_path / "store" / "objects").rglob("*.safetensors"))) == 8
+    end = channel.ended()
+    assert end is not None and end.kind == "failed" and "sample '9'" in end.reason
+    with Target(config, **options) as target:
+        assert target.produce() == 4
+    assert [ref.id for ref in channel.read(0, 99)] == [str(index) for index in range(12)]
+    channel.close()
