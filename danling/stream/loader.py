@@ -199,6 +199,11 @@ class StreamLoader:
         name = self.channel.name
         if self.retain == "all":
             return
+        if self._owns and getattr(self.store, "read_only", False):
+            raise ValueError(
+                f"Expected a store that can be written to train on stream {name}, since features are freed behind the position. Received: "
+                f"read_only=True, retain={self.retain!r}. Pass retain='all' to keep them, or leave read_only out."
+            )
         missing = self._freed_before() - self.consumed
         if missing <= 0:
             return

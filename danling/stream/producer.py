@@ -17,6 +17,7 @@ from danling.utils.plain import flatten
 
 from .production import Captured, Production, Publisher, by_sample
 from .protocols import FeatureStore, RefChannel
+from .refs import check_id
 
 logger = logging.getLogger("danling")
 
@@ -265,6 +266,8 @@ class FeatureProducer(Runner):
             data: The batch, on the device.
         """
         ids = [str(sample) for sample in self.sample_ids(data)]
+        for sample in ids:
+            check_id(sample)
         first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
         wanted = [first[sample] == place and not self.channel.holds(sample) for place, sample in enumerate(ids)]
         self._not_wanted = [sample for sample, new in zip(ids, wanted, strict=True) if not new]

@@ -75,6 +75,11 @@ def _check_tensor(name: object, tensor: object, sample: str) -> None:
             f"Expected features of sample {sample!r} to be tensors by name. Received: {name!r}: {type(tensor).__name__}. Return plain "
             "values from `metadata`."
         )
+    if hasattr(tensor, "full_tensor"):
+        raise ValueError(
+            f"Expected whole features of sample {sample!r}. Received: {name!r}: a {type(tensor).__name__}, of which ranks hold parts. "
+            "Return its full_tensor() from `capture`."
+        )
 
 
 def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str, TensorSpec]) -> None:

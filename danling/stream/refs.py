@@ -46,6 +46,21 @@ class TensorSpec:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
+def check_id(sample: str) -> None:
+    """Check that the id of a sample can be written into a log.
+
+    Raises:
+        ValueError: If it is no valid Unicode, as the name of a file that is none.
+    """
+    try:
+        sample.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Expected an id of valid Unicode for a sample. Received: {sample!r} ({error.reason}). Name files otherwise, such as by "
+            "os.fsencode(name).hex()."
+        ) from None
+
+
 @dataclass(frozen=True)
 class SampleRef:
     """One sample of a stream: what it is, and where its features lie.
@@ -54,10 +69,11 @@ class SampleRef:
         id: Names the sample in the log, which holds each at most once: a producer that is started again leaves out the ids that are there.
         object_id: Names the features in the store. No two objects of a store ever have the same.
         tensors: Shape and dtype of each feature by name.
-        meta: What else is known of the sample, as JSON: the version of the weights that made it, its source.
+        meta: What else is known of the sample, as JSON: the version of the weights that made it, its source. It is copied, and is at once
+            what a log in a file gives back: a tuple becomes a list, and keys become strings.
 
     Raises:
-        TypeError: If an id is no string, or `meta` holds what is no JSON, such as a tensor.
+        TypeError: If an id is no string, or `meta` holds what is no JSON, such as a tensor or a NaN.
     """
 
     id: str
@@ -71,12 +87,13 @@ class SampleRef:
                 f"Expected strings as the ids of a sample and of its object. Received: {self.id!r}, {self.object_id!r}."
             )
         try:
-            json.dumps(dict(self.meta), allow_nan=False)
+            meta = json.loads(json.dumps(dict(self.meta), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"Expected plain JSON in the metadata of sample {self.id!r}: the log of a stream holds no tensors. "
-                f"Received: {error}. Return tensors as features, which go to the store."
+                f"Expected plain JSON in the metadata of sample {self.id!r}: the log of a stream holds no tensors, and no NaN or infinity. "
+                f"Received: {error}. Return tensors as features, which go to the store, and None for a number that is none."
             ) from None
+        object.__setattr__(self, "meta", meta)
 
     @property
     def nbytes(self) -> int:

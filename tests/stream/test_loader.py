@@ -15,6 +15,7 @@ from support.streams import Draft, Stopped, assert_same, publish, settings
 
 from danling.data import Batch, Division, ReaderPlace
 from danling.stream import (
+    DirectoryStore,
     FeatureDataset,
     FileChannel,
     MemoryChannel,
@@ -144,6 +145,25 @@ def test_a_stream_without_a_sample_is_named(tmp_path: Path) -> None:
     for retain in ("step", "all"):
         with pytest.raises(ValueError, match=message):
             read(StreamLoader(*stream(0), 2, retain=retain), rank=1, world_size=2)
+
+
+@pytest.mark.parametrize("retain", ["checkpoint", "step"])
+def test_a_store_that_cannot_be_written_is_refused_before_training_where_features_would_be_freed(
+    tmp_path: Path, retain: Any
+) -> None:
+    channel = MemoryChannel()
+    publish(DirectoryStore(tmp_path / "store"), channel, range(8))
+    store = DirectoryStore(tmp_path / "store", read_only=True)
+    with (
+        pytest.raises(
+            ValueError, match="store that can be written.*Received: read_only=True, retain='.*Pass retain='all'"
+        ),
+        Draft(settings(tmp_path), store, channel, retain=retain) as runner,
+    ):
+        runner.train()
+    with Draft(settings(tmp_path), store, channel, retain="all") as runner:
+        runner.train()
+    assert runner.state.train.global_step == 5
 
 
 def test_an_idle_log_is_named() -> None:

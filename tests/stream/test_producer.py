@@ -18,6 +18,7 @@ from danling.stream import (
     DirectoryStore,
     EqualLengthBatches,
     FeatureProducer,
+    FileChannel,
     MemoryChannel,
     MemoryStore,
     SQLiteChannel,
@@ -67,6 +68,43 @@ def test_features_are_taken_apart_by_sample() -> None:
 def test_features_of_a_wrong_form_are_refused(features: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         by_sample(features, ["a", "b"])
+
+
+def test_a_part_of_a_tensor_is_refused() -> None:
+    class Divided(torch.Tensor):
+        def full_tensor(self) -> torch.Tensor:
+            return torch.cat([self, self])
+
+    part = torch.zeros(2, 3).as_subclass(Divided)
+    with pytest.raises(ValueError, match="whole features of sample 'a'. Received: 'x': a Divided.*full_tensor"):
+        by_sample({"x": part}, ["a", "b"])
+    with pytest.raises(TypeError, match="whole tensors in object 'o'. Received: 'x': a Divided.*full_tensor"):
+        MemoryStore().put("o", {"x": part})
+
+
+@pytest.mark.parametrize("name", ["a/b/../c", '日本語 \u0000\n"', "", "x" * 100_000])
+def test_any_id_of_unicode_names_a_sample(tmp_path: Path, name: str) -> None:
+    for kind in (FileChannel, SQLiteChannel):
+        store, channel = DirectoryStore(tmp_path / "store"), kind(tmp_path / kind.__name__)
+        assert publish(Publisher(store, channel, max_in_flight=None), Captured(name, {"x": torch.ones(0, 2)}, {})) == 1
+        assert channel.holds(name) and not channel.holds(name + "x")
+        (ref,) = channel.read(0, 2)
+        assert ref.id == name and store.get(ref)["x"].shape == (0, 2)
+        channel.close()
+
+
+def test_an_id_that_no_log_can_hold_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    class Strange(Target):
+        def sample_ids(self, batch: Any) -> list[str]:
+            return ["caf\udce9"] * len(batch["id"])
+
+    channel = MemoryChannel()
+    with (
+        pytest.raises(ValueError, match="valid Unicode"),
+        producer(tmp_path, Strange, store=MemoryStore(), channel=channel) as target,
+    ):
+        target.produce()
+    assert target.captured == []
 
 
 def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
@@ -142,11 +180,12 @@ def test_an_object_left_by_a_kill_makes_room_in_a_store_that_it_fills() -> None:
     assert store.get(channel.read(0, 1)[0])["x"].tolist() == [0.0] * 4 and store.usage() == 16
 
 
-def test_two_processes_of_one_producer_with_other_bits_free_nothing_that_the_log_will_lead_to() -> None:
+@pytest.mark.parametrize("appends", ["before we look", "before we free"])
+def test_two_processes_of_one_producer_with_other_bits_free_nothing_that_the_log_leads_to(appends: str) -> None:
     channel, bits = MemoryChannel(), torch.full((4,), 1.5)
 
     class Interrupted(MemoryStore):
-        """A store in which another process is first with other bits, and appends what it has put when it finds ours."""
+        """A store in which another process is first with other bits, and appends what it has put meanwhile."""
 
         others: Any = None
 
@@ -157,16 +196,20 @@ def test_two_processes_of_one_producer_with_other_bits_free_nothing_that_the_log
             try:
                 super().put(object_id, tensors)
             except ValueError:
-                assert channel.append(self.others) == 1
+                if appends == "before we look":
+                    assert channel.append(self.others) == 1
                 raise
 
         def discard(self, object_ids: Any) -> None:
+            channel.append(self.others)
             super().discard(object_ids)
-            assert torch.equal(self.get(channel.read(0, 1)[0])["x"], bits)
+            assert [self.get(ref)["x"].shape for ref in channel.read(0, 9)]
 
     store = Interrupted()
-    assert publish(publisher(store, channel), captured(0), captured(1)) == 1
-    assert torch.equal(store.get(channel.read(0, 1)[0])["x"], bits) and store.usage() == 32
+    assert publish(publisher(store, channel), captured(0), captured(1)) == (1 if appends == "before we look" else 2)
+    found = store.get(channel.read(0, 1)[0])["x"]
+    assert torch.equal(found, bits if appends == "before we look" else torch.zeros(4))
+    assert channel.published() == 2 and store.usage() == 32
 
 
 def test_two_logs_over_one_store_leave_each_other_their_features() -> None:

@@ -24,6 +24,13 @@ def test_metadata_that_is_no_json_is_refused_with_the_sample(value: object) -> N
         SampleRef("seven", "a1", {}, {"value": value})
 
 
+def test_metadata_is_at_once_what_a_log_gives_back() -> None:
+    meta = {"of": (1, 2), 3: [None]}
+    ref = SampleRef("a", "b", {}, meta)
+    meta[3].append(1)  # type: ignore[union-attr]
+    assert ref.meta == {"of": [1, 2], "3": [None]} and SampleRef.from_json(ref.to_json()) == ref
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="Received: 'float31'"):
         TensorSpec((1,), "float31")

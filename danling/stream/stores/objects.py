@@ -26,6 +26,11 @@ def check_object(object_id: str, tensors: Mapping[str, Tensor]) -> None:
     if not object_id:
         raise ValueError("Expected an object with a name that no other object of the store has. Received: ''.")
     for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"Expected whole tensors in object {object_id!r}. Received: {name!r}: a {type(tensor).__name__}, of which ranks hold "
+                "parts. Return its full_tensor() from capture."
+            )
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(
