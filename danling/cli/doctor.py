@@ -2,8 +2,8 @@
 
 Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from each kind of checkpoint
 that a stack writes by default (a file, a sharded one). What they end with must be bitwise the same: weights, optimizer,
-schedule, random streams. Then the compiler, torch.compile, nccl and the optional packages are tried. Exit code 1 says that
-something that is installed does not work.
+schedule, random streams. Then the compiler, torch.compile, nccl, the optional packages, and those packages are tried that
+fit some versions of torch or numpy only. Exit code 1 says that something that is installed does not work.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from danling.graph.compiler import cxx_command, cxx_version
 
 from .environment import EXTRAS, installed
 from .output import DAMAGED, OK, add_json, print_json
+from .pairs import examine_pairs
 
 _MODULES = {
     "mlflow-skinny": "mlflow",
@@ -84,7 +85,11 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument(
-        "--skip", nargs="+", default=[], choices=("train", *BACKENDS, "compile", "nccl", "extras"), help="leave out"
+        "--skip",
+        nargs="+",
+        default=[],
+        choices=("train", *BACKENDS, "compile", "nccl", "extras", "pairs"),
+        help="leave out",
     )
     parser.add_argument(
         "--timeout", type=_seconds, default=180.0, help="seconds that one check may take (default: 180)"
@@ -176,6 +181,8 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
     if "extras" not in skip:
         for package in EXTRAS:
             yield _timed(package, partial(_extra, package, timeout))
+    if "pairs" not in skip:
+        yield from (Check(*found) for found in examine_pairs(timeout))
 
 
 def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:

@@ -79,21 +79,40 @@ def environment() -> dict[str, object]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, `None` when there is none."""
+    """Return the version of an installed package, `None` when there is none; `unknown` where its metadata cannot be read."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+    except (KeyError, UnicodeDecodeError, OSError):
+        return "unknown"
 
 
 def torch_cuda() -> str | None:
     """Return the CUDA version torch was built for, read from its sources: importing it would take seconds."""
-    spec = find_spec("torch")
+    return cuda_of_build("torch") or None
+
+
+def cuda_of_build(module: str) -> str | None:
+    """Return the CUDA version that torch, or a package of its family, was built for; empty for the CPU, `None` where that is not told.
+
+    Args:
+        module: Its name. It is not imported, since that may fail.
+    """
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
         return None
-    found = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return found.group(1) if found else None
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if found := re.search(r"""^cuda(?:: [^=]+)? = ['"]([^'"]+)['"]""", text, re.MULTILINE):
+        return found[1]
+    if found := re.search(r"""^__version__ = ['"][^'"]*\+cu(\d+)(\d)['"]""", text, re.MULTILINE):
+        return f"{found[1]}.{found[2]}"
+    told = re.search(r"""^cuda(?:: [^=]+)? = None|^__version__ = ['"][^'"]*\+cpu['"]""", text, re.MULTILINE)
+    return "" if told else None
 
 
 def gpus() -> list[str]:
