@@ -18,6 +18,9 @@ Progress = Literal["made", "waits", "done"]
 _POLL_SECONDS = (0.001, 0.05)
 """The first and the longest pause between two looks at the credit."""
 
+_ALLOWED = "max_in_flight"
+"""What a producer that is limited adds to the metadata of each sample."""
+
 _MOST_NAMES = 8
 """Objects with other bits of one sample that are met at most: each is left by a kill between store and log, or of a second process."""
 
@@ -74,6 +77,11 @@ def _check_tensor(name: object, tensor: object, sample: str) -> None:
         raise ValueError(
             f"Expected features of sample {sample!r} to be tensors by name. Received: {name!r}: {type(tensor).__name__}. Return plain "
             "values from `metadata`."
+        )
+    if tensor.is_nested or tensor.is_meta:
+        raise ValueError(
+            f"Expected features of sample {sample!r} to be dense tensors with values. Received: {name!r}: a "
+            f"{'nested' if tensor.is_nested else 'meta'} tensor. Return a list with a mapping for each sample where their lengths differ."
         )
     if hasattr(tensor, "full_tensor"):
         raise ValueError(
@@ -159,12 +167,18 @@ class Publisher:
         """
         refs = []
         for sample in samples:
+            if _ALLOWED in sample.meta or not sample.features:
+                received = f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
+                raise ValueError(
+                    f"Expected features of sample {sample.id!r}, and metadata by names of its own. Received: {received}. Nothing of it was "
+                    "stored: mend `capture` or `metadata` and start the producer again, which goes on here."
+                )
             specs = {name: TensorSpec.of(tensor) for name, tensor in sample.features.items()}
             if self._first is None:
                 before = self._channel.read(0, 1)
                 self._first = before[0].tensors if before else specs
             check_like(sample.id, specs, self._first)
-            allowed = {} if self._max_in_flight is None else {"max_in_flight": self._max_in_flight}
+            allowed = {} if self._max_in_flight is None else {_ALLOWED: self._max_in_flight}
             refs.append(SampleRef(sample.id, self._object_id(sample.id), specs, {**sample.meta, **allowed}))
         return refs
 
@@ -207,6 +221,8 @@ class Publisher:
                 others.append(name)
                 if len(others) == _MOST_NAMES:
                     raise
+            except TypeError as error:
+                raise TypeError(f"{error} It holds sample {ref.id!r}.") from error
             except BufferError:
                 if not others:
                     raise

@@ -107,6 +107,37 @@ def test_an_id_that_no_log_can_hold_is_refused_before_it_is_made(tmp_path: Path)
     assert target.captured == []
 
 
+@pytest.mark.parametrize(
+    "features", [torch.empty(2, 3, device="meta"), torch.nested.nested_tensor([torch.ones(2)] * 2, layout=torch.jagged)]
+)
+def test_tensors_without_values_of_one_shape_are_refused(features: torch.Tensor) -> None:
+    with pytest.raises(
+        ValueError, match="features of sample 'a' to be dense tensors with values. Received: 'x': a (meta|nested)"
+    ):
+        by_sample({"x": features}, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("sample", "received"),
+    [
+        (Captured("s", {}, {}), "none"),
+        (Captured("s", {"x": torch.ones(1)}, {"max_in_flight": 3}), "metadata with 'max_in_flight'"),
+    ],
+)
+def test_a_sample_without_features_or_with_what_the_log_keeps_itself_is_refused(
+    sample: Captured, received: str
+) -> None:
+    with pytest.raises(ValueError, match=f"Expected features of sample 's', and metadata.*Received: {received}"):
+        publisher(MemoryStore(), MemoryChannel()).check([sample])
+
+
+def test_a_dtype_that_a_store_cannot_hold_is_named_with_its_sample(tmp_path: Path) -> None:
+    way = Publisher(DirectoryStore(tmp_path), MemoryChannel(), max_in_flight=None)
+    sample = Captured("s", {"x": torch.zeros(2, dtype=torch.complex128)}, {})
+    with pytest.raises(TypeError, match="'x' of torch.complex128.*view_as_real. It holds sample 's'"):
+        publish(way, sample)
+
+
 def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
     """Return a spec."""
     return TensorSpec(shape, dtype)
