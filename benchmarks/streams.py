@@ -10,7 +10,9 @@
 A producer in a process of its own hands the same tensors to this one, which holds each as tensors of its own: through a
 `multiprocessing.Queue` (torch shares their memory there, and this process copies it), through files by hand (`torch.save`, a rename,
 no sync; and with a sync), and through the stores and logs of the library, which sync every object and every reference, except in
-Mooncake. The ways take turns; medians over the rounds. The log is written, opened and read with as many references as `--samples` says.
+Mooncake. The ways take turns; medians over the rounds. A trainer that computes half as long again as a way needs for the same samples, so
+that the producer is the faster one, shows which share of its time it waits for data. The log is written, opened and read with as many
+references as `--samples` says.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from danling.stream import (
     RefChannel,
     SampleRef,
     SQLiteChannel,
+    StreamLoader,
     TensorSpec,
 )
 
@@ -48,6 +51,9 @@ Figures = dict[str, dict[str, float]]
 
 BATCH = 16
 """Samples that a producer appends, and a trainer frees, at once."""
+
+SLOWER = 1.5
+"""How long a trainer computes, as a multiple of what handing the samples over takes."""
 
 SIZES = {"16 KiB": (4, 2048, 256), "4 MiB": (1024, 2048, 32)}
 """Tokens, width and number of the samples of one round."""
@@ -192,6 +198,36 @@ class Pair:
         assert received == count
         return time.perf_counter() - begin
 
+    def waiting(self, tokens: int, width: int, count: int, compute_seconds: float) -> float:
+        """Return the share of its time that a trainer waits for data, which computes so long for each batch; for streams only.
+
+        The computing is a pause: that of an accelerator leaves the processor to the producer and to what is read ahead.
+        """
+        way = self.way
+        assert isinstance(way, Stream)
+        loader = StreamLoader(way.store, way.channel, BATCH, global_batch_size=BATCH)
+        loader.load_state_dict({"epoch": 0, "consumed": way.read, "last_id": "", "skipped": 0})
+        names = [f"sample-{self.sent + index}" for index in range(count)]
+        self.sent += count
+        self.orders.send((tokens, width, names))
+        self.orders.recv()
+        batches = loader.micro_batches(read=True)
+        next(batches)  # until the first one is there, nobody could be faster
+        loader.advance(1)
+        begin, waited = time.perf_counter(), 0.0
+        for _ in range(count // BATCH - 1):
+            time.sleep(compute_seconds)
+            loader.commit(loader.consumed)
+            asked = time.perf_counter()
+            next(batches)
+            waited += time.perf_counter() - asked
+            loader.advance(1)
+        share = waited / (time.perf_counter() - begin)
+        loader.commit(loader.consumed)
+        loader.close()
+        way.read = loader.consumed
+        return share
+
     def close(self) -> None:
         """End the producer."""
         self.orders.send(None)
@@ -211,6 +247,24 @@ def throughput(ways: dict[str, Pair], rounds: int) -> Figures:
             median = statistics.median(values[1:])
             figures[f"{size} {name}"] = {"samples/s": count / median, "MB/s": count * nbytes / median / 1e6}
     return figures
+
+
+def waiting(ways: dict[str, Pair], rounds: int, figures: Figures) -> Figures:
+    """Return the share of its time that a trainer waits, by stream and size, where the producer is the faster one.
+
+    Args:
+        ways: The ways, of which those that are streams are measured.
+        rounds: How often.
+        figures: What `throughput` has found.
+    """
+    shares: Figures = {}
+    for size, (tokens, width, count) in SIZES.items():
+        for name, pair in ways.items():
+            if isinstance(pair.way, Stream):
+                compute = SLOWER * BATCH / figures[f"{size} {name}"]["samples/s"]
+                found = [pair.waiting(tokens, width, max(count, 6 * BATCH), compute) for _ in range(rounds)]
+                shares[f"trainer, {size} {name}"] = {"waits (%)": 100 * statistics.median(found)}
+    return shares
 
 
 def resident() -> float:
@@ -289,10 +343,14 @@ def main() -> None:
         root = Path(directory)
         ways = {name: Pair(make, root / f"way-{number}") for number, (name, make) in enumerate(makes.items())}
         figures = throughput(ways, options.rounds)
-        for pair in ways.values():
-            pair.close()
         for name, one in figures.items():
             print(f"{name:30}{one['samples/s']:10.0f} samples/s{one['MB/s']:10.1f} MB/s", flush=True)
+        shares = waiting(ways, options.rounds, figures)
+        for pair in ways.values():
+            pair.close()
+        for name, one in shares.items():
+            print(f"{name:40} waits {one['waits (%)']:5.1f} % of its time", flush=True)
+        figures |= shares
         logs: dict[str, Callable[[], RefChannel]] = {
             "file": lambda: FileChannel(root / "million"),
             "sqlite": lambda: SQLiteChannel(root / "million.sqlite"),

@@ -21,7 +21,9 @@ def test_all_ways_are_measured(tmp_path: Path) -> None:
     ways = ["queue", "files", "files, synced", "directory, file", "directory, sqlite"]
     assert list(figures)[:10] == [f"{size} {way}" for size in ("16 KiB", "4 MiB") for way in ways]
     assert all(figures[name]["samples/s"] > 0 for name in list(figures)[:10])
-    assert set(figures) - set(list(figures)[:10]) == {"log, file", "log, sqlite"}
+    trainers = {f"trainer, {size} directory, {log}" for size in ("16 KiB", "4 MiB") for log in ("file", "sqlite")}
+    assert all(0 <= figures[name]["waits (%)"] < 100 for name in trainers)
+    assert set(figures) - set(list(figures)[:10]) == {"log, file", "log, sqlite", *trainers}
 
 
 def test_a_log_is_measured_at_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
