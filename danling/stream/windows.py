@@ -170,8 +170,9 @@ class WindowReader:
 
 def _ended_early(name: str, kind: str, reason: str, published: int, position: int) -> str:
     how = "failed" if kind == "failed" else "was stopped"
+    why = f": {reason.rstrip('.')}" if reason else ""
     return (
         f"Expected the producer of stream {name} to go on: its log is not complete. Received: it {how} after {published} samples, of which "
-        f"{position} are trained on{f': {reason}' if reason else ''}. Start the producer again, which goes on behind the last one, and "
-        "then this run, which goes on from its last checkpoint."
+        f"{position} are trained on{why}. Start the producer again, which goes on behind the last one, and then this run, which goes on "
+        "from its last checkpoint."
     )
