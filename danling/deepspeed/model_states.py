@@ -32,8 +32,6 @@ class EngineModelStates(ModelStates):
         parts: As of `ModelStates`.
     """
 
-    keeps_modes = False
-
     def __init__(
         self,
         *,

@@ -14,7 +14,6 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.stacks import counts_flops
 from danling.data import Batch
 from danling.distributed import set_collective_timeout
-from danling.optim.modes import enter_training
 from danling.reporting import describe_batches, describe_parameters, describe_training
 from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
@@ -149,7 +148,6 @@ class TrainingDriver:
         update.steps_scheduler = runner.scheduler is not None and self.parts.scheduler_interval() == "step"
         if not runner.model.training:
             runner.model.train()
-        enter_training(runner.optimizer)
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""
