@@ -1,0 +1,72 @@
+"""The page of versions and systems says what pyproject.toml, constraints.txt, the fixtures and the sources say."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from support.pages import ROOT
+
+import danling
+from danling.checkpoints.reading import FORMAT_VERSION
+
+PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def pinned(name: str) -> str:
+    found = re.search(rf"^{name}==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_python_and_torch_are_those_of_the_project() -> None:
+    least = dict(re.findall(r'"(torch|torchdata)>=([\d.]+)"', PROJECT))
+    python = re.search(r'requires-python = ">=([\d.]+)"', PROJECT)
+    assert python is not None and f"| Python | {python[1]} or later |" in PAGE
+    for name in ("torch", "torchdata"):
+        assert f"| {name} | {least[name]} or later | {pinned(name)} |" in PAGE
+
+
+def test_extras_for_linux_alone_are_named() -> None:
+    marked = {line.split(" = ")[0] for line in PROJECT.splitlines() if "sys_platform == 'linux'" in line}
+    assert marked == {"deepspeed", "torchft", "mooncake"}
+    assert "The extras `deepspeed`, `torchft` and `mooncake` install their packages on Linux only." in PAGE
+
+
+def test_version_and_formats_are_those_of_the_sources() -> None:
+    assert f"This is {danling.__version__}, an alpha" in PAGE
+    assert f"Today's, and so far the only one, is **{FORMAT_VERSION}**." in PAGE
+    fixtures = {path.name for path in (ROOT / "tests" / "checkpoints" / "fixtures").iterdir() if path.is_dir()}
+    assert fixtures == {f"v{version}" for version in range(1, FORMAT_VERSION + 1)}
+
+
+def test_files_that_the_page_names_are_there() -> None:
+    named = re.findall(r"`((?:danling|tests)/[\w./]+)`", PAGE)
+    assert len(named) >= 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_what_is_not_posix_is_imported_only_where_it_is_guarded() -> None:
+    """`fcntl` is what stops Windows; nothing else that a system may lack is imported at the top of a file."""
+    lacking = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "msvcrt", "winreg", "_winapi"}
+    found = {
+        (alias.name, str(file.relative_to(ROOT)))
+        for file in (ROOT / "danling").rglob("*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in lacking
+    }
+    assert {name for name, _ in found} == {"fcntl"}
+    assert ("fcntl", "danling/utils/locks.py") in found
+
+
+def test_a_runner_cannot_be_had_without_record_locks() -> None:
+    """As on Windows, which has no `fcntl`."""
+    program = "import sys; sys.modules['fcntl'] = None; import danling; danling.Runner"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(ROOT))
+    assert ended.returncode == 1 and "import of fcntl halted" in ended.stderr

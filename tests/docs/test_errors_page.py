@@ -1,0 +1,51 @@
+"""The page of every error text is that of the sources, and has what is raised, warned of and advised."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+from support.pages import ROOT
+
+LIST: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "list_errors.py"))
+
+
+def page_of(source: str) -> str:
+    file = Path("library") / "config" / "module.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    return str(LIST["page"](Path("library")))
+
+
+def test_the_page_is_that_of_the_sources() -> None:
+    assert LIST["main"](["--check"]) == 0, "run: python scripts/list_errors.py"
+
+
+def test_what_is_raised_stands_with_its_values_and_its_advice() -> None:
+    page = page_of(
+        "def check(value):\n"
+        '    raise ValueError(f"Expected a number. Received: value={value!r} of {type(value).__name__}. " "Set it to one.")\n'
+    )
+    assert "## Configuration" in page
+    assert "| Expected a number. Received: value=<i>value</i> of <i>...</i>. | Set it to one. | `ValueError` |" in page
+
+
+def test_warnings_and_texts_that_are_raised_elsewhere_are_found() -> None:
+    page = page_of(
+        "def check(logger, name, many):\n"
+        '    logger.warning("Update %d of %s was skipped.", name, len(many))\n'
+        '    logger.info("Nothing of this is on the page.")\n'
+        '    return "Expected a file_name with | in it. Received: none."\n'
+    )
+    assert "| Update <i>name</i> of <i>...</i> was skipped. |  | `warning` |" in page
+    assert "Nothing of this" not in page
+    assert r"| Expected a file\_name with \| in it. Received: none. |  | `error` |" in page
+
+
+def test_both_texts_of_a_choice_are_found_and_single_words_are_not() -> None:
+    page = page_of(
+        'def check(a):\n    raise ValueError("Expected this much of it." if a else "Expected that much of it.")\n'
+    )
+    assert "Expected this much" in page and "Expected that much" in page
+    assert "`KeyError`" not in page_of('def check():\n    raise KeyError("name_of_a_key")\n')
