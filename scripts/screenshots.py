@@ -33,7 +33,8 @@ def write_text() -> None:
     """Put what the example prints into the page, between its markers."""
     page = PAGE.read_text()
     with tempfile.TemporaryDirectory() as name:
-        program = [sys.executable, str(ROOT / "examples" / "digits.py"), "--dir"]
+        Path(name, "examples").symlink_to(ROOT / "examples")
+        program = [sys.executable, "examples/digits.py", "--dir"]
         for columns in (80, 150):
             said = in_terminal([*program, f"{name}/{columns}"], Path(name), columns)
             page = between(page, f"{columns} columns", wrapped(screen(said, until="epoch 7"), columns), name)
@@ -122,7 +123,7 @@ def screen(text: str, *, until: str | None = None) -> list[str]:
             line[column : column + len(piece)] = piece
             column += len(piece)
             drawn_after = (
-                until is not None and any(until in "".join(past) for past in lines[:-1]) and "exp epoch" in piece
+                until is not None and any(until in "".join(past) for past in lines[:-1]) and " left |" in piece
             )
         if drawn_after:
             break

@@ -23,7 +23,17 @@ from .fields import MISSING, Field, conform, describe, fields_of, members_of
 from .identity import digest, plain
 
 _INTERNAL = frozenset(
-    {"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory", "_own_keys"}
+    {
+        "indent",
+        "separator",
+        "convert_mapping",
+        "fallback",
+        "frozen",
+        "parser",
+        "default_factory",
+        "_own_keys",
+        "_command_line",
+    }
 )
 _PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
 

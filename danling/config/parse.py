@@ -68,6 +68,12 @@ def parse_into(
             assign(config, key, words, strict=strict)
 
 
+def command_line_of(config: Section) -> tuple[str, ...] | None:
+    """Return the words of the program's own command line that a configuration has read; `None` where it read none."""
+    words: tuple[str, ...] | None = vars(config).get("_command_line")
+    return words
+
+
 def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Return the options and the words after each, in order.
 

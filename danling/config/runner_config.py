@@ -473,6 +473,8 @@ class RunnerConfig(ClosedSection):
                 strict=strict,
                 check=self._refuse_undeclared,
             )
+        if args is None:
+            self.__dict__["_command_line"] = tuple(words)
         if boot:
             self.boot()
         with usage_errors(args is None):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .printing import Printer
     from .progress import Progress, format_duration, format_number, format_scores
     from .reporter import Reporter
+    from .summary import Launch, describe_end
     from .telemetry import Shared, Telemetry, memory_figures
     from .trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerSet, WandbTracker, read_jsonl
     from .trackio_tracker import TrackioTracker
@@ -30,6 +31,7 @@ else:
             "printing": ("Printer",),
             "progress": ("Progress", "format_duration", "format_number", "format_scores"),
             "reporter": ("Reporter",),
+            "summary": ("Launch", "describe_end"),
             "telemetry": ("Shared", "Telemetry", "memory_figures"),
             "trackers": ("JsonlTracker", "TensorBoardTracker", "Tracker", "TrackerSet", "WandbTracker", "read_jsonl"),
             "trackio_tracker": ("TrackioTracker",),
@@ -39,6 +41,7 @@ else:
 __all__ = [
     "BUILT_IN_TRACKERS",
     "JsonlTracker",
+    "Launch",
     "MlflowTracker",
     "ModelFlops",
     "Printer",
@@ -56,6 +59,7 @@ __all__ = [
     "close_run_log",
     "counted",
     "describe_batches",
+    "describe_end",
     "describe_parameters",
     "describe_training",
     "device_peak_flops",

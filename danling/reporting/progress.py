@@ -8,13 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
 
+from danling.utils.notebook import in_notebook
 from danling.utils.numbers import Paced, format_count
 
 from .logging import SHOWN_ON_BAR
+from .notebook import NotebookBar
 from .printing import Printer, bar_closed, bar_opened
 
 if TYPE_CHECKING:
@@ -23,15 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 _BAR = "{desc}  {n_fmt}/{total_fmt}, {remaining} left |{bar}|"
-"""Figures first: tqdm cuts off on the right what has no room."""
+"""Metrics first: tqdm cuts off on the right what has no room."""
+_NARROWEST_BAR = 10
+_BESIDE_BAR = len("  /, 00:00 left ||")
 
 
 class Progress:
     """Progress towards a number of steps.
 
-    On a terminal it draws a bar of `tqdm`, metrics first: where there is little room it is the bar that gives way. Elsewhere (a file, a
-    pipe, CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the first and the last are
-    always written. Counting costs about a microsecond a step with a bar, a tenth of one without.
+    On a terminal it draws a bar of `tqdm`, metrics first. Where there is little room, the name gives way, and then one metric after
+    the other from the last on, until ten columns are left for the bar. In a notebook the bar and the curves are the output of the cell.
+    Elsewhere (a file, a pipe, CI) nothing is drawn, and `show` writes a line of the log, at most one in `seconds_between_lines`; the
+    first and the last are always written. Counting costs about a microsecond a step with a bar, a tenth of one without.
 
     Args:
         total: Steps of the whole run; `None` when not known.
@@ -40,7 +45,7 @@ class Progress:
         unit: What is counted.
         enabled: Whether this process speaks; usually the main one does.
         leave: Whether the bar stays on the screen at the end.
-        stream: Where the bar is drawn; `None` is `sys.stderr`.
+        stream: Where the bar is drawn; `None` is `sys.stderr`, or the output of the cell in a notebook.
         seconds_between_lines: Seconds at least from one line to the next.
         clock: Seconds, monotonic.
     """
@@ -58,7 +63,8 @@ class Progress:
         seconds_between_lines: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        stream = stream if stream is not None else sys.stderr
+        notebook = stream is None and in_notebook()
+        self._stream = stream if stream is not None else sys.stderr
         self.total = total
         self.initial = initial
         self.desc = desc
@@ -73,16 +79,20 @@ class Progress:
         self._started = clock()
         self._lines = Paced(seconds_between_lines, clock=clock)
         self._withheld: str | None = None
-        self._figures = ""
+        self._figures: Mapping[str, float] = {}
         self._bar: Any = None
+        self._curves: NotebookBar | None = None
         self._doing = ""
-        if enabled and is_terminal(stream):
-            self._bar = _open_bar(total=total, initial=initial, desc=desc, unit=unit, leave=leave, file=stream)
+        if enabled and notebook:
+            self._bar = self._curves = NotebookBar(total, initial=initial, clock=clock)
+            bar_opened(self._bar)
+        elif enabled and is_terminal(self._stream):
+            self._bar = _open_bar(total=total, initial=initial, desc=desc, unit=unit, leave=leave, file=self._stream)
             bar_opened(self._bar)
 
     @property
     def draws_bar(self) -> bool:
-        """Whether a bar is on the terminal."""
+        """Whether a bar is on the terminal, or in the notebook."""
         return self._bar is not None
 
     def update(self, step: int) -> None:
@@ -112,8 +122,28 @@ class Progress:
             self._bar.update(0)
 
     def _description(self) -> str:
-        head = " ".join(part for part in (self.desc, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
-        return "  ".join(part for part in (head, self._figures) if part)
+        """Return what stands before the bar: as much as leaves room for it."""
+        shown = list(self._figures.items())
+        whole = self._described(self.desc, shown)
+        room = self._room()
+        if len(whole) <= room:
+            return whole
+        shorter = [self._described("", shown[:count]) for count in range(len(shown), 0, -1)]
+        return next((text for text in shorter if len(text) <= room), shorter[-1] if shorter else whole)
+
+    def _room(self) -> float:
+        """Return how many columns are left beside the smallest bar."""
+        if self._curves is not None:
+            return math.inf
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            return math.inf
+        return columns - _BESIDE_BAR - 2 * len(str(self.total or self.step)) - _NARROWEST_BAR
+
+    def _described(self, name: str, figures: Sequence[tuple[str, float]]) -> str:
+        head = " ".join(part for part in (name, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
+        return "  ".join(part for part in (head, format_scores(dict(figures))) if part)
 
     def show(self, step: int, values: Mapping[str, float], *, speed: str = "") -> None:
         """Show metrics at `step`: on the bar, and as a line of the log when one is due.
@@ -126,14 +156,24 @@ class Progress:
         self.update(step)
         if not self.enabled:
             return
-        self._figures = format_scores(values)
+        self._figures = dict(values)
         if self._bar is not None:
             self._bar.set_description_str(self._description(), refresh=False)
-        line = self.line(self._figures, speed)
+        line = self.line(format_scores(values), speed)
         if self._lines.due():
             self._write(line)
         else:
             self._withheld = line
+
+    def curve(self, step: int, result: Mapping[str, Mapping[str, float]]) -> None:
+        """Add points to the curves of a notebook; there are none elsewhere.
+
+        Args:
+            step: Step of the whole run that they belong to.
+            result: Metrics by split.
+        """
+        if self._curves is not None:
+            self._curves.curve(step, result)
 
     def write_last(self) -> None:
         """Write the line of the last metrics, if it was withheld: what is said next is the end."""

@@ -30,6 +30,9 @@ _T = TypeVar("_T")
 _SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "stream_in_flight": "in_flight"}
 """Metrics of an update that are printed, and what they are called there."""
 
+_SINGLE_UPDATES = "updates"
+"""What the loss of single updates is called among the curves of a notebook."""
+
 _RESULT_LINES = 100
 """Results of epochs or evaluations that are printed at any pace."""
 
@@ -272,6 +275,7 @@ class Reporter:
         if self.bar is not None:
             self.bar.epoch = epoch
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
+            self.bar.curve(step, {_SINGLE_UPDATES: {"loss": values["loss"]}})
             self.bar.show(step, {_SHOWN[name]: values[name] for name in _SHOWN if name in values}, speed=speed)
 
     def log_result(
@@ -299,20 +303,24 @@ class Reporter:
             logger.info("%s: %s", title, metrics)
             if self.bar is not None:
                 self.bar.forget_last()
+        if self.bar is not None:
+            self.bar.curve(step, result)
         # A key of its own: `train/loss` is the loss of single updates.
         named = {f"{split}_mean" if split in trained else split: values for split, values in result.items()}
         flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
         self.trackers.log(flat, step)
 
-    def log_ending(self, ending: str, *, step: int, samples: int) -> None:
+    def log_ending(self, ending: str, *, step: int, samples: int, summary: Callable[[], Sequence[str]] = tuple) -> None:
         """Say on the main process how a training ended, and what it did.
 
         Args:
             ending: Such as `Finished`.
             step: Updates committed.
             samples: Samples of all ranks trained on so far.
+            summary: Returns what else there is to say, a line each; called on the main process.
         """
         if self.is_main and self.telemetry is not None:
             if self.bar is not None:
                 self.bar.write_last()
-            logger.info("%s: %s", ending, self.telemetry.summary(step, samples - self._samples_at_begin))
+            speed = self.telemetry.summary(step, samples - self._samples_at_begin)
+            logger.info("%s", "\n  ".join([f"{ending}: {speed}", *summary()]))

@@ -55,6 +55,7 @@ class ReportFacts:
         flops_per_sample: Returns the model's FLOPs for a sample, `None` when not known.
         ended: Returns whether the run is at its end.
         of_loaders: Returns by split what the loaders have to show; called on the main process.
+        summary: Returns what is said at the end beside the speed, a line each; called on the main process.
     """
 
     counters: Callable[[], TrainedSoFar]
@@ -70,6 +71,7 @@ class ReportFacts:
     flops_per_sample: Callable[[], float | None]
     ended: Callable[[], bool]
     of_loaders: Callable[[], Mapping[str, Mapping[str, float]]] = dict
+    summary: Callable[[], Sequence[str]] = tuple
 
 
 class RunReport:
@@ -180,7 +182,9 @@ class RunReport:
             ending: Such as `Finished`.
         """
         counters = self._facts.counters()
-        self.reporter.log_ending(ending, step=counters.global_step, samples=counters.samples)
+        self.reporter.log_ending(
+            ending, step=counters.global_step, samples=counters.samples, summary=self._facts.summary
+        )
 
     def _epoch(self) -> str:
         """Return what stands behind the name on the bar."""

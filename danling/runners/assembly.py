@@ -496,6 +496,7 @@ class TorchParts:
             flops_per_sample=lambda: runner.flops_per_sample(),
             of_loaders=runner._data.metrics,
             ended=lambda: runner.progress >= 1 or self.loop.data_ended or runner._session.stop_reason is not None,
+            summary=lambda: self.driver.summary(),
         )
         return RunReport(
             runner._reporter,

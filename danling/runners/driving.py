@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
 from danling.data import Batch
 from danling.distributed import set_collective_timeout
-from danling.reporting import describe_batches, describe_parameters, describe_training
+from danling.reporting import Launch, describe_batches, describe_end, describe_parameters, describe_training
 from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
 from danling.training.model_states import weights_to_export
@@ -273,6 +274,25 @@ class TrainingDriver:
                 runner.batch_size, runner.accum_steps, runner._data.plan.division(), distributed=runner.distributed
             ),
             directory=runner.workspace.dir,
+        )
+
+    def summary(self) -> list[str]:
+        """Return what is said at the end beside the speed: the best score, and what to do next. No communication."""
+        runner, board = self.runner, self.runner.standing.board
+        unit = "step" if runner.is_step_mode else "epoch"
+        best = None
+        if runner.best_index is not None and runner.best_score is not None:
+            name = runner.config.score_name if board is None else f"{board.split}.{board.name}"
+            best = (name, runner.best_score, f"{unit} {runner.best_index}")
+        done = runner.steps if runner.is_step_mode else runner.epochs
+        ended = runner.progress >= 1 and runner._session.stop_reason is None
+        return describe_end(
+            Launch.of_this_program(command_line_of(runner.config), runner.world_size, type(runner).__name__),
+            directory=runner.workspace.dir,
+            checkpoints=runner.workspace.checkpoints,
+            best=best,
+            budget=(f"{unit}s", 2 * done) if ended and done else None,
+            trust=runner.stack == "deepspeed",
         )
 
     def profiler(self) -> Profiler | None:

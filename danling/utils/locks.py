@@ -122,6 +122,14 @@ class FileLock:
         os.pwrite(handle, Holder.me().text().encode(), 0)
         return True
 
+    def take_over(self) -> bool:
+        """Take it from another lock of this process, which does not have it any more, and return whether this one has it now."""
+        _, other = _held_here.get(self.file.parent.resolve() / self.file.name, (0, None))
+        held = other() if other is not None else None
+        if held is not None:
+            held.release()
+        return self.acquire()
+
     def is_taken(self) -> bool:
         """Whether another holds it, asked without taking it: nothing is made, changed or removed."""
         if self.held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from pathlib import Path
 from danling.utils.locks import FileLock
 
 from .series import LOCK, background_writers, holds_checkpoint, holds_figures, member, natural_key, numbers, parts
+
+logger = logging.getLogger("danling")
 
 WAIT_SECONDS = 60.0
 """How long a start waits for the process that uses its directory to end: after a kill, ranks take a while to die."""
@@ -43,6 +46,8 @@ class Wish:
         own_id: Returns the id under which the run can go on in a run directory, `None` where that holds another run.
         differences: Returns how the configuration of the run in a run directory differs in what changes the result, a line for each key.
         older: Returns a run directory of the family that an older version made for this configuration under another id.
+        again: Whether the program may make the same run again, as a cell of a notebook does: a start from scratch takes the next free name
+            beside a directory that is named and holds a run, and a directory that an earlier runner of this process has is taken over.
     """
 
     family: Path
@@ -58,6 +63,7 @@ class Wish:
     own_id: Callable[[Path], str | None] = lambda directory: None
     differences: Callable[[Path], list[str]] = lambda directory: []
     older: Callable[[], Path | None] = lambda: None
+    again: bool = False
 
     def checkpoints(self, run: Path) -> Path:
         """Return the directory of checkpoints of a run directory."""
@@ -191,6 +197,12 @@ class Claim:
         lock = FileLock(directory / LOCK)
         if not lock.wait(seconds):
             me = lock.holder.pid == os.getpid()
+            if me and self.wish.again and lock.take_over():
+                logger.info(
+                    "This runner writes into %s from now on, and an earlier one of this notebook no more.", directory
+                )
+                self._locks.append(lock)
+                return lock
             raise RunInUseError(
                 f"Expected {directory} to be free. Received: a directory that is in use by {lock.holder}"
                 + (", which is this process: close the runner that has it first." if me else ".")
@@ -206,6 +218,11 @@ class Claim:
             RunInUseError: If the program has closed the file of the lock, and another process has taken it since.
         """
         for lock in self._locks:
+            if self.wish.again and not lock.held:
+                raise RunInUseError(
+                    f"Expected the runner that was constructed last to write into {lock.file.parent}. Received: an earlier one of this "
+                    "notebook. Use the later one, or construct this one anew."
+                )
             if not lock.confirm():
                 raise RunInUseError(
                     f"Expected this process to be the one that writes into {lock.file.parent}. Received: a directory that "
@@ -235,8 +252,25 @@ def _named(wish: Wish, run: Path) -> Claim:
     # A checkpoint of another place comes before what lies here, and would write over it.
     goes_on = wish.auto_resume if wish.resume is None else _lies_in(wish, run)
     if not wish.only_looks and not goes_on:
+        if wish.again:
+            return _next_free(wish, run)
         _refuse_run(wish, run)
     return _chosen(wish, run, from_scratch=not goes_on)
+
+
+def _next_free(wish: Wish, run: Path) -> Claim:
+    """Choose a named directory, or the next beside it that holds no run and that nobody writes into."""
+    _refuse_checkpoints(wish)
+    number = 1
+    while wish.holds_run(free := run.with_name(member(run.name, number))) or is_in_use(free):
+        number += 1
+    claimed = _chosen(wish, free, from_scratch=True)
+    if number > 1:
+        claimed.notice = (
+            f"{run} holds an earlier run, which stays as it is: this one, from scratch, is {free}. "
+            "auto_resume=true goes on in the earlier one."
+        )
+    return claimed
 
 
 def _unnamed(wish: Wish) -> Claim:

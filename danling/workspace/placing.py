@@ -16,6 +16,7 @@ from danling.config import RunnerConfig, identity
 from danling.config.updates import update_sizes
 from danling.utils.files import open_file
 from danling.utils.nesting import parse_yaml
+from danling.utils.notebook import in_notebook
 
 from .claim import WAIT_SECONDS, Wish, newest_first
 from .series import number_of
@@ -76,6 +77,7 @@ def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | N
         own_id=own_id,
         differences=lambda run: _differences(config, run / name, replicas) or [],
         older=older,
+        again=part is None and in_notebook(),
     )
 
 

@@ -112,8 +112,25 @@ def test_figures_come_first_where_there_is_little_room() -> None:
         progress.show(6, {"loss": 0.5, "lr": 0.01})
         progress.update(1000)
     last = drawn[0].rstrip().rsplit("\r", 1)[-1]
-    assert last.startswith("digits epoch 1/10  loss 0.5000  lr 0.0100  1000/1000, ")
+    assert last.startswith("epoch 1/10  loss 0.5000  1000/1000, ")
     assert len(last) <= 60
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 150])
+def test_ten_columns_are_left_for_the_bar(columns: int) -> None:
+    """The name gives way first, then the last metrics; where all has room, all is shown."""
+    with terminal(columns=columns) as (stream, drawn), Progress(780, desc="digits", stream=stream) as progress:
+        progress.epoch = "epoch 7/10"
+        progress.show(546, {"loss": 0.1328, "grad_norm": 0.9123, "lr": 2.519e-03})
+        progress.doing("val 12")
+        progress.doing("")
+        progress.update(780)
+    last = drawn[0].rstrip().rsplit("\r", 1)[-1]
+    bar = last[last.index("|") + 1 : last.rindex("|")]
+    assert len(last) <= columns and len(bar) >= 10 and last.endswith("|")
+    text = {60: "epoch 7/10  loss 0.1328  7", 80: "epoch 7/10  loss 0.1328  grad_norm 0.9123  7"}
+    whole = "digits epoch 7/10  loss 0.1328  grad_norm 0.9123  lr 2.519e-03  7"
+    assert last.startswith(text.get(columns, whole))
 
 
 def test_unknown_length_and_other_ranks(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

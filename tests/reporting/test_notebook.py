@@ -1,0 +1,148 @@
+"""Training in a notebook: a bar and curves below the cell, and a cell that is run a second time, with a real kernel."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager
+from support.pages import ROOT
+
+from danling.reporting.notebook import NotebookBar
+from danling.utils.notebook import in_notebook
+
+DEFINE = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+
+class Toy(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
+        self.datasets = {"train": data, "val": data}
+        self.model = nn.Linear(4, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+def settings(**more):
+    return dl.RunnerConfig(seed=1, epochs=2, dataloader={"batch_size": 8}, optim={"type": "sgd", "lr": 0.1}, **more)
+"""
+TRAIN = """\
+runner = Toy(settings())
+runner.train()
+print("place", runner.workspace.dir.name, runner.train_state.epoch)
+"""
+NAMED = """\
+runner = Toy(settings(dir="named"))
+runner.train();
+print("place", runner.workspace.dir.name, runner.train_state.epoch)
+"""
+GO_ON = """\
+runner = Toy(settings(dir="named", auto_resume=True) | {"epochs": EPOCHS})
+runner.train();
+print("place", runner.workspace.dir.name, runner.train_state.epoch)
+"""
+
+
+class Manager(KernelManager):
+    """Starts a kernel of this Python, whatever kernels are installed for others."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """The kernel."""
+        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+
+
+def run_cells(*cells: str) -> list[dict[str, str]]:
+    """Run cells in one kernel, in the working directory, and return what each shows, by kind."""
+    home = Path.cwd() / "home"
+    home.mkdir()
+    names = {name: str(home / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    kernel = Manager()
+    client = nbclient.NotebookClient(notebook, timeout=120, km=kernel)
+    try:
+        client.execute(env={**os.environ, **names, "PYTHONPATH": search})
+    finally:
+        kernel.shutdown_kernel(now=True)
+    return [shown(cell.outputs) for cell in notebook.cells]
+
+
+def shown(outputs: list[Any]) -> dict[str, str]:
+    found: dict[str, str] = {"stdout": "", "stderr": "", "html": ""}
+    for output in outputs:
+        if output.output_type == "stream":
+            found[output.name] += output.text
+        elif output.output_type == "display_data":
+            found["html"] += output.data.get("text/html", "")
+    return found
+
+
+def test_cells_show_a_bar_and_curves_and_may_be_run_again() -> None:
+    cells = run_cells(DEFINE, TRAIN, TRAIN, NAMED, NAMED, GO_ON.replace("EPOCHS", "3"), GO_ON.replace("EPOCHS", "4"))
+    first, second, named, again, on, further = cells[1:]
+    html = first["html"]
+    assert html.count("<progress") == 1 and 'max="8" value="8"' in html and "epoch 2/2" in html
+    assert html.count("<svg") == 1 and {"updates", "train", "val"} <= set(re.findall(r">(\w+)</text>", html))
+    assert "Finished: 8 updates" in first["stderr"] and "go on    Toy.from_checkpoint(" in first["stderr"]
+    assert "|" not in first["stdout"], "no bar of a terminal"
+    # From scratch, a cell that is run again makes a run of its own, and says so; none of them fails.
+    place = first["stdout"].split()[1]
+    assert second["stdout"].split()[1:] == [f"{place}-2", "2"]
+    assert "holds an earlier run of this configuration, which stays as it is" in second["stderr"]
+    assert named["stdout"].split()[1:] == ["named", "2"]
+    assert again["stdout"].split()[1:] == ["named-2", "2"]
+    assert "holds an earlier run, which stays as it is: this one, from scratch, is" in again["stderr"]
+    # With auto_resume it goes on, although the runner of the cell before is still there.
+    assert on["stdout"].split()[1:] == ["named", "3"] and "Resumed from latest at step 8" in on["stderr"]
+    assert further["stdout"].split()[1:] == ["named", "4"] and "Resumed from latest at step 12" in further["stderr"]
+
+
+def drawn(total: int | None, **settings: Any) -> tuple[NotebookBar, list[str]]:
+    pages: list[str] = []
+
+    def show(html: str) -> Callable[[str], object]:
+        pages.append(html)
+        return pages.append
+
+    return NotebookBar(total, show=show, **settings), pages
+
+
+def test_it_is_drawn_now_and_then_and_at_the_end() -> None:
+    now = [0.0]
+    bar, pages = drawn(100, clock=lambda: now[0])
+    for _ in range(100):
+        now[0] += 0.01
+        bar.update(1)
+    assert 3 <= len(pages) <= 6
+    bar.close()
+    assert 'value="100"' in pages[-1] and " left" not in pages[-1]
+    assert " s left" in pages[2]
+
+
+def test_curves_have_a_panel_a_metric_and_a_line_a_split() -> None:
+    bar, pages = drawn(None)
+    for step in range(2000):
+        bar.curve(step, {"updates": {"loss": 1 / (step + 1)}})
+    bar.curve(1000, {"val": {"loss": 0.5, "acc <b>": float("nan")}})
+    bar.set_description_str("epoch <1>")
+    bar.set_description_str("later", refresh=False)
+    assert pages[-1].count("<polyline") == 1 and pages[-1].count("<circle") == 1
+    assert "epoch &lt;1&gt;" in pages[-1] and "<b>" not in pages[-1] and "<progress" not in pages[-1]
+    assert pages[-1].count(",") < 900, "a long curve keeps some hundred points"
+
+
+def test_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not in_notebook()
+    monkeypatch.setitem(sys.modules, "IPython", type(sys)("IPython"))
+    assert not in_notebook()
