@@ -14,6 +14,7 @@ from .generators import Generators, generator_state
 from .plain_state import from_plain, is_stateful, to_plain
 from .randomness import derive_seed, mix_seed, seed_host_streams
 from .replayed import Replayed, apart, draws_of_groups
+from .user_loader import fingerprint, say_order_differs
 from .workers import WorkersView
 
 logger = logging.getLogger("danling")
@@ -87,6 +88,9 @@ class StreamIterator:
         self._items = 0
         self._over = False
         self._why_again = _NO_STATE if self._draws is None else _GROUPS
+        self._positioned = is_stateful(self._dataset)
+        self._last: int | None = None
+        """Fingerprint of the last item of the latest batch, where what was read will be read again."""
 
     def __iter__(self) -> StreamIterator:
         return self
@@ -108,11 +112,15 @@ class StreamIterator:
         self._items += 1
         if self._items % self.stream.every == 0:
             self._look_for_draws()
+            if not self._positioned:
+                self._last = fingerprint(item)
         return item
 
     def _begin(self) -> Iterator[object]:
         self._seed(0)
-        return iter(self._dataset)
+        iterator: Iterator[object] = iter(self._dataset)
+        self._positioned = self._positioned or is_stateful(iterator)
+        return iterator
 
     def _seed(self, item: int) -> None:
         if self._generators is None:
@@ -135,7 +143,9 @@ class StreamIterator:
         dataset, iterator = self._dataset, self._iterator
         enough = self._draws is None or not self._draws.seen
         held = enough and iterator is not dataset and is_stateful(dataset)
+        last = {} if self._last is None else {"last": self._last}
         state: dict[str, Any] = {
+            **last,
             "items": self._items,
             "over": self._over,
             "epoch": self.stream.epoch,
@@ -188,6 +198,8 @@ class StreamIterator:
             )
         for _ in range(state["items"]):
             next(self)
+        if self.stream.speaks and self._worker == 0 and self._last != state.get("last", self._last):
+            say_order_differs(self.stream.split, self.stream.dataset, state["items"])
 
 
 def stream_generators(dataset: object, collate_fn: object = None) -> Generators:

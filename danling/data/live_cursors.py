@@ -21,7 +21,9 @@ from .stream_loader import StreamLoader
 from .user_loader import (
     call_set_epoch,
     equalize_draws,
+    fingerprint,
     order_is_of_rank,
+    say_order_differs,
     shares_evenly,
 )
 from .workers import end_with_process, kept_from_group_signals, shut_down_workers
@@ -199,6 +201,17 @@ class CountedCursor(LiveCursor):
     def __init__(self, loader: object, *, split: str, rank: int, world_size: int, seed: int | None) -> None:
         super().__init__(loader, split=split, rank=rank, world_size=world_size, seed=seed)
         self._started = False
+        self._passes: dict[str, int] | None = None
+        """Counters of passes that parts of the loader have, as the pass found them."""
+        self._expected: int | None = None
+        self._last: int | None = None
+        """Fingerprint of the batch that was read last."""
+
+    def _fetch(self, live: Iterator[object], batch: int) -> object:
+        data = super()._fetch(live, batch)
+        if data is not _END and type(self.loader) not in (list, tuple, range):
+            self._last = fingerprint(data)
+        return data
 
     def _begin(self) -> Iterator[object]:
         call_set_epoch(self.loader, self.epoch)
@@ -206,6 +219,7 @@ class CountedCursor(LiveCursor):
         if getattr(self.loader, "persistent_workers", False):
             shut_down_workers(self.loader)  # their streams would depend on what they read in earlier passes
         self._put_back_generators()
+        self._put_back_counters()
         with self._seeded():
             equalize_draws(self.loader)
             iterator = self._first(self._iterate())
@@ -217,7 +231,24 @@ class CountedCursor(LiveCursor):
                         "batch size, or exclude 'dataloaders' from loading."
                     )
         self._fetched = self.consumed
+        expected, self._expected = self._expected, None
+        if self.consumed and expected is not None and expected != self._last and self.rank == 0:
+            say_order_differs(self.split, self.loader, self.consumed)
         return iterator
+
+    def _put_back_counters(self) -> None:
+        holders = {path: vars(holder) for path, holder in self._generators().holders}
+        counting = {path: held for path, held in holders.items() if type(held.get("epoch")) is int}
+        if self._passes is None:
+            self._passes = {path: held["epoch"] for path, held in counting.items()}
+        for path, held in counting.items():
+            held["epoch"] = self._passes.get(path, held["epoch"])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        if epoch != self.epoch:
+            self._passes = None
+        super().set_epoch(epoch)
 
     def _check_can_begin(self) -> None:
         once = isinstance(self.loader, Iterator)
@@ -231,13 +262,18 @@ class CountedCursor(LiveCursor):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches consumed, and the loader's generators as the pass found them and as they are."""
-        return {**self._common_state(), **self._generator_state()}
+        read = self._fetched == self.consumed and self._last is not None
+        last = {"last": self._last} if read and self.consumed else {}
+        passes = {"passes": dict(self._passes)} if self._passes else {}
+        return {**self._common_state(), **self._generator_state(), **last, **passes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; says once that what was consumed will be read again."""
         self._load_common(state)
         self._generators().set_states(state["generators"])
         self._found = dict(state["generators_found"])
+        self._expected = state.get("last")
+        self._passes = dict(state["passes"]) if "passes" in state else None
         if self.consumed and not self._exhausted and self.rank == 0:
             logger.warning(
                 "The loader of split %r (%s) cannot be positioned: its first %d batches of epoch %d are read again and "

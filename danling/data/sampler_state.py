@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.utils.data import Dataset, IterableDataset
 from .generators import Generators, is_generator
 from .plain_state import from_plain, is_array, is_equal, to_plain
 
+_COUNTER = "epoch"
+"""The one attribute that is put back of helpers that are no samplers, such as the stages of a pipeline: it counts passes."""
 _DEPTH = 3
 """How deep lists are looked into: a bucket sampler has lists of lists."""
 
@@ -39,14 +41,18 @@ class SamplerState:
     def _attributes(self, *, plain: bool = True) -> dict[str, object]:
         return {
             f"{path}.{name}": value
-            for path, held in self._held()
+            for path, held, names in self._held()
             for name, value in held.items()
-            if _is_plain(value) is plain
+            if name in names and _is_plain(value) is plain
         }
 
-    def _held(self) -> list[tuple[str, dict[str, Any]]]:
-        # Of helpers that are no samplers only the generators count: others may rely on their attributes.
-        return [(path, vars(holder)) for path, holder in self._generators.holders if hasattr(holder, "__iter__")]
+    def _held(self) -> list[tuple[str, dict[str, Any], Collection[str]]]:
+        """Return the attributes of each object by path, and the names of those that belong to the state."""
+        # Of helpers that are no samplers only the generators count, and a counter of passes: others may rely on their attributes.
+        return [
+            (path, vars(holder), list(vars(holder)) if hasattr(holder, "__iter__") else (_COUNTER,))
+            for path, holder in self._generators.holders
+        ]
 
     def capture(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
@@ -68,8 +74,8 @@ class SamplerState:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put the sampler into a captured state."""
         saved = state["attributes"]
-        for path, held in self._held():
-            for name in [name for name in held if _is_plain(held[name])]:
+        for path, held, names in self._held():
+            for name in [name for name in names if name in held and _is_plain(held[name])]:
                 full = f"{path}.{name}"
                 if full in saved:
                     # What is so already stays the same object, since an iterator under way may hold it.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
+
+logger = logging.getLogger("danling")
 
 _VALUES = 64
 """How many values of a tensor or a list are looked at."""
@@ -64,6 +68,42 @@ def describe(value: Any, depth: int = 4) -> object:
     if isinstance(value, (list, tuple)):
         return len(value), [describe(item, depth - 1) for item in value[:_VALUES]]
     return type(value).__name__, describe(getattr(value, "__dict__", {}), depth - 1)
+
+
+def fingerprint(data: object) -> int | None:
+    """Return a checksum of the first values of a batch or a sample, `None` where that would wait for a device.
+
+    Args:
+        data: What was read.
+    """
+    return None if _lies_elsewhere(data) else crc32(repr(describe(data)).encode())
+
+
+def _lies_elsewhere(data: object) -> bool:
+    if isinstance(data, Mapping):
+        return any(map(_lies_elsewhere, islice(data.values(), _VALUES)))
+    if isinstance(data, (list, tuple)):
+        return any(map(_lies_elsewhere, data[:_VALUES]))
+    device = getattr(data, "device", None)
+    return isinstance(device, torch.device) and device.type != "cpu"
+
+
+def say_order_differs(split: str, source: object, read: int) -> None:
+    """Say that what was read again is not what was read before the run was saved.
+
+    Args:
+        split: The split.
+        source: Its loader or dataset.
+        read: How much was read again.
+    """
+    logger.warning(
+        "Reading split %r (%s) again gave something else at place %d than before the run was saved: from here on some samples of "
+        "this pass are left out and others come twice. Its order or its samples depend on the clock, the process or a generator that "
+        "is made while it is read. Hand it a generator that it holds, such as `rng=random.Random(0)`, which is seeded for each batch.",
+        split,
+        type(source).__name__,
+        read,
+    )
 
 
 def shares_evenly(loader: object) -> bool:

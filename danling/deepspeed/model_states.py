@@ -32,6 +32,8 @@ class EngineModelStates(ModelStates):
         parts: As of `ModelStates`.
     """
 
+    keeps_modes = False
+
     def __init__(
         self,
         *,

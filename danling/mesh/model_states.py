@@ -22,6 +22,8 @@ class ShardedModelStates(ModelStates):
         parts: As of `ModelStates`.
     """
 
+    keeps_modes = False
+
     def __init__(self, *, gather: Callable[[Any], list[Any]], **parts: Any) -> None:
         super().__init__(**parts)
         self._gather = gather

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from danling.utils.names import canonical_name
+
+from .tensor_subclasses import from_parts, to_parts
 
 
 def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
@@ -30,7 +32,9 @@ def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
 
 
 def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
-    """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied."""
+    """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied.
+
+    A tensor that is made of others, such as a moment in 8 bits, is given by these."""
     names = parameter_names(optimizer, named_parameters)
     plain = optimizer.state_dict()
     flat = {
@@ -39,7 +43,7 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
         for index, name in zip(group["params"], labels)
     }
     return {
-        "state": {flat[index]: dict(state) for index, state in plain["state"].items()},
+        "state": {flat[index]: _in_parts(state) for index, state in plain["state"].items()},
         "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
     }
 
@@ -88,4 +92,8 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
 
 def _clone(entry: Mapping[str, object]) -> dict[str, object]:
     # An optimizer keeps tensors of the right dtype and device as they are: without a copy the caller's would change in training.
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+    return {key: from_parts(value) for key, value in entry.items()}
+
+
+def _in_parts(entry: Mapping[str, object]) -> dict[str, object]:
+    return {key: to_parts(value) for key, value in entry.items()}

@@ -23,6 +23,7 @@ from danling.data import derive_seed
 from danling.distributed import StepSync
 from danling.metrics import Meters, MetricSet
 from danling.optim.building import scheduler_interval
+from danling.optim.modes import evaluation_weights
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.supervision import is_out_of_memory
 from danling.torchft import (
@@ -400,7 +401,8 @@ class TorchParts:
             equalize=runner.broadcast_buffers,
             averaged=partial(preparation.averaged, averages) if averages is not None else None,
         )
-        with preparation.evaluating(runner.model), runner._session.collecting(), evaluating:
+        modes = evaluation_weights(runner.optimizer)
+        with preparation.evaluating(runner.model), runner._session.collecting(), modes, evaluating:
             before = runner.model, runner.mode
             runner.model, runner.mode = bare, mode
             try:

@@ -15,6 +15,7 @@ from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
 from danling.data import Batch
 from danling.distributed import set_collective_timeout
+from danling.optim.modes import enter_training
 from danling.reporting import Launch, describe_batches, describe_end, describe_parameters, describe_training
 from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
@@ -149,6 +150,7 @@ class TrainingDriver:
         update.steps_scheduler = runner.scheduler is not None and self.parts.scheduler_interval() == "step"
         if not runner.model.training:
             runner.model.train()
+        enter_training(runner.optimizer)
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""

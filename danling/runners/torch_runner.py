@@ -26,6 +26,7 @@ from danling.data import move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet
 from danling.optim.building import build_optimizer, build_scheduler
+from danling.optim.modes import enter_training, evaluation_weights, modal
 from danling.optim.options import adopt_options, options_of
 from danling.reporting import device_peak_flops
 from danling.supervision import Profiler
@@ -156,6 +157,12 @@ class TorchRunner(BaseRunner):
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
         self._parts.refuse_early_steps(self.optimizer)
+        if modal(self.optimizer) and not self.model_states.keeps_modes:
+            raise ValueError(
+                f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "
+                "whose train() and eval() exchange them. Train on 'ddp', or take another optimizer."
+            )
+        enter_training(self.optimizer)
 
     def _overrides(self, hook: str) -> bool:
         """Whether a hook is the user's own."""
@@ -257,7 +264,7 @@ class TorchRunner(BaseRunner):
         if averaged and self.ema is None:
             raise ValueError("Expected averaged weights. Received: ema.enabled=False. Leave averaged=True out.")
         weights = self.preparation.averaged(self.ema) if averaged else nullcontext()
-        with weights, self.whole_weights():
+        with evaluation_weights(self.optimizer), weights, self.whole_weights():
             if self.is_main_process:
                 save_pretrained(model, directory, **options)
         self.world.barrier()

@@ -17,8 +17,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 _PATIENCE_SECONDS = 60.0
 """How long a reader waits for a process that writes; one that was suspended in the middle would be waited for without end."""
 
-_PAUSE_SECONDS = (0.0001, 0.005)
-"""The first and the longest pause between two attempts of a reader."""
+_PAUSE_SECONDS = (0.0001, 0.001)
+"""The first and the longest pause between two attempts of a reader, short beside an append: several producers leave little time between."""
 
 
 @contextmanager

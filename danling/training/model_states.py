@@ -10,11 +10,15 @@ from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.optim.modes import evaluation_weights, modal, put_training_weights, training_weights
 from danling.optim.named_state import load_named_state_dict, named_state_dict
 from danling.utils.names import canonical_name
 from danling.utils.tensors import floating_dtype
 
 from .ema import EMA
+
+_TRAINED = "train_weights"
+"""Key of the optimizer's state under which the weights of training are, where those of the model are others."""
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 
@@ -30,6 +34,9 @@ class ModelStates:
         optimizer: Returns the optimizer.
         ema: Returns the EMA of the weights, `None` without one.
     """
+
+    keeps_modes: bool = True
+    """Whether an optimizer may have other weights in training than to evaluate, see `danling.optim.modes`."""
 
     def __init__(
         self,
@@ -47,8 +54,15 @@ class ModelStates:
     # Model
 
     def model_state(self) -> dict[str, Any]:
-        """Return parameters and persistent buffers by canonical name. Called on all ranks."""
-        return {canonical_name(name): value for name, value in self.model().state_dict().items()}
+        """Return parameters and persistent buffers by canonical name. Called on all ranks.
+
+        Where the optimizer has other weights in training than to evaluate, those to evaluate are returned, as copies: whoever reads a
+        checkpoint expects them. Those of training are in the state of the optimizer.
+        """
+        if not modal(self.optimizer()):
+            return {canonical_name(name): value for name, value in self.model().state_dict().items()}
+        with evaluation_weights(self.optimizer()):
+            return {canonical_name(name): value.clone() for name, value in self.model().state_dict().items()}
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks.
@@ -107,11 +121,22 @@ class ModelStates:
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name. Called on all ranks."""
-        return named_state_dict(self.optimizer(), self.named_parameters())
+        optimizer = self.optimizer()
+        state = named_state_dict(optimizer, self.named_parameters())
+        apart = {id(parameter) for parameter in training_weights(optimizer)}
+        if apart:
+            trained = {name: p.detach() for name, p in self.named_parameters() if id(p) in apart}
+            state[_TRAINED] = {canonical_name(name): value for name, value in trained.items()}
+        return state
 
     def load_optimizer(self, state: Mapping[str, object]) -> None:
         """Restore the optimizer's state by parameter name. Called on all ranks."""
         load_named_state_dict(self.optimizer(), state, self.named_parameters())
+        trained: Mapping[str, Any] = state.get(_TRAINED, {}) if state["state"] else {}  # type: ignore[assignment]
+        named = {canonical_name(name): parameter for name, parameter in self.named_parameters()}
+        put_training_weights(
+            self.optimizer(), [(named[name], value) for name, value in trained.items() if name in named]
+        )
 
     # What a checkpoint is read into
 

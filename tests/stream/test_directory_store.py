@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -301,6 +302,7 @@ def test_many_samples_leave_no_byte_no_file_and_no_descriptor(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # which takes the time and has nothing to do with it
     store = DirectoryStore(tmp_path, max_bytes=20_000)
+    gc.collect()  # descriptors of earlier tests would go meanwhile
     descriptors = len(os.listdir("/proc/self/fd"))
     tensors = {"x": torch.ones(4)}
     memory = 0

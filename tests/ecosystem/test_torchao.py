@@ -1,0 +1,83 @@
+"""torchao: optimizers with a state in 8 and 4 bits are saved in the background and resumed bitwise.
+
+Library: torchao
+Works: `AdamW8bit` and `AdamW4bit` with a schedule; checkpoints in files and sharded ones, which hold plain tensors
+Exact: resume
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.optim.tensor_subclasses import from_parts, to_parts
+
+pytest.importorskip("torchao")
+
+from torchao.optim import AdamW4bit, AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """Its step is compiled, which takes a minute here and changes nothing of what is shown."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Quantized(dl.Runner):
+    def __init__(self, config: dict[str, Any], kind: Any) -> None:
+        super().__init__(config)
+        torch.manual_seed(0)
+        self.model, self.criterion = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), nn.MSELoss()
+        self.optimizer = kind(self.model.parameters(), lr=1e-2)
+        inputs = torch.randn(24, 64)
+        self.datasets = {"train": TensorDataset(inputs, inputs.sum(1, keepdim=True))}
+
+
+def settings(root: Path, steps: int, backend: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root / "run"), "auto_resume": True}
+    config |= {"dataloader": {"batch_size": 4}, "scheduler": {"type": "cosine", "total_steps": 9}}
+    return {**config, "checkpoint": {"backend": backend, "interval": 1}}
+
+
+@pytest.mark.parametrize("backend", ["file", pytest.param("dcp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit])
+def test_a_resumed_run_ends_bitwise(kind: Any, backend: str, tmp_path: Path) -> None:
+    with Quantized(settings(tmp_path / "whole", 9, backend), kind) as whole:
+        whole.train()
+    for steps in (4, 9):
+        with Quantized(settings(tmp_path, steps, backend), kind) as runner:
+            runner.train()
+    assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))
+    moment, expected = (r.optimizer.state[r.unwrapped_model[0].weight]["exp_avg"] for r in (runner, whole))
+    assert type(moment) is type(expected) is not torch.Tensor
+    assert torch.equal(moment.codes, expected.codes) and torch.equal(moment.scale, expected.scale)
+    assert runner.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_a_checkpoint_holds_plain_tensors(tmp_path: Path) -> None:
+    with Quantized(settings(tmp_path, 2, "file"), AdamW8bit) as runner:
+        runner.train()
+    payload = torch.load(tmp_path / "run/checkpoints/latest.pth", weights_only=True)
+    state = payload["optimizer"]["state"]["0.weight"]["exp_avg"]
+    assert state["tensor_class"] == "torchao.optim.subclass_8bit:OptimState8bit"
+    assert state["parts"]["codes"].dtype == torch.uint8 and type(state["parts"]["codes"]) is torch.Tensor
+
+
+def test_a_tensor_is_taken_apart_and_put_together() -> None:
+    tensor = OptimState8bit.zeros((8, 64))
+    tensor.copy_(torch.randn(8, 64))
+    again: Any = from_parts(to_parts(tensor))
+    assert torch.equal(again.dequantize(), tensor.dequantize()) and again.codes is not tensor.codes
+    parts: Any = to_parts(tensor)
+    for name in ("torchao.optim.subclass_8bit:Tensor.add", "os:system", "not.loaded:OptimState8bit"):
+        with pytest.raises(ValueError, match=r"Expected the optimizer that the checkpoint was saved with"):
+            from_parts({**parts, "tensor_class": name})

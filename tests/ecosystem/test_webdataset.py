@@ -1,0 +1,108 @@
+"""webdataset: each sample once a pass and on resume; an order that follows the clock is named.
+
+Library: webdataset
+Works: `WebDataset` with shards, decoders and workers, `WebLoader`
+Exact: resume, read again up to the position, where `shuffle` is given `rng=random.Random(0)` or a seed; else a warning names the order
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import danling as dl
+
+webdataset = pytest.importorskip("webdataset")
+
+SHARDS, EACH = 4, 6
+ALL = set(range(SHARDS * EACH))
+
+
+def shards(root: Path) -> list[str]:
+    for shard in range(SHARDS):
+        path = root / f"shard-{shard}.tar"
+        if not path.exists():
+            with webdataset.TarWriter(str(path)) as writer:
+                for number in range(shard * EACH, (shard + 1) * EACH):
+                    writer.write({"__key__": f"{number:03}", "cls": number, "json": {"value": number / 4}})
+    return [str(root / f"shard-{shard}.tar") for shard in range(SHARDS)]
+
+
+def as_tensors(sample: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([float(sample[0])]), torch.tensor([sample[1]["value"]])
+
+
+def read(root: Path, **options: Any) -> Any:
+    return webdataset.WebDataset(shards(root), **{"shardshuffle": False, **options}).decode().to_tuple("cls", "json")
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "in turn": lambda root: read(root).map(as_tensors),
+    "seed": lambda root: read(root, shardshuffle=4, detshuffle=True, seed=3).shuffle(8, seed=5).map(as_tensors),
+    "rng": lambda root: read(root).shuffle(8, rng=random.Random(7)).map(as_tensors),
+    "clock": lambda root: read(root).shuffle(8).map(as_tensors),
+}
+
+
+class Reading(dl.Runner):
+    def __init__(self, config: dict[str, Any], root: Path, kind: str, own: bool) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+        dataset = KINDS[kind](root)
+        if own:
+            self.dataloaders = {"train": webdataset.WebLoader(dataset, batch_size=4)}
+        else:
+            self.datasets = {"train": dataset}
+        self.seen: list[int] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.seen += data[0].flatten().int().tolist()
+        return super().train_step(data)
+
+
+def seen(root: Path, kind: str, workers: int, stop: int | None = None, *, own: bool = False) -> list[int]:
+    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": 2, "dir": str(root / "run"), "auto_resume": True}
+    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
+
+    class Stopped(Reading):
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            if self.train_state.global_step + 1 == stop:
+                self.stop()
+
+    root.mkdir(exist_ok=True)
+    with Stopped(config, root, kind, own) as runner:
+        runner.train()
+        assert runner.train_state.samples == 2 * len(ALL) or stop is not None
+        return runner.seen
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["in turn", "seed", "rng"])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_samples_are_those_of_the_uninterrupted_run(
+    kind: str, own: bool, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = seen(tmp_path / "whole", kind, workers, own=own)
+    assert Counter(whole) == dict.fromkeys(ALL, 2)
+    assert (whole[: len(ALL)] == sorted(ALL)) == (kind == "in turn" and not (workers and not own))
+    for stop in (3, 8):
+        root = tmp_path / str(stop)
+        assert [*seen(root, kind, workers, stop, own=own), *seen(root, kind, workers, own=own)] == whole
+    assert not any("gave something else" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_order_of_the_clock_is_named(own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = seen(tmp_path, "clock", 0, 4, own=own)
+    rest = seen(tmp_path, "clock", 0, own=own)
+    assert Counter([*first, *rest]) != dict.fromkeys(ALL, 2)
+    said = [record.getMessage() for record in caplog.records if "gave something else" in record.getMessage()]
+    assert len(said) == 1 and "split 'train'" in said[0] and "rng=random.Random(0)" in said[0]
