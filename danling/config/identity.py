@@ -86,6 +86,9 @@ def _plain_object(value: object, key: str) -> object:
     if hasattr(value, "tolist"):
         return plain(value.tolist(), key)
     text = str(value)
+    if " at 0x" in text and callable(value):
+        # Such as a collate_fn that is an object: known as a function is, by name.
+        return f"{type(value).__module__}.{type(value).__qualname__}"
     if " at 0x" in text:
         raise TypeError(
             f"Expected {key} to be a plain value: a string, number, boolean, none, list or mapping. Received: {text} "

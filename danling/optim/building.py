@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .optimizers import OPTIMIZERS
 from .param_groups import build_param_groups
-from .schedulers import SCHEDULERS, needs_metric
+from .schedulers import SCHEDULERS, is_told_its_place, needs_metric
 
 _SCHEDULER_KEYS = ("interval", "monitor")
 """Keys of the section `scheduler` that are the runner's and not the schedule's."""
@@ -86,8 +86,20 @@ def scheduler_interval(settings: Mapping[str, object], scheduler: object = None,
         settings: The section `scheduler`, whose key `interval` decides.
         scheduler: The schedule; by default one that goes by a metric advances once an epoch, others once an update.
         name: Type of a schedule that is not built yet.
+
+    Raises:
+        ValueError: If the schedule counts in the other unit.
     """
     asked = settings.get("interval", None)
+    if is_told_its_place(scheduler):
+        own = "epoch" if getattr(scheduler, "t_in_epochs", True) else "step"
+        if asked and asked != own:
+            raise ValueError(
+                f"Expected scheduler.interval={own!r}, in which the {type(scheduler).__name__} counts. Received: "
+                f"scheduler.interval={asked!r}. "
+                "Unset it, or make the schedule with another t_in_epochs."
+            )
+        return own
     if asked:
         return str(asked)
     by_metric = needs_metric(scheduler) if scheduler is not None else "plateau" in name.lower()

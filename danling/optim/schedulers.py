@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -66,6 +67,51 @@ def needs_metric(scheduler: object) -> bool:
     step = getattr(type(scheduler), "step", None)
     parameters = list(inspect.signature(step).parameters.values())[1:] if step is not None else []
     return any(p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def is_told_its_place(scheduler: object) -> bool:
+    """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`.
+
+    Args:
+        scheduler: Any schedule, or `None`.
+    """
+    kind: Any = type(scheduler)
+    return bool(_is_told(kind))
+
+
+@lru_cache(maxsize=32)
+def _is_told(kind: Any) -> bool:
+    step = getattr(kind, "step", None)
+    if step is None or not callable(getattr(kind, "step_update", None)):
+        return False
+    first = list(inspect.signature(step).parameters.values())[1:2]
+    return bool(first) and first[0].name == "epoch" and first[0].default is inspect.Parameter.empty
+
+
+def advance_by_update(scheduler: Any, updates: int) -> None:
+    """Advance a schedule after an update.
+
+    Args:
+        scheduler: The schedule.
+        updates: Updates that are made.
+    """
+    if is_told_its_place(scheduler):
+        scheduler.step_update(updates)
+    else:
+        scheduler.step()
+
+
+def advance_by_epoch(scheduler: Any, epochs: int) -> None:
+    """Advance a schedule after an epoch.
+
+    Args:
+        scheduler: The schedule, one that goes by no metric.
+        epochs: Epochs that are over.
+    """
+    if is_told_its_place(scheduler):
+        scheduler.step(epochs)
+    else:
+        scheduler.step()
 
 
 def _schedules() -> dict[str, Any]:

@@ -467,6 +467,7 @@ class TorchParts:
             scored=lambda: f"{runner.score_split}.{runner.config.score_name}",
             facts=facts,
             index=lambda: runner.index,
+            epochs=lambda: runner.state.train.epoch,
         )
         return RunResults(
             runner,

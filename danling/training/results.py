@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from danling.metrics import ScoreBoard
 from danling.optim import needs_metric
+from danling.optim.schedulers import advance_by_epoch
 
 from .boundaries import Boundary, monitored_metric, patience_exhausted, schedule_advances, warning_of_score
 from .evaluation import Trial
@@ -64,6 +65,7 @@ class BoundarySchedule:
         scored: Returns split and name of the score, which it watches then.
         facts: The scores.
         index: Returns the epoch or update that results go under.
+        epochs: Returns the epochs that are over.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class BoundarySchedule:
         scored: Callable[[], str],
         facts: ScoreFacts,
         index: Callable[[], int],
+        epochs: Callable[[], int] = lambda: 0,
     ) -> None:
         self._scheduler = scheduler
+        self._epochs = epochs
         self._by_updates = by_updates
         self._interval = interval
         self._monitor = monitor
@@ -112,7 +116,7 @@ class BoundarySchedule:
         if by_metric:
             scheduler.step(self._monitored(metrics))
         else:
-            scheduler.step()
+            advance_by_epoch(scheduler, self._epochs())
 
     def end_pass(self) -> None:
         """Advance a schedule by epochs at the end of a pass of step mode."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from danling.distributed import StepSync, StepTotals
 from danling.metrics import Meters
+from danling.optim.schedulers import advance_by_update
 from danling.utils.protocols import SteppedOptimizer, SteppedSchedule
 
 from .decision import UpdateDecision
@@ -206,7 +207,7 @@ class UpdateStep:
             if train.global_step % self.log_every == 0:
                 self.rates = [float(group["lr"]) for group in run.optimizer.param_groups]
             if scheduler is not None and self.steps_scheduler:
-                scheduler.step()
+                advance_by_update(scheduler, train.global_step)
             if ema is not None:
                 self._preparation.update_averages(ema, run.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)

@@ -1,0 +1,88 @@
+"""MONAI: its transforms hold private generators, and every sample is keyed nevertheless.
+
+Library: monai
+Works: `Compose`, `RandomizableTransform`s, `OneOf`, arrays and dictionaries, `CacheDataset` and `list_data_collate`
+Exact: each sample on resume, with any number of workers
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import danling as dl
+
+pytest.importorskip("monai")
+
+from monai.data import CacheDataset, Dataset, list_data_collate
+from monai.transforms import (
+    Compose,
+    OneOf,
+    RandAdjustContrast,
+    RandFlipd,
+    RandGaussianNoised,
+    RandSpatialCropd,
+    Transform,
+)
+
+
+class Brighter(Transform):
+    """A transform of arrays, made to take a dictionary."""
+
+    def __init__(self) -> None:
+        self.transform = OneOf([RandAdjustContrast(prob=1.0), RandAdjustContrast(prob=1.0, gamma=(2, 3))])
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "input": self.transform(data["input"])}
+
+
+def scans(cached: bool) -> Any:
+    rows = [
+        {"input": torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(n)), "target": 0.0} for n in range(24)
+    ]
+    keys = ["input"]
+    augment = Compose(
+        [
+            RandSpatialCropd(keys, roi_size=(6, 6), random_size=False),
+            RandFlipd(keys, prob=0.5),
+            RandGaussianNoised(keys, prob=1.0),
+            Brighter(),
+        ]
+    )
+    return CacheDataset(rows, augment, cache_num=10, progress=False) if cached else Dataset(rows, augment)
+
+
+class Scans(dl.Runner):
+    def __init__(self, config: dict[str, Any], cached: bool) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(36, 1), nn.Flatten(0)), nn.MSELoss()
+        self.datasets = {"train": scans(cached)}
+        self.config.dataloader.collate_fn = list_data_collate
+        self.seen: list[Tensor] = []
+
+    def train_step(self, data: Any) -> Any:
+        data = {"input": data["input"].as_tensor(), "target": data["target"].float()}
+        self.seen.append(data["input"].clone())
+        return super().train_step(data)
+
+
+def seen(root: Path, steps: int, workers: int, cached: bool) -> list[Tensor]:
+    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root), "auto_resume": True}
+    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
+    with Scans(config, cached) as runner:
+        runner.train()
+        return runner.seen
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, cached: bool, tmp_path: Path) -> None:
+    whole = seen(tmp_path / "whole", 14, 0, cached)
+    parts = [*seen(tmp_path / "parts", 5, workers, cached), *seen(tmp_path / "parts", 14, workers, cached)]
+    assert len(whole) == len(parts) == 14
+    assert all(map(torch.equal, parts, whole))
+    assert not torch.equal(whole[0], whole[6])  # another pass, another crop

@@ -1,0 +1,79 @@
+"""torchvision: transforms v2 draw from torch's stream, and every sample is keyed. Skipped where torchvision is not installed.
+
+Library: torchvision
+Works: transforms v2 in a dataset, `CutMix` and `MixUp` in a `collate_fn`
+Exact: each sample on resume, with any number of workers
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.vision import import_or_skip
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+import danling as dl
+
+v2 = import_or_skip("torchvision.transforms.v2")
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    def __init__(self) -> None:
+        self.augment = v2.Compose(
+            [
+                v2.RandomResizedCrop(6, antialias=True),
+                v2.RandomHorizontalFlip(),
+                v2.RandAugment(num_ops=1),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.GaussianNoise(),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.randint(0, 255, (3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+        return self.augment(image), index % 3
+
+
+class Mixing:
+    def __init__(self) -> None:
+        self.mix = v2.RandomChoice([v2.CutMix(num_classes=3), v2.MixUp(num_classes=3)])
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.mix(*default_collate(samples))
+
+
+class Augmented(dl.Runner):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(108, 3)), nn.CrossEntropyLoss()
+        self.datasets = {"train": Images()}
+        self.config.dataloader.collate_fn = Mixing()
+        self.seen: list[Tensor] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.seen += [data[0].clone(), data[1].clone()]
+        return super().train_step(data)
+
+
+def seen(root: Path, steps: int, workers: int) -> list[Tensor]:
+    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root), "auto_resume": True}
+    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
+    with Augmented(config) as runner:
+        runner.train()
+        return runner.seen
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, tmp_path: Path) -> None:
+    whole = seen(tmp_path / "whole", 14, 0)
+    parts = [*seen(tmp_path / "parts", 5, workers), *seen(tmp_path / "parts", 14, workers)]
+    assert len(whole) == len(parts) == 28
+    assert all(map(torch.equal, parts, whole))
+    assert not torch.equal(whole[0], whole[12])  # another pass, another crop
