@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from danling.utils import locks
-from danling.workspace.claim import Claim, Wish, claim, run_of
+from danling.workspace.claim import Claim, RunInUseError, Wish, claim, run_of
 from danling.workspace.series import natural_key, number_of, numbers
 
 
@@ -109,3 +110,40 @@ def test_the_run_directory_of_a_checkpoint(tmp_path: Path) -> None:
     assert run_of(run / "best.pth") is None  # beside the metadata, where no run puts one
     assert run_of(run / "checkpoints" / "lost.pth") is None
     assert run_of(tmp_path) is None
+
+
+def test_a_cell_that_is_run_again_takes_the_next_free_name_beside_a_named_directory(tmp_path: Path) -> None:
+    wish = Wish(tmp_path, "id", named=tmp_path / "run", wait_seconds=0.0, again=True)
+    first = claim(wish)
+    first.enter()
+    assert first.dir == tmp_path / "run" and first.notice is None
+    log(first)
+    second = claim(wish)
+    second.enter()
+    assert second.dir == tmp_path / "run-2" and second.notice is not None
+    assert str(tmp_path / "run") in second.notice and "run-2" in second.notice
+    log(second)
+    # An empty one that another runner has is in use too.
+    third, fourth = claim(wish), claim(wish)
+    third.enter()
+    assert third.dir == fourth.dir == tmp_path / "run-3"
+    assert claim(wish).dir == tmp_path / "run-4"
+
+
+def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:
+    wish = Wish(tmp_path, "id", named=tmp_path / "run", auto_resume=True, wait_seconds=0.0, again=True)
+    first, second = claim(wish), claim(wish)
+    first.enter()
+    log(first)
+    first.confirm()
+    second.enter()
+    second.confirm()
+    with pytest.raises(RunInUseError, match="an earlier one of this notebook"):
+        first.confirm()
+    other = claim(replace(wish, again=False))
+    with pytest.raises(RunInUseError, match="close the runner that has it first"):
+        other.enter()
+    # The earlier one gives up nothing that is not its own any more.
+    first.release()
+    second.confirm()
+    second.release()
