@@ -101,14 +101,18 @@ def check_savable(dataset: Any, split: str) -> None:
     name = type(dataset).__name__
     mend = "Return numbers, text, tensors, arrays, and lists and mappings of them from it, or remove it."
     try:
-        to_plain(dataset.state_dict(), "state_dict()")
+        state = dataset.state_dict()
+    except Exception as error:
+        if isinstance(error, TypeError):
+            mend = f"If a loader of its own calls it, put that loader into `self.dataloaders`. {mend}"
+        raise ValueError(
+            f"Expected {name}.state_dict() of split {split!r} to return a state before the first sample is read. "
+            f"Received: {type(error).__name__}: {error}. {mend}"
+        ) from error
+    try:
+        to_plain(state, "state_dict()")
     except TypeError as error:
         raise ValueError(
             f"Expected {name}.state_dict() of split {split!r} to be something that a checkpoint can hold. "
             f"Received: {error}. {mend}"
-        ) from error
-    except Exception as error:
-        raise ValueError(
-            f"Expected {name}.state_dict() of split {split!r} to return a state before the first sample is read. "
-            f"Received: {type(error).__name__}: {error}. {mend}"
         ) from error

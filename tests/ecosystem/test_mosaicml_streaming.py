@@ -1,0 +1,105 @@
+"""mosaicml-streaming: its own loader keeps the position. Skipped where it is not installed: it wants older versions of others.
+
+Library: mosaicml-streaming
+Works: `StreamingDataLoader` in `self.dataloaders`; a bare `StreamingDataset`, whose state is not its own, is refused with the mend
+Exact: samples on resume, by the state of its loader
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.vision import import_or_skip
+from torch import nn
+
+import danling as dl
+
+import_or_skip("torchvision")
+try:
+    place_of_package = str(metadata.distribution("mosaicml-streaming").locate_file(""))
+except metadata.PackageNotFoundError as error:
+    pytest.skip(str(error), allow_module_level=True)
+sys.modules.pop("streaming", None)  # an example has the same name
+sys.path.insert(0, place_of_package)
+streaming = importlib.import_module("streaming")
+
+NUMBER = 24
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[Path]:
+    """A directory of shards, and no shared memory left behind."""
+    place = tmp_path / f"shards-{uuid.uuid4()}"
+    with streaming.MDSWriter(out=str(place), columns={"x": "float32", "y": "float32"}, size_limit=128) as writer:
+        for number in range(NUMBER):
+            writer.write({"x": float(number), "y": 0.0})
+    streaming.base.util.clean_stale_shared_memory()
+    yield place
+    streaming.base.util.clean_stale_shared_memory()
+
+
+def read(place: Path) -> Any:
+    return streaming.StreamingDataset(
+        local=str(place), shuffle=True, shuffle_seed=3, batch_size=4, num_canonical_nodes=1
+    )
+
+
+class Reading(dl.Runner):
+    def __init__(self, config: dict[str, Any], place: Path, workers: int) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+        self.dataloaders = {"train": streaming.StreamingDataLoader(read(place), batch_size=4, num_workers=workers)}
+        self.seen: list[int] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.seen += data["x"].int().tolist()
+        return super().train_step({"input": data["x"].float()[:, None], "target": data["y"].float()[:, None]})
+
+
+def seen(root: Path, place: Path, workers: int, stop: int | None = None) -> list[int]:
+    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": 2, "dir": str(root), "auto_resume": True}
+
+    class Stopped(Reading):
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            if self.train_state.global_step + 1 == stop:
+                self.stop()
+
+    with Stopped({**config, "optim": {"type": "sgd", "lr": 1e-6}}, place, workers) as runner:
+        runner.train()
+        assert stop or runner.train_state.samples == 2 * NUMBER
+        found = runner.seen
+    del runner
+    streaming.base.util.clean_stale_shared_memory()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_samples_are_those_of_the_uninterrupted_run(workers: int, shards: Path, tmp_path: Path) -> None:
+    whole = seen(tmp_path / "whole", shards, workers)
+    assert Counter(whole) == dict.fromkeys(range(NUMBER), 2) and whole[:NUMBER] != whole[NUMBER:]
+    for stop in (2, 6, 9):
+        root = tmp_path / str(stop)
+        assert [*seen(root, shards, workers, stop), *seen(root, shards, workers)] == whole
+
+
+def test_a_dataset_alone_is_refused(shards: Path, tmp_path: Path) -> None:
+    class Alone(dl.Runner):
+        def __init__(self) -> None:
+            super().__init__({"epochs": 1, "dir": str(tmp_path / "run"), "log": False})
+            self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+            self.datasets = {"train": read(shards)}
+
+    with pytest.raises(
+        ValueError,
+        match=r"Expected StreamingDataset.state_dict\(\) of split 'train'.*put that loader into `self.dataloaders`",
+    ):
+        Alone()
