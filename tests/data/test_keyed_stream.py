@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,32 @@ class ShufflesFiles(Share):
     def order(self) -> list[int]:
         random.shuffle(self.files)
         return self.files
+
+
+class Stage:
+    """A part of a pipeline that counts the passes itself, as the shuffles of webdataset do."""
+
+    epoch = -1
+
+    def __call__(self, order: list[int]) -> list[int]:
+        self.epoch += 1
+        return torch.randperm(len(order), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class StageCounts(Share):
+    def __init__(self) -> None:
+        self.stages = [Stage()]
+        self.stages[0].epoch = -1
+
+    def order(self) -> list[int]:
+        return self.stages[0](super().order())
+
+
+class FollowsTheClock(Share):
+    def order(self) -> list[int]:
+        order = super().order()
+        random.Random(time.perf_counter_ns()).shuffle(order)
+        return order
 
 
 class Told(Share):
@@ -143,6 +170,7 @@ STREAMS: dict[str, Callable[[], IterableDataset[Tensor]]] = {
             PermutesByGenerator,
             CountsPasses,
             ShufflesFiles,
+            StageCounts,
             Told,
             Buffer,
             Remembers,
@@ -340,3 +368,40 @@ def test_a_state_that_cannot_be_saved_is_refused(state: Any) -> None:
 
     with pytest.raises(ValueError, match=r"Expected Unsavable.state_dict\(\) of split 'train'.*Received: "):
         build_dataloader(Unsavable(4), {}, split="train", train=True, seed=3)
+
+
+class Batches:
+    """A loader of the user's own, over a stream."""
+
+    def __init__(self, stream: Share) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        items = list(self.stream)
+        return iter([items[begin : begin + 4] for begin in range(0, LENGTH, 4)])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stream", [Permutes, StageCounts, FollowsTheClock])
+def test_an_order_that_does_not_come_back_is_named(
+    stream: Callable[[], Share], own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened() -> BatchSource:
+        data: Any = stream()
+        loader = (
+            Batches(data)
+            if own
+            else build_dataloader(data, {"batch_size": 4, "drop_last": False}, split="train", train=True, seed=3)
+        )
+        return BatchSource(loader, split="train", seed=3)
+
+    first = opened()
+    taken = read(first, 9)
+    second = opened()
+    second.load_state_dict(first.state_dict())
+    taken += read(second, 3)
+    said = [record.getMessage() for record in caplog.records if "gave something else" in record.getMessage()]
+    assert len(said) == (stream is FollowsTheClock)
+    second_pass = [item for batch in taken[6:] for item in batch]
+    numbers = [int(item[0]) for item in second_pass]
+    assert (sorted(numbers) == list(range(LENGTH))) == (stream is not FollowsTheClock)
