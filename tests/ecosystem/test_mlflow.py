@@ -1,12 +1,15 @@
-"""Curves in MLflow and trackio: local stores, read back by their own readers."""
+"""MLflow: a run of a local store for all attempts of a run, read back by MLflow's own client.
+
+Library: mlflow-skinny
+Works: `mlflow.enabled=true`, into a local database or any store that `mlflow.uri` names; the configuration as parameters
+Exact: every step of a curve once after a kill and a resume
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.reporting import MlflowTracker, TrackioTracker, read_jsonl
+from danling.reporting import MlflowTracker, read_jsonl
+
+mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.fixture(autouse=True)
@@ -25,29 +30,13 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-@pytest.fixture(scope="module")
-def store_of_trackio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    # It looks once where its directory is.
-    os.environ["TRACKIO_DIR"] = str(tmp_path_factory.mktemp("trackio"))
-    pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    yield SQLiteStorage
-    del os.environ["TRACKIO_DIR"]
-
-
 def points(client: Any, run: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in client.get_metric_history(run, key)]
 
 
-def curve_of(records: list[dict[str, Any]], name: str = "train/loss") -> list[tuple[int, float]]:
-    return [(record["step"], record[name]) for record in records if name in record]
-
-
-def test_mlflow_has_every_step_once_and_what_does_not_take_is_told(
+def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/store.db"
     settings: dict[str, Any] = {"uri": uri, "experiment": "lin", "run_id": "abc-00ff", "tags": {"kind": "first"}}
     first = MlflowTracker(**settings, name="mine", config={"optim": {"lr": 0.1}, "steps": 5, "note": "x" * 900})
@@ -81,45 +70,6 @@ def test_mlflow_has_every_step_once_and_what_does_not_take_is_told(
     assert "MLflow has not taken the metrics of step 1" in caplog.text
 
 
-def test_trackio_has_every_step_once(store_of_trackio: Any) -> None:
-    settings: dict[str, Any] = {"project": "direct", "run_id": "abc-00ff", "group": "exp"}
-    settings["config"] = {"optim": {"lr": 0.1}, "_own": 3}
-    first = TrackioTracker(**settings)
-    run = first.run.id
-    for step in range(1, 6):
-        first.log({"train/loss": 1 / step, "val/acc": math.nan}, step)
-    first.log({"val/loss": 2.0}, 2)
-    first.flush()
-    assert len(store_of_trackio.get_logs("direct", run_id=run)) == 6  # what a killed process leaves
-    first.close()
-    first.close()
-    resumed = TrackioTracker(**settings, resumed=True)
-    assert resumed.run.id == run
-    for step in range(3, 8):
-        resumed.log({"train/loss": 1 / step}, step)
-        resumed.log({"val/loss": 2.0}, step)
-    resumed.close()
-    records = store_of_trackio.get_logs("direct", run_id=run)
-    assert curve_of(records) == [(step, 1 / step) for step in range(1, 8)]
-    assert curve_of(records, "val/loss") == [(step, 2.0) for step in range(2, 8)]
-    config = store_of_trackio.get_run_config("direct", "abc-00ff")
-    assert (config["optim.lr"], config["own"], config["_Group"]) == (0.1, 3, "exp")
-
-
-def test_a_run_of_trackio_of_the_program_is_used_and_left_open(store_of_trackio: Any) -> None:
-    import trackio
-
-    mine = trackio.init(project="mine", name="own", auto_log_cpu=False)
-    tracker = TrackioTracker(project="other", run_id="abc")
-    assert tracker.run is mine
-    tracker.log({"loss": 1.0}, 1)
-    tracker.close()
-    trackio.log({"loss": 0.5}, step=2)
-    trackio.finish()
-    records = store_of_trackio.get_logs("mine", run_id=mine.id)
-    assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 0.5)]
-
-
 class Toy(dl.Runner):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -127,26 +77,23 @@ class Toy(dl.Runner):
         self.datasets = {"train": TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))}
 
 
-def test_a_runner_writes_to_both_and_goes_on_in_them_when_it_is_resumed(tmp_path: Path, store_of_trackio: Any) -> None:
-    mlflow = pytest.importorskip("mlflow")
+def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None:
     config: dict[str, Any] = {
-        "steps": 4,
         "seed": 1,
         "dir": str(tmp_path / "run"),
         "auto_resume": True,
         "lineage": "toy",
+        "log": False,
     }
-    config |= {"mlflow": {"enabled": True}, "trackio": {"enabled": True, "project": "toy"}, "log_interval": 1}
-    config |= {"optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 4}, "model": {"api_key": "hidden"}}
+    config |= {"mlflow": {"enabled": True}, "log_interval": 1, "model": {"api_key": "hidden"}}
+    config |= {"optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 4}}
     for steps in (4, 6):
         with Toy({**config, "steps": steps}) as runner:
             runner.train()
-    curve = curve_of(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    curve = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
     assert [step for step, _ in curve] == [1, 2, 3, 4, 5, 6]
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     assert run.info.run_name == runner.id and points(client, run.info.run_id, "train/loss") == curve
     assert run.data.params["optim.lr"] == "0.1" and "hidden" not in str(run.data.params)
-    records = store_of_trackio.get_logs("toy", run=runner.id)
-    assert curve_of(records) == curve
-    assert "hidden" not in str(store_of_trackio.get_run_config("toy", runner.id))
