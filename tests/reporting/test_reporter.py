@@ -218,7 +218,8 @@ def place(root: Path, step: int = 0, **settings: Any) -> TrackerPlace:
 
 def test_trackers_are_opened_where_the_configuration_asks_for_them(tmp_path: Path) -> None:
     wanted = [name for name, row in BUILT_IN_TRACKERS.items() if row.wanted(place(tmp_path).config)]
-    asked = place(tmp_path, tensorboard=True, wandb={"enabled": True}).config
+    enabled = {name: {"enabled": True} for name in ("wandb", "mlflow", "trackio")}
+    asked = place(tmp_path, tensorboard=True, **enabled).config
     assert wanted == ["jsonl"]
     assert [name for name, row in BUILT_IN_TRACKERS.items() if row.wanted(asked)] == list(BUILT_IN_TRACKERS)
     reporter = Reporter(is_main=True, world_size=1, seconds_between_lines=0.0)
