@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -75,6 +76,10 @@ def run_cells(*cells: str) -> list[dict[str, str]]:
         client.execute(env={**os.environ, **names, "PYTHONPATH": search})
     finally:
         kernel.shutdown_kernel(now=True)
+        # The client logs a warning when it is collected, which is to happen here and not in a test that reads the log.
+        client.kc.stop_channels()
+        client.kc = None
+        gc.collect()
     return [shown(cell.outputs) for cell in notebook.cells]
 
 
