@@ -14,9 +14,6 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_TO_OPEN = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
-_PATIENCE_SECONDS = 60.0
-"""How long a reader waits for a process that writes; one that was suspended in the middle would be waited for without end."""
-
 _PAUSE_SECONDS = (0.0001, 0.001)
 """The first and the longest pause between two attempts of a reader, short beside an append: several producers leave little time between."""
 
@@ -42,21 +39,22 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def shared(path: Path) -> Iterator[None]:
+def shared(path: Path, *, seconds: float) -> Iterator[None]:
     """Hold a lock beside other readers, and keep those out who ask for it by `exclusive`.
 
     Where its file can neither be opened nor made, and on a file system without locks, nobody writes through this library: nothing is held.
 
     Args:
         path: The file.
+        seconds: How long to wait for processes that write.
 
     Raises:
-        TimeoutError: If a process that writes keeps it.
+        TimeoutError: If they keep it longer.
     """
     handle = _open_to_share(path)
     try:
         if handle is not None:
-            _share(handle, path)
+            _share(handle, path, seconds)
         yield
     finally:
         if handle is not None:
@@ -75,9 +73,9 @@ def _open_to_share(path: Path) -> int | None:
     return None
 
 
-def _share(handle: int, path: Path) -> None:
+def _share(handle: int, path: Path, seconds: float) -> None:
     pause, longest = _PAUSE_SECONDS
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -85,7 +83,7 @@ def _share(handle: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"Expected to read beside {path} within {_PATIENCE_SECONDS:g} seconds. Received: it is locked by a process that "
+                    f"Expected to read beside {path} within {seconds:g} seconds. Received: it is locked by a process that "
                     "writes. See whether a producer hangs or was suspended, and let it go on or end it."
                 ) from None
         except OSError as error:

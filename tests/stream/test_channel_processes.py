@@ -167,7 +167,7 @@ def test_half_a_line_and_the_one_that_takes_its_place_are_not_read_as_one(
 def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     producer.append([ref("a")])
-    monkeypatch.setattr("danling.stream.files._PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr("danling.stream.channels.file._FIRST_LOOK_SECONDS", 0.02)
     write, seen = os.write, []
 
     def write_half(handle: int, data: memoryview) -> int:
@@ -182,6 +182,35 @@ def test_what_a_reader_sees_of_an_append_is_never_taken_back(tmp_path: Path, mon
     assert seen == [] and ids(reader) == ids(producer) == ["a"]
     assert FileChannel(tmp_path).append([ref("g")]) == 1
     assert ids(reader) == ids(producer) == ids(FileChannel(tmp_path)) == ["a", "g"]
+
+
+def _append_and_stay(path: Path, said: Path) -> None:
+    def sync(handle: int) -> None:
+        said.touch()
+        signal.pause()
+
+    os.fsync = sync
+    FileChannel(path).append([ref("c"), ref("d")])
+
+
+def test_a_reader_and_its_watermark_go_on_while_a_producer_hangs_in_an_append(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("danling.stream.channels.file._LATER_LOOK_SECONDS", 0.02)
+    log, said = tmp_path / "log", tmp_path / "said"
+    FileChannel(log).append([ref("a"), ref("b")])
+    reader = FileChannel(log)
+    assert reader.published() == 2
+    producer = fork(_append_and_stay, log, said)
+    try:
+        while not said.exists():
+            time.sleep(0.001)
+        assert reader.published() == 2 and ids(reader) == ["a", "b"] and reader.ended() is None
+        reader.commit(2)
+        assert FileChannel(log).committed() == 2
+    finally:
+        assert kill(producer) == -signal.SIGKILL
+    assert ids(reader) == ["a", "b", "c", "d"]
 
 
 def test_a_log_is_read_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,20 @@ _CONTROL = b'{"end":'
 _MANY = 10_000
 _REOPENED = b'{"reopened":'
 
+_FIRST_LOOK_SECONDS = 120.0
+"""How long the first look at a log waits for a process that writes, longer than a file server keeps a lock of a machine that has died."""
+
+_LATER_LOOK_SECONDS = 0.5
+"""How long later looks wait, of which each has what the one before has seen; a trainer must hear of signals meanwhile."""
+
 
 class FileChannel:
     """A log in `log.jsonl` of a directory: a line a sample, and lines that say how it ended and that it goes on.
 
     Lines are appended and synced under a lock, which keeps other producers out, and readers too: they see an append that is whole, or
-    nothing of it. What a killed producer has left of a line is no line: readers skip it, and the next producer cuts it off. The places of
-    lines are kept in memory, 8 bytes a sample. The watermark and the run that owns the log lie in small files beside it.
+    nothing of it. Where a producer hangs in an append, readers go on with what they have seen. What a killed producer has left of a line
+    is no line: readers skip it, and the next producer cuts it off. The places of lines are kept in memory, 8 bytes a sample. The
+    watermark and the run that owns the log lie in small files beside it.
 
     Args:
         path: The directory, which is made.
@@ -54,6 +61,7 @@ class FileChannel:
         self._lock = threading.RLock()
         self._offsets = array("Q")
         self._scanned = 0
+        self._has_looked = False
         self._end: StreamEnd | None = None
         self._parts = 0
         self._done: set[int] = set()
@@ -133,7 +141,8 @@ class FileChannel:
     def commit(self, position: int) -> None:
         """Move the watermark; see `RefChannel.commit`."""
         check_watermark(self.name, position, self.published())
-        with exclusive(self._directory / "lock"):
+        # Not the lock of those who write: a trainer goes on while one of them hangs in an append.
+        with exclusive(self._directory / "committed.lock"):
             if position > self.committed():
                 write_atomically(self._watermark, json.dumps({"committed": position}) + "\n")
 
@@ -184,6 +193,7 @@ class FileChannel:
         """Keep other producers out, with all in memory that they have written, and behind the last whole line."""
         with self._current(), exclusive(self._directory / "lock"):
             self._absorb()
+            self._has_looked = True
             if self._log.stat().st_size > self._scanned:
                 os.truncate(self._log, self._scanned)  # nobody writes: a producer was killed in the middle of a line
             yield
@@ -207,11 +217,21 @@ class FileChannel:
         """Take in what was appended since the last look, and keep producers out meanwhile.
 
         A line that is read while it is written could be cut off again, since the disk is full, or be half of one that a killed producer
-        has left and half of the one that takes its place.
+        has left and half of the one that takes its place. Where a producer keeps its lock, such as one that was suspended, what was seen
+        before stays true: whoever waits for more has a timeout of its own.
+
+        Raises:
+            TimeoutError: If nothing was seen before, and a producer keeps its lock.
         """
-        if self._log.stat().st_size != self._scanned:
-            with shared(self._directory / "lock"):
-                self._absorb()
+        seconds = _LATER_LOOK_SECONDS if self._has_looked else _FIRST_LOOK_SECONDS
+        try:
+            if self._log.stat().st_size != self._scanned:
+                with shared(self._directory / "lock", seconds=seconds):
+                    self._absorb()
+        except TimeoutError:
+            if not self._has_looked:
+                raise
+        self._has_looked = True
 
     def _absorb(self) -> None:
         """Take in the whole lines that were appended since the last look; nobody writes meanwhile."""
