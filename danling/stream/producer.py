@@ -103,6 +103,7 @@ class FeatureProducer(Runner):
         own, usual = super().adopt_config(config), RunnerConfig()
         changed = {key.partition(".")[0] for key in flatten(own.changed())}
         self._left_out = [name for name in (*_LEFT_OUT, *_UNREAD) if name in changed]
+        self._asked_for = list(own.evaluate_splits or ())
         for name in changed.intersection(_LEFT_OUT):
             own[name] = usual[name]
         own.set_apart("produce")
@@ -110,6 +111,10 @@ class FeatureProducer(Runner):
 
     def __post_init__(self) -> None:
         """Finish construction, and say what of the configuration is for the trainer alone. Called on all ranks."""
+        # Those that it has are a choice of what it goes over; those that only its trainer has would be refused.
+        self._asked_for = [name for name in self._asked_for if name in self._data.splits.names]
+        if self._asked_for:
+            self._left_out.remove("evaluate_splits")
         super().__post_init__()
         if self._left_out and self.is_main_process:
             logger.info("A producer trains nothing: it leaves %s out.", ", ".join(self._left_out))
@@ -170,7 +175,8 @@ class FeatureProducer(Runner):
         """Make the features of a split and end the log, or this producer's part of it. Call on all ranks.
 
         Args:
-            split: The split; `None` is the first one named for inference, else the first one there is.
+            split: The split; `None` is the first one named for inference, else the first one of `evaluate_splits` that this producer has,
+                else the first one there is.
 
         Returns:
             Samples that this process has appended to the log.
@@ -225,7 +231,9 @@ class FeatureProducer(Runner):
         if self.channel.ended() is not None:
             return Production(Publisher(self.store, self.channel, max_in_flight=None), self.channel, iter(()))
         splits = self._data.splits
-        chosen = splits.choose(split, splits.to_infer(self.evaluate_splits) or splits.names[:1], "produce")[0]
+        chosen = splits.choose(
+            split, splits.to_infer(self._asked_for or self.evaluate_splits) or splits.names[:1], "produce"
+        )[0]
         publisher = Publisher(self.store, self.channel, max_in_flight=self.max_in_flight, part=self.part)
         return Production(publisher, self.channel, self._captured(chosen))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from support.processes import run_processes
-from support.streams import Draft, Stopped, Target, assert_same
+from support.streams import Draft, Points, Stopped, Target, assert_same
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
@@ -107,6 +107,32 @@ def test_what_a_producer_has_not_is_no_error(tmp_path: Path, changes: dict[str, 
     config = configuration(tmp_path, **changes)
     with Frozen(config, indices=range(5), store=MemoryStore(), channel=MemoryChannel()) as target:
         assert target.produce() == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "made", "is_said"),
+    [
+        (None, range(3), False),
+        (["second"], range(3, 8), False),
+        (["val", "second"], range(3, 8), False),
+        (["val"], range(3), True),
+    ],
+)
+def test_a_producer_goes_over_the_split_of_evaluate_splits_that_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: list[str] | None, made: range, is_said: bool
+) -> None:
+    class Several(Target):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.datasets = {"first": Points(range(3)), "second": Points(range(3, 8))}
+
+    caplog.set_level(logging.INFO, "danling")
+    channel = MemoryChannel()
+    config = {"dir": str(tmp_path), **({} if asked is None else {"evaluate_splits": asked})}
+    with Several(config, indices=(), store=MemoryStore(), channel=channel) as target:
+        target.produce()
+    assert [int(ref.id) for ref in channel.read(0, 99)] == list(made)
+    assert ("it leaves evaluate_splits out" in caplog.text) == is_said
 
 
 def test_a_configuration_without_anything_of_training_is_told_nothing_and_is_another_run_all_the_same(
