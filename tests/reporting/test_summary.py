@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,6 +60,21 @@ def test_what_is_not_there_is_not_named(run: Path) -> None:
     assert nothing == []
 
 
-def test_a_program_of_its_own_is_known_by_its_file() -> None:
-    launch = Launch.of_this_program(None, 1, "Mine")
-    assert launch.script is not None and "pytest" in launch.script
+@pytest.mark.parametrize(
+    ("file", "spec", "script"),
+    [
+        ("train.py", None, "train.py"),
+        ("my runs/train.py", None, "'my runs/train.py'"),
+        ("/opt/tool/__main__.py", ModuleSpec("tool.__main__", None), "-m tool.__main__"),
+        (None, None, None),
+    ],
+)
+def test_a_program_is_known_by_how_it_was_started(
+    file: str | None, spec: ModuleSpec | None, script: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = spec
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert Launch.of_this_program(None, 1, "Mine").script == script
