@@ -21,6 +21,7 @@ from danling.supervision import Profiler, is_out_of_memory, write_memory_snapsho
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
 from danling.training.model_states import weights_to_export
 from danling.utils.numbers import Paced
+from danling.utils.secrets import hide_secret_words, secret_values
 
 from .meta import check_settings_are_read
 
@@ -288,8 +289,11 @@ class TrainingDriver:
             best = (name, runner.best_score, f"{unit} {runner.best_index}")
         done = runner.steps if runner.is_step_mode else runner.epochs
         ended = runner.progress >= 1 and runner._session.stop_reason is None
+        words, listed = command_line_of(runner.config), runner.config.secret_keys or ()
+        if words is not None:
+            words = tuple(hide_secret_words(words, secret_values(runner.config.plain(), listed), listed))
         return describe_end(
-            Launch.of_this_program(command_line_of(runner.config), runner.world_size, type(runner).__name__),
+            Launch.of_this_program(words, runner.world_size, type(runner).__name__),
             directory=runner.workspace.dir,
             checkpoints=runner.workspace.checkpoints,
             best=best,
