@@ -17,6 +17,7 @@ from .cursors import Batch, Cursor
 from .generators import Generators
 from .host_streams import HOST_STREAMS
 from .randomness import derive_seed, preserved_random_state, seed_host_streams
+from .sampler_state import counts_passes
 from .stream_loader import StreamLoader
 from .user_loader import (
     call_set_epoch,
@@ -237,8 +238,7 @@ class CountedCursor(LiveCursor):
         return iterator
 
     def _put_back_counters(self) -> None:
-        holders = {path: vars(holder) for path, holder in self._generators().holders}
-        counting = {path: held for path, held in holders.items() if type(held.get("epoch")) is int}
+        counting = {path: vars(holder) for path, holder in self._generators().holders if counts_passes(holder)}
         if self._passes is None:
             self._passes = {path: held["epoch"] for path, held in counting.items()}
         for path, held in counting.items():
@@ -246,8 +246,7 @@ class CountedCursor(LiveCursor):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
-        if epoch != self.epoch:
-            self._passes = None
+        self._passes = None  # a counter goes on from one evaluation to the next, though these are passes of one number
         super().set_epoch(epoch)
 
     def _check_can_begin(self) -> None:

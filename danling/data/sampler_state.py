@@ -19,6 +19,15 @@ _DEPTH = 3
 """How deep lists are looked into: a bucket sampler has lists of lists."""
 
 
+def counts_passes(holder: object) -> bool:
+    """Whether an object that a loader holds counts passes in an attribute `epoch`; the counters of a run are the run's own.
+
+    Args:
+        holder: An object with attributes.
+    """
+    return type(vars(holder).get(_COUNTER)) is int and not type(holder).__module__.startswith("danling.")
+
+
 class SamplerState:
     """The state of a sampler, or of an iterable dataset, that has none of its own or one that only fits a pass's middle.
 
@@ -52,6 +61,7 @@ class SamplerState:
         return [
             (path, vars(holder), list(vars(holder)) if hasattr(holder, "__iter__") else (_COUNTER,))
             for path, holder in self._generators.holders
+            if hasattr(holder, "__iter__") or counts_passes(holder)
         ]
 
     def capture(self) -> dict[str, Any]:
