@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -22,7 +23,7 @@ from support.warm import programs, variables
 PAGES = [page for page in pages() if blocks_of(page)]
 SLOW = {ROOT / "docs/guides/plots.md", ROOT / "docs/guides/quickstart.md"}
 """Run long, and show what README and the tests of plots show too."""
-RUN = {"python", "bash"}
+RUN = {"python", "bash", "diff"}
 READ = {"console", "text", ""}
 TITLES = {"output", "error", "message"}
 
@@ -52,6 +53,8 @@ class Page:
                 self.run_python(block, raises=raises)
             elif block.language == "bash":
                 self.run_bash(block, raises=raises)
+            elif block.language == "diff":
+                self.run_diff(block)
             elif block.title:
                 self.compare(block)
 
@@ -68,6 +71,19 @@ class Page:
                     raise
                 self.error = error
         self.output = printed.getvalue()
+
+    def run_diff(self, block: Block) -> None:
+        """Run both programs of a diff, each in a namespace of its own."""
+        said = []
+        for other in "+-":
+            code = "".join(line[1:] or "\n" for line in block.code.splitlines(True) if not line.startswith(other))
+            if all(map(importlib.util.find_spec, imported(code))):
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(code, f"{self.page}:{block.line}", "exec"), {"__name__": "__page__"})
+                said.append(printed.getvalue())
+        self.output = said[-1]
+        assert len({text.splitlines()[-1] for text in said}) == 1, f"{self.page}:{block.line}: {said}"
 
     def run_bash(self, block: Block, *, raises: bool) -> None:
         # torchrun without a rendezvous of its own takes port 29500, which another test may have at this moment.
@@ -93,6 +109,16 @@ class Page:
             assert matches(block.code, text), f"{where}: expected\n{block.code}\nReceived: {text}"
         elif block.title == "message":
             assert is_message(one_line(block.code)), f"{where}: no message of the library reads\n{block.code}"
+
+
+def imported(code: str) -> set[str]:
+    """Return the packages that a program imports."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    return {
+        name.partition(".")[0]
+        for name in names + [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    }
 
 
 def activates(page: Path) -> bool:
