@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,19 @@ def modal(optimizer: Any) -> list[Any]:
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and type(optimizer).__module__.startswith("accelerate."):
         return modal(inner)  # its wrapper has both methods whatever it wraps
-    has_both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    has_both = all(_is_switch(getattr(optimizer, name, None)) for name in ("train", "eval"))
     return [optimizer] if has_both else []
+
+
+def _is_switch(method: Any) -> bool:
+    """Whether it is called without an argument: one that takes data, say, has another purpose."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def enter_training(optimizer: Any) -> None:
@@ -42,6 +54,7 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
     """Put the weights to evaluate into the model, and those of training back on exit, bit for bit.
 
     The optimizer computes each from the other with a rounding: a copy of the weights is kept, so that an evaluation leaves no trace.
+    Where the weights to evaluate are there already, they stay, on exit too.
 
     Args:
         optimizer: An optimizer, or `None`; of one without modes nothing is changed.
@@ -50,24 +63,46 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
     if not members:
         yield
         return
-    trained = [(parameter, parameter.detach().clone()) for parameter in _parameters(members)]
-    for member in members:
-        member.eval()
+    found = _copies(members)
+    trains = _are_training(members, found)
+    if trains:
+        for member in members:
+            member.eval()
     try:
         yield
     finally:
-        for member in members:
-            member.train()
-        _put(trained)
+        if trains:
+            for member in members:
+                member.train()
+            _put(found)
+
+
+def _are_training(members: list[Any], found: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the weights of training are in the model.
+
+    They are not if the program has called `eval` by itself, or a context around this one has: `train` changes them then, which is undone.
+    """
+    for member in members:
+        member.train()
+    # What is not a number is neither equal to itself nor changed.
+    if all(bool(((parameter == value) | parameter.isnan()).all()) for parameter, value in found):
+        return True
+    for member in members:
+        member.eval()
+    _put(found)
+    return False
 
 
 def training_weights(optimizer: Any) -> list[Tensor]:
-    """Return the parameters whose weights of training are not those to evaluate; empty before the first update.
+    """Return the parameters whose weights of training are not those to evaluate.
+
+    There are none before the first update, nor where the weights to evaluate are in the model: the optimizer computes the others.
 
     Args:
         optimizer: An optimizer, or `None`.
     """
-    return [parameter for member in modal(optimizer) if member.state for parameter in _parameters([member])]
+    members = [member for member in modal(optimizer) if member.state]
+    return _parameters(members) if _are_training(members, _copies(members)) else []
 
 
 def put_training_weights(optimizer: Any, weights: list[tuple[Tensor, Tensor]]) -> None:
@@ -79,6 +114,10 @@ def put_training_weights(optimizer: Any, weights: list[tuple[Tensor, Tensor]]) -
     """
     enter_training(optimizer)
     _put(weights)
+
+
+def _copies(members: list[Any]) -> list[tuple[Tensor, Tensor]]:
+    return [(parameter, parameter.detach().clone()) for parameter in _parameters(members)]
 
 
 def _parameters(members: list[Any]) -> list[Tensor]:

@@ -138,3 +138,28 @@ def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
 def test_other_stacks_refuse_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one set of weights on the stack 'parallel'. Received: a AdamWScheduleFree"):
         Free(settings(tmp_path, 2, stack="parallel"))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])  # the wrapper's own state does not tell its mode
+def test_a_program_that_changes_the_mode_by_itself_trains_alike(kind: str, tmp_path: Path) -> None:
+    class ByHand(Free):
+        """Does what the library's own page says, which is done by the runner already."""
+
+        def evaluate_steps(self, *args: Any, **options: Any) -> Any:
+            self.optimizer.eval()
+            found = super().evaluate_steps(*args, **options)
+            self.optimizer.train()
+            return found
+
+        def save_checkpoint(self, *args: Any, **options: Any) -> Any:
+            self.optimizer.eval()
+            super().save_checkpoint(*args, **options)
+            self.optimizer.train()
+
+    with Free(settings(tmp_path / "plain", 10), kind) as plain:
+        plain.train()
+    for steps in (4, 10):
+        with ByHand(settings(tmp_path, steps), kind) as runner:
+            runner.train()
+    for mine, theirs in zip(runner.unwrapped_model.parameters(), plain.unwrapped_model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
