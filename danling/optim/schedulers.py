@@ -88,19 +88,6 @@ def _is_told(kind: Any) -> bool:
     return bool(first) and first[0].name == "epoch" and first[0].default is inspect.Parameter.empty
 
 
-def advance_by_update(scheduler: Any, updates: int) -> None:
-    """Advance a schedule after an update.
-
-    Args:
-        scheduler: The schedule.
-        updates: Updates that are made.
-    """
-    if is_told_its_place(scheduler):
-        scheduler.step_update(updates)
-    else:
-        scheduler.step()
-
-
 def advance_by_epoch(scheduler: Any, epochs: int) -> None:
     """Advance a schedule after an epoch.
 

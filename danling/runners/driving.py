@@ -16,6 +16,7 @@ from danling.config.stacks import counts_flops
 from danling.data import Batch
 from danling.distributed import set_collective_timeout
 from danling.optim.modes import enter_training
+from danling.optim.schedulers import is_told_its_place
 from danling.reporting import Launch, describe_batches, describe_end, describe_parameters, describe_training
 from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
@@ -149,6 +150,7 @@ class TrainingDriver:
         runner.window.sum_reduced = self.parts.sums_loss
         update.log_every = runner.log_interval
         update.steps_scheduler = runner.scheduler is not None and self.parts.scheduler_interval() == "step"
+        update.tells_place = is_told_its_place(runner.scheduler)
         if not runner.model.training:
             runner.model.train()
         enter_training(runner.optimizer)

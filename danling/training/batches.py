@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .graphs import count_graphs, keywords_of_graphs, target_of_graphs
+from .graphs import count_graphs, keywords_of_graphs, target_of_graphs, told_count
 from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target, shifts_labels
 
 _ALIGNED = "shift_labels"
@@ -145,8 +145,7 @@ def count_samples(data: object) -> int:
 
 def _told_samples(data: object) -> int | None:
     graphs = count_graphs(data)
-    size = getattr(data, "batch_size", None) if graphs is None else graphs
-    return size if isinstance(size, int) and not isinstance(size, bool) else None
+    return told_count(data, "batch_size") if graphs is None else graphs
 
 
 def count_tokens(data: object) -> int:

@@ -17,7 +17,20 @@ def count_graphs(data: Any) -> int | None:
     Args:
         data: Any batch. One of graphs has an attribute `num_graphs`.
     """
-    number = getattr(data, "num_graphs", None)
+    return told_count(data, "num_graphs")
+
+
+def told_count(data: Any, name: str) -> int | None:
+    """Return a number that a batch tells in an attribute, `None` where it has none.
+
+    Args:
+        data: Any batch. What its `__getattr__` raises for a name that it does not know, such as a `KeyError`, counts as none.
+        name: Of the attribute.
+    """
+    try:
+        number = getattr(data, name, None)
+    except Exception:
+        return None
     return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 

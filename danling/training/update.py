@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from danling.distributed import StepSync, StepTotals
 from danling.metrics import Meters
-from danling.optim.schedulers import advance_by_update
 from danling.utils.protocols import SteppedOptimizer, SteppedSchedule
 
 from .decision import UpdateDecision
@@ -107,6 +106,7 @@ class UpdateStep:
         losses: As given.
         log_every: Updates between log lines.
         steps_scheduler: Whether each update advances the schedule.
+        tells_place: Whether the schedule is told the number of the update then.
         rates: Learning rates of the update that is logged next: those it was made with.
     """
 
@@ -127,7 +127,7 @@ class UpdateStep:
         self.decision = UpdateDecision(sync.domain, sync.device)
         self.losses = losses
         self.log_every = 1024
-        self.steps_scheduler = False
+        self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
         self._run = run
         self._session = session
@@ -207,7 +207,10 @@ class UpdateStep:
             if train.global_step % self.log_every == 0:
                 self.rates = [float(group["lr"]) for group in run.optimizer.param_groups]
             if scheduler is not None and self.steps_scheduler:
-                advance_by_update(scheduler, train.global_step)
+                if self.tells_place:
+                    cast(Any, scheduler).step_update(train.global_step)
+                else:
+                    scheduler.step()
             if ema is not None:
                 self._preparation.update_averages(ema, run.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)

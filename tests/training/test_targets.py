@@ -193,3 +193,13 @@ def test_a_batch_of_graphs_is_handed_over_whole_or_by_its_tensors() -> None:
     assert unpack_batch(batch, OfGraphs()) == (batch, batch.y)
     inputs, target = unpack_batch(batch, OfTensors())
     assert inputs == {"x": batch.x, "ptr": batch.ptr} and target is batch.y
+
+
+def test_a_batch_of_a_class_that_knows_only_its_own_names_is_read() -> None:
+    class Box:
+        def __getattr__(self, name: str) -> object:
+            return {"x": 1}[name]
+
+    box = Box()
+    assert count_samples(box) == 1 and count_samples([box, torch.ones(3)]) == 3
+    assert peek_target(box) is None and unpack_batch(box) == (box, None)

@@ -114,6 +114,10 @@ def test_a_schedule_by_updates_and_averages_follow_a_committed_update_only() -> 
     assert stepped == ["average", "schedule", "average"]
     skipped = run.make(float("nan"))
     assert skipped.reason == "nonfinite" and len(stepped) == 3
+    run.scheduler = SimpleNamespace(step_update=lambda updates: stepped.append(f"to {updates}"))
+    run.update.tells_place = True
+    run.make(1.0)
+    assert stepped[3:] == ["to 3", "average"]
 
 
 def test_an_update_that_is_left_out_advances_nothing_but_the_samples() -> None:
