@@ -198,7 +198,7 @@ def _taken_over(loader: Any) -> Any:
         return loader
     settings: dict[str, Any] = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)}
     settings |= {"batch_size": loader.batch_size, "shuffle": at_random, "drop_last": loader.drop_last}
-    if loader.collate_fn not in (default_collate, default_convert):
+    if loader.collate_fn is not (default_convert if loader.batch_size is None else default_collate):
         settings["collate_fn"] = loader.collate_fn
     defaults = vars(TorchDataLoader(loader.dataset))
     told = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}

@@ -55,7 +55,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
             )
         collate_fn = settings.get("collate_fn")
         self._collate = None if collate_fn in (default_collate, default_convert) else collate_fn
-        if self._collate is None and settings.get("batch_size", 1) is not None:
+        if collate_fn in (None, default_collate) and settings.get("batch_size", 1) is not None:
             settings["collate_fn"] = collate
         self.origins = generator_origins(dataset, self._collate)
         # A pass of `datasets` is a function of seed and epoch: what moves inside of it is made anew by the next one.
