@@ -165,7 +165,14 @@ def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
     store.add(f"{key}/arrived", 1)
     while store.add(f"{key}/arrived", 0) < launch.world_size:
         time.sleep(_PAUSE_SECONDS)
-    return bytes(store.get(f"{key}/failed")).decode() if store.check([f"{key}/failed"]) else None
+    if not store.check([f"{key}/failed"]):
+        return None
+    told = bytes(store.get(f"{key}/failed")).decode()
+    store.add(f"{key}/told", 1)
+    # The first rank keeps the store, and takes it along where it ends.
+    while launch.rank == 0 and store.add(f"{key}/told", 0) < launch.world_size:
+        time.sleep(_PAUSE_SECONDS)
+    return told
 
 
 def _named(split: str, loaders: Any) -> dict[str, Any]:
