@@ -25,10 +25,9 @@ def collate(samples: Sequence[Any]) -> Any:
     Raises:
         TypeError: If a sample is of a type that nothing is known of.
     """
-    known = _types_of_libraries()
-    if not known:
+    if sys.modules.keys().isdisjoint(_LIBRARIES):
         return default_collate(samples)  # type: ignore[no-untyped-call]
-    return collate_by_type(samples, collate_fn_map={**default_collate_fn_map, **known})
+    return collate_by_type(samples, collate_fn_map={**default_collate_fn_map, **_types_of_libraries()})
 
 
 def _types_of_libraries() -> dict[Any, _Collates]:
