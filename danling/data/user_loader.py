@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 from zlib import crc32
@@ -19,6 +19,8 @@ logger = logging.getLogger("danling")
 
 _VALUES = 64
 """How many values of a tensor or a list are looked at."""
+_SPREAD = 8
+"""How many values of a row make its part of a fingerprint, about."""
 
 
 def call_set_epoch(loader: object, epoch: int) -> None:
@@ -71,9 +73,9 @@ def describe(value: Any, depth: int = 4) -> object:
 
 
 def fingerprint(data: object) -> int | None:
-    """Return a checksum of the first values of a batch or a sample.
+    """Return a checksum of some values of a batch or a sample.
 
-    It is made for every batch that is read, so that it looks at 64 values and objects in all, and copies nothing.
+    It is made for every batch that is read, so that it looks at few values of a tensor and 64 objects in all, and copies nothing.
 
     Args:
         data: What was read.
@@ -81,36 +83,45 @@ def fingerprint(data: object) -> int | None:
     Returns:
         The checksum; `None` where it would wait for a device, and of objects that do not let themselves be looked at.
     """
+    found: list[object] = []
     try:
-        return crc32(repr(list(islice(_first_values(data), _VALUES))).encode())
+        _look_at(data, found)
+        return crc32(repr(found).encode())
     except Exception:
         return None
 
 
-def _first_values(data: Any) -> Iterator[object]:
-    if isinstance(data, Tensor) or (hasattr(data, "dtype") and hasattr(data, "ravel")):
-        if str(getattr(data, "device", "cpu")) != "cpu":
+def _look_at(data: Any, found: list[object]) -> None:
+    if len(found) >= _VALUES:
+        return
+    if isinstance(data, Tensor):
+        if data.device.type != "cpu":
             raise ValueError("its values are on a device")
-        yield str(data.dtype), tuple(data.shape)
-        while data.ndim > 1 and len(data):
-            # The first row may be padding, and the last one too.
-            data = data[len(data) // 2]
-        yield data[:_VALUES].tolist() if data.ndim else data.item()
+        found += (data.dtype, *data.shape, _spread(data))
     elif isinstance(data, (str, bytes)):
-        yield len(data), data[:_VALUES]
+        found += (len(data), data[:_VALUES])
     elif isinstance(data, Mapping):
-        for name, item in data.items():
-            yield repr(name)
-            yield from _first_values(item)
+        for name, item in islice(data.items(), _VALUES):
+            found.append(name if isinstance(name, str) else repr(name))
+            _look_at(item, found)
     elif isinstance(data, (list, tuple)):
-        yield len(data)
-        for item in data:
-            yield from _first_values(item)
+        found.append(len(data))
+        for item in data[:_VALUES]:
+            _look_at(item, found)
     elif isinstance(data, (bool, int, float, range, type(None), os.PathLike)):
-        yield repr(data)
+        found.append(data)
+    elif hasattr(data, "dtype") and hasattr(data, "ravel"):
+        found += (data.dtype, *data.shape, _spread(data))
     else:
-        yield type(data).__name__
-        yield from _first_values(getattr(data, "__dict__", ()))
+        found.append(type(data).__name__)
+        _look_at(getattr(data, "__dict__", ()), found)
+
+
+def _spread(values: Any) -> object:
+    """Return a few values from the middle of a tensor or an array: the first row may be padding, and the last one too."""
+    while values.ndim > 1 and len(values):
+        values = values[len(values) // 2]
+    return values[:: max(len(values) // _SPREAD, 1)].tolist() if values.ndim else values.item()
 
 
 def say_order_differs(split: str, source: object, read: int) -> None:
