@@ -90,7 +90,7 @@ class StreamIterator:
         self._why_again = _NO_STATE if self._draws is None else _GROUPS
         self._positioned = is_stateful(self._dataset)
         self._last: int | None = None
-        """Fingerprint of the last item of the latest batch, where what was read will be read again."""
+        """Fingerprint of the last items of all batches so far, where what was read will be read again."""
 
     def __iter__(self) -> StreamIterator:
         return self
@@ -113,7 +113,7 @@ class StreamIterator:
         if self._items % self.stream.every == 0:
             self._look_for_draws()
             if not self._positioned:
-                self._last = fingerprint(item)
+                self._last = fingerprint(item, self._last)
         return item
 
     def _begin(self) -> Iterator[object]:

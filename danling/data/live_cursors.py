@@ -206,12 +206,12 @@ class CountedCursor(LiveCursor):
         """Counters of passes that parts of the loader have, as the pass found them."""
         self._expected: int | None = None
         self._last: int | None = None
-        """Fingerprint of the batch that was read last."""
+        """Fingerprint of the batches that were read of the pass, up to the last one."""
 
     def _fetch(self, live: Iterator[object], batch: int) -> object:
         data = super()._fetch(live, batch)
         if data is not _END and type(self.loader) not in (list, tuple, range):
-            self._last = fingerprint(data)
+            self._last = fingerprint(data, self._last)
         return data
 
     def _begin(self) -> Iterator[object]:
@@ -221,6 +221,7 @@ class CountedCursor(LiveCursor):
             shut_down_workers(self.loader)  # their streams would depend on what they read in earlier passes
         self._put_back_generators()
         self._put_back_counters()
+        self._last = None
         with self._seeded():
             equalize_draws(self.loader)
             iterator = self._first(self._iterate())

@@ -21,6 +21,7 @@ def test_it_tells_batches_apart_and_equal_ones_not() -> None:
 
     assert fingerprint(batch(1.0)) == fingerprint(batch(1.0)) != fingerprint(batch(2.0))
     assert fingerprint(torch.zeros(2, 3)) != fingerprint(torch.zeros(3, 2))
+    assert fingerprint(batch(1.0), fingerprint(batch(2.0))) != fingerprint(batch(1.0), fingerprint(batch(3.0)))
     assert fingerprint("a" * 100) != fingerprint("a" * 101)
 
 
