@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
@@ -214,8 +215,18 @@ def _forgets_modules() -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.fixture
+def _forgets_accelerate() -> Iterator[None]:
+    """A program of the page may make an `Accelerator`, or a `Trainer` that does; its state is that of the process."""
+    yield
+    if "accelerate.state" in sys.modules:
+        state: Any = importlib.import_module("accelerate.state")
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 @pytest.mark.timeout(300)  # README starts half a dozen programs
-@pytest.mark.usefixtures("_forgets_modules")
+@pytest.mark.usefixtures("_forgets_modules", "_forgets_accelerate")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],

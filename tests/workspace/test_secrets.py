@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -216,6 +218,9 @@ def test_the_command_to_go_on_shows_no_secret(tmp_path: Path, monkeypatch: pytes
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             self.datasets["train"] = [(torch.ones(2), torch.ones(1))] * 4
 
+    program = ModuleType("__main__")
+    program.__file__ = "train.py"
+    monkeypatch.setitem(sys.modules, "__main__", program)
     monkeypatch.setattr("sys.argv", ["train.py", "--api_key", "very-secret-text"])
     with Mine(Settings().parse()) as runner:
         runner.train()
