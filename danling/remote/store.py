@@ -1,0 +1,434 @@
+"""A client of an object store: the few operations that runs need, with errors of this library.
+
+    store = open_store("s3://bucket/prefix")
+    store.put("lineage/id/files/metrics.jsonl", Path("metrics.jsonl"))
+
+S3 and what speaks its protocol, Google Cloud Storage, Azure and local directories, through obstore, which is imported when a store is first
+used. No reader ever sees a part of an object: a `put` of any size is atomic.
+
+The client must not be used in a process that was forked from one that has used it: its threads do not exist there, and every request
+would hang. It says so instead. A `RemoteStore` may be pickled; a spawned process makes its own connections.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "https", "http", "file", "memory")
+"""Schemes of the URLs that name a store."""
+
+Credentials = Callable[[], Mapping[str, Any] | None]
+"""Returns credentials in the form that obstore takes, such as `access_key_id`, `secret_access_key`, `token` and `expires_at` for S3; `None`
+leaves them to the environment."""
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_MEMORY: dict[str, ObjectStore] = {}
+"""Stores in memory by URL: two clients of this process with one URL see the same objects."""
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_DENIED_CODES = {
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "AccessDenied",
+    "TokenRefreshRequired",
+}
+_SKEWED = "RequestTimeTooSkewed"
+_RETRY_SECONDS = 20
+_user: int | None = None
+"""The process that has used the client; the threads of obstore do not survive a fork."""
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """How a store is asked.
+
+    Attributes:
+        part_size: Bytes of a part of an upload; larger files go up in several parts at once.
+        timeout_seconds: Longest time of one request, a part of an upload included.
+        retries: How often a request is tried again that failed for a reason that may pass.
+    """
+
+    part_size: int = 16 << 20
+    timeout_seconds: float = 120.0
+    retries: int = 5
+
+
+@dataclass(frozen=True)
+class RemoteObject:
+    """An object of a listing.
+
+    Attributes:
+        key: Its key, relative to the URL of the store.
+        size: Its size in bytes.
+        modified: When the store received it, by the clock of the store.
+        tag: Its entity tag, which changes with its contents; `None` where the store gives none.
+    """
+
+    key: str
+    size: int
+    modified: datetime
+    tag: str | None
+
+
+def is_url(text: object) -> bool:
+    """Whether a text, such as a setting or an argument, is a URL and no path."""
+    return isinstance(text, str) and _URL.match(text) is not None
+
+
+def open_store(
+    url: str, *, settings: RemoteSettings | None = None, credentials: Credentials | None = None
+) -> RemoteStore:
+    """Return a client of the store at a URL. Nothing is asked of the store yet.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://...`, `abfss://...`, `file:///directory`, ...; keys are relative to it.
+        settings: How the store is asked.
+        credentials: Returns credentials, each time that they are needed; `None` takes those of the environment.
+
+    Raises:
+        RemoteError: If the URL names no kind of store that is known.
+        ImportError: If obstore is not installed.
+    """
+    return RemoteStore(url, settings=settings or RemoteSettings(), credentials=credentials)
+
+
+class RemoteStore:
+    """A client of the store at a URL. See `open_store`. Every method raises `RemoteError` or one of its subclasses.
+
+    Attributes:
+        url: The URL, without a slash at its end; keys are relative to it.
+        settings: How the store is asked.
+    """
+
+    def __init__(self, url: str, *, settings: RemoteSettings, credentials: Credentials | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.settings = settings
+        self._credentials = credentials
+        self._opened: ObjectStore | None = None
+        _check_url(url)
+        _obstore()
+        self._client()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def put(self, key: str, content: bytes | Path) -> None:
+        """Store an object, in place of what was there. It is seen whole or not at all.
+
+        Args:
+            key: Its key.
+            content: Its contents, or the file that has them.
+        """
+        settings = self.settings
+        several = isinstance(content, Path) and content.stat().st_size > settings.part_size
+        with self._asking("put", key) as store:
+            _obstore().put(
+                store,
+                key,
+                content,
+                use_multipart=several,
+                chunk_size=settings.part_size,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+
+    def put_if_absent(self, key: str, content: bytes) -> str | None:
+        """Store a small object where there is none. Its contents must differ from anybody else's: see below.
+
+        Where the answer of the store was lost, the object is read back, and if it has these contents it counts as stored.
+
+        Args:
+            key: Its key.
+            content: Its contents.
+
+        Returns:
+            Its tag.
+
+        Raises:
+            RemoteExists: If there is an object already.
+        """
+        return self._put_on_condition(key, content, "create", RemoteExists)
+
+    def put_if_match(self, key: str, content: bytes, tag: str) -> str | None:
+        """Replace a small object, if it is the one with this tag. Its contents must differ from anybody else's, as in `put_if_absent`.
+
+        Args:
+            key: Its key.
+            content: Its contents.
+            tag: The tag that the object must have.
+
+        Returns:
+            Its new tag.
+
+        Raises:
+            RemoteConflict: If the object has another tag, or is gone.
+            RemoteError: If the store cannot do that.
+        """
+        return self._put_on_condition(key, content, {"e_tag": tag}, RemoteConflict)
+
+    def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> str | None:
+        try:
+            with self._asking("put", key, refused=refused) as store:
+                tag: str | None = _obstore().put(store, key, content, mode=mode, use_multipart=False)["e_tag"]
+                return tag
+        except RemoteDenied:
+            raise
+        except RemoteError as error:
+            # A request whose answer was lost may have done its work, and then the next attempt finds its own object in its way.
+            try:
+                found, tag = self.get_tagged(key)
+            except RemoteError:
+                raise error from None
+            if found == content:
+                return tag
+            raise
+
+    def get(self, key: str) -> bytes:
+        """Return the contents of an object.
+
+        Raises:
+            RemoteMissing: If there is none.
+        """
+        return self.get_tagged(key)[0]
+
+    def get_tagged(self, key: str) -> tuple[bytes, str | None]:
+        """Return the contents and the tag of an object.
+
+        Raises:
+            RemoteMissing: If there is none.
+        """
+        with self._asking("get", key) as store:
+            found = _obstore().get(store, key)
+            return bytes(found.bytes()), found.meta["e_tag"]
+
+    def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
+        """Yield the contents of an object piece by piece; a large one need not fit into memory.
+
+        Args:
+            key: Its key.
+            size: Bytes of a piece, at least.
+
+        Raises:
+            RemoteMissing: If there is none.
+        """
+        with self._asking("get", key) as store:
+            for piece in _obstore().get(store, key).stream(min_chunk_size=size):
+                yield memoryview(piece)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return parts of an object.
+
+        Args:
+            key: Its key.
+            ranges: Of each part, where it begins and its length, in bytes.
+
+        Raises:
+            RemoteMissing: If there is none.
+        """
+        if not ranges:
+            return []
+        with self._asking("get", key) as store:
+            starts, lengths = zip(*ranges)
+            return [memoryview(part) for part in _obstore().get_ranges(store, key, starts=starts, lengths=lengths)]
+
+    def head(self, key: str) -> RemoteObject:
+        """Return what a listing would say of an object.
+
+        Raises:
+            RemoteMissing: If there is none.
+        """
+        with self._asking("look at", key) as store:
+            return _object(_obstore().head(store, key))
+
+    def directories(self, prefix: str = "") -> list[str]:
+        """Return the names directly below a prefix that have further keys below them, sorted.
+
+        Args:
+            prefix: Prefix, without a slash at its end; the empty one is the URL of the store.
+        """
+        with self._asking("list", prefix) as store:
+            found = _obstore().list_with_delimiter(store, prefix or None)["common_prefixes"]
+        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+
+    def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[RemoteObject]:
+        """Yield the objects whose keys lie below a prefix, as directories do: `a/b` does not list `a/bc`. In order of keys on most stores.
+
+        Args:
+            prefix: Prefix, without a slash at its end; the empty one lists all.
+            after: Begin after this key.
+        """
+        with self._asking("list", prefix) as store:
+            for page in _obstore().list(store, prefix or None, offset=after, chunk_size=_PAGE):
+                yield from (_object(entry) for entry in page)
+
+    def delete(self, keys: str | Iterable[str]) -> None:
+        """Remove objects, one after the other in the order given; those that are gone already are no error.
+
+        Args:
+            keys: Key, or keys.
+        """
+        for key in [keys] if isinstance(keys, str) else keys:
+            with suppress(RemoteMissing), self._asking("delete", key) as store:
+                _obstore().delete(store, key)
+
+    def _client(self) -> ObjectStore:
+        global _user
+        if _user is not None and _user != os.getpid():
+            raise RemoteError(
+                f"Expected {self.url} to be used by the process that opened it. Received: a process that was forked from it, in which the "
+                "client hangs. Start processes that use an object store by 'spawn' or 'forkserver'."
+            )
+        if self._opened is None:
+            try:
+                self._opened = _open(self.url, self.settings, self._credentials)
+            except Exception as error:
+                raise RemoteError(
+                    f"Expected a URL of an object store, such as s3://bucket/prefix. Received: {self.url}: {_first_line(error)}. Mend it."
+                ) from error
+        return self._opened
+
+    @contextmanager
+    def _asking(
+        self, operation: str, key: str, *, refused: type[RemoteError] = RemoteUnavailable
+    ) -> Iterator[ObjectStore]:
+        """Let errors of the client become those of this library."""
+        global _user
+        store = self._client()
+        _user = os.getpid()
+        try:
+            yield store
+        except (RemoteError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise _error_of(error, operation, f"{self.url}/{key}".rstrip("/"), refused) from error
+
+
+_PARTS_AT_ONCE = 4
+_PAGE = 1000
+
+
+def _obstore() -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise ImportError(
+            "Expected obstore, which reads and writes object stores. Received: it is not installed. Run `pip install obstore`, or `pip "
+            "install -e '.[remote]'` in a clone of this library."
+        ) from error
+
+
+def _check_url(url: str) -> None:
+    found = _URL.match(url)
+    scheme = found.group(1).lower() if found else ""
+    parts = urlsplit(url)
+    place = parts.path.strip("/") if scheme in ("file", "memory") else parts.netloc
+    if scheme not in SCHEMES or (not place and scheme != "memory"):
+        raise RemoteError(
+            "Expected the URL of an object store: s3://bucket/prefix, gs://bucket/prefix, abfss://container@account.dfs.core.windows.net/"
+            f"prefix, file:///directory. Received: {url!r}. Give one of these."
+        )
+
+
+def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -> ObjectStore:
+    from obstore.store import LocalStore, MemoryStore, from_url
+
+    scheme, path = urlsplit(url).scheme.lower(), unquote(urlsplit(url).path)
+    if scheme == "file":
+        return LocalStore(path, mkdir=True)
+    if scheme == "memory":
+        return _MEMORY.setdefault(url, MemoryStore())
+    seconds = timedelta(seconds=settings.timeout_seconds)
+    options: Any = {
+        # A server on this machine or in a private network is spoken to without TLS where its address says so.
+        "client_options": {
+            "timeout": seconds,
+            "connect_timeout": min(seconds, timedelta(seconds=10)),
+            "allow_http": _plain(url),
+        },
+        "retry_config": {
+            "max_retries": settings.retries,
+            "retry_timeout": seconds + timedelta(seconds=_RETRY_SECONDS),
+            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2},
+        },
+    }
+    if scheme in ("s3", "s3a"):
+        # The request that deletes several objects is one that some servers do not know.
+        options["config"] = {"disable_bulk_delete": True}
+    given = None if credentials is None else credentials()
+    if credentials is not None and given is not None:
+        options["credential_provider"] = _provider(credentials)
+    return from_url(url, **options)
+
+
+def _plain(url: str) -> bool:
+    named = [
+        os.environ.get(name, "")
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+    ]
+    return any(address.startswith("http://") for address in [url, *named])
+
+
+def _provider(credentials: Credentials) -> Callable[[], dict[str, Any]]:
+    def provide() -> dict[str, Any]:
+        found = dict(credentials() or {})
+        # The client asks again when they have expired; without a time it would never ask again.
+        return {"expires_at": None, **found}
+
+    return provide
+
+
+def _object(entry: Mapping[str, Any]) -> RemoteObject:
+    return RemoteObject(entry["path"], entry["size"], entry["last_modified"], entry.get("e_tag"))
+
+
+def _error_of(error: Exception, operation: str, place: str, refused: type[RemoteError]) -> RemoteError:
+    """Return the error of this library for one of the client."""
+    from obstore import exceptions
+
+    text, received = str(error), _first_line(error)
+    code = _CODE.search(text)
+    named = code.group(1) if code else ""
+    if named and named not in received:
+        received = f"{named}: {received}"
+    status = _STATUS.search(text)
+    expected = f"Expected to {operation} {place}. Received: {received}."
+    if named == _SKEWED:
+        return RemoteDenied(f"{expected} The clock of this machine is off: set it.")
+    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+    if isinstance(error, denied) or named in _DENIED_CODES or (status and status.group(1) in ("401", "403")):
+        return RemoteDenied(
+            f"{expected} Give credentials that are valid and allow it: in the environment, or by the hook remote_credentials()."
+        )
+    if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
+        mend = "Make the bucket, or name another one" if "NoSuchBucket" in text else "Name an object that is there"
+        return RemoteMissing(f"{expected} {mend}.")
+    if isinstance(error, exceptions.AlreadyExistsError):
+        return RemoteExists(f"{expected} Another process has made it.")
+    if isinstance(error, exceptions.PreconditionError):
+        return (RemoteExists if refused is RemoteExists else RemoteConflict)(
+            f"{expected} Another process has changed it."
+        )
+    if isinstance(error, (NotImplementedError, exceptions.NotSupportedError)):
+        return RemoteError(f"{expected} This kind of store cannot do that.")
+    return RemoteUnavailable(f"{expected} Look whether the store can be reached and has room.")
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, on one line and without the client's own dump of it."""
+    text = str(error).partition("Debug source:")[0]
+    return " ".join(re.sub(r"<\?xml.*", "", text, flags=re.DOTALL).split()).rstrip(" .:") or type(error).__name__

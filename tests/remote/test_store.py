@@ -1,0 +1,208 @@
+"""The client of an object store, on servers that run here, on a directory and in memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from support.fault_proxy import FaultProxy, fault_proxy
+from support.object_servers import ObjectServer, local_bucket, moto_server
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+from danling.remote import (
+    RemoteConflict,
+    RemoteDenied,
+    RemoteError,
+    RemoteExists,
+    RemoteMissing,
+    RemoteSettings,
+    RemoteStore,
+    RemoteUnavailable,
+    is_url,
+    open_store,
+)
+
+QUICK = RemoteSettings(part_size=5 << 20, timeout_seconds=20.0, retries=2)
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[ObjectServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def localbucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with local_bucket(tmp_path_factory.mktemp("buckets")) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(moto: ObjectServer) -> Iterator[FaultProxy]:
+    with fault_proxy(moto.endpoint) as proxy:
+        yield proxy
+
+
+def use(server: ObjectServer, monkeypatch: pytest.MonkeyPatch, endpoint: str | None = None) -> str:
+    """Let clients find a server, and return the URL of a prefix in a new bucket."""
+    for name, value in server.environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{server.make_bucket()}/pre/fix"
+
+
+@pytest.fixture(params=["moto", "localbucket", "file", "memory"])
+def store(
+    request: pytest.FixtureRequest,
+    moto: ObjectServer,
+    localbucket: ObjectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> RemoteStore:
+    if request.param in ("moto", "localbucket"):
+        server = moto if request.param == "moto" else localbucket
+        return open_store(use(server, monkeypatch), settings=QUICK)
+    return open_store(f"file://{tmp_path}/store" if request.param == "file" else f"memory:///{secrets.token_hex(8)}")
+
+
+def test_objects_are_put_listed_read_in_ranges_and_removed(store: RemoteStore, tmp_path: Path) -> None:
+    large = secrets.token_bytes((6 << 20) + 1)
+    (tmp_path / "large").write_bytes(large)
+    store.put("a/large", tmp_path / "large")
+    store.put("a/deeper/b", b"0123456789")
+    store.put("ab", b"beside")
+    assert store.get("a/large") == large and b"".join(store.chunks("a/large", 1 << 20)) == large
+    assert [bytes(part) for part in store.get_ranges("a/deeper/b", [(7, 3), (0, 2)])] == [b"789", b"01"]
+    assert store.get_ranges("a/deeper/b", []) == []
+    listed = {entry.key: entry.size for entry in store.list("a")}
+    assert listed == {"a/large": len(large), "a/deeper/b": 10} and store.directories("a") == ["deeper"]
+    assert store.directories() == ["a"] and store.head("ab").size == 6
+    assert [entry.key for entry in store.list("a", after="a/deeper/b")] == ["a/large"]
+    store.delete(["a/large", "a/never", "a/large"])
+    assert {entry.key for entry in store.list()} == {"a/deeper/b", "ab"}
+    with pytest.raises(RemoteMissing, match="a/large"):
+        store.get("a/large")
+
+
+def test_an_object_is_created_once(store: RemoteStore) -> None:
+    store.put_if_absent("lock", b"mine")
+    assert store.put_if_absent("lock", b"mine") == store.get_tagged("lock")[1]
+    with pytest.raises(RemoteExists):
+        store.put_if_absent("lock", b"of somebody else")
+    assert store.get("lock") == b"mine"
+
+
+def test_an_object_is_replaced_when_it_is_still_the_same(moto: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(use(moto, monkeypatch))
+    first = store.put_if_absent("lock", b"one")
+    assert first is not None
+    second = store.put_if_match("lock", b"two", first)
+    assert second not in (None, first) and store.get_tagged("lock") == (b"two", second)
+    with pytest.raises(RemoteConflict):
+        store.put_if_match("lock", b"three", first)
+    with pytest.raises(RemoteConflict):
+        store.put_if_match("nothing", b"three", first)
+
+
+def test_a_directory_says_that_it_cannot_replace_on_condition(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    tag = store.put_if_absent("lock", b"one")
+    with pytest.raises(RemoteError, match="cannot do that"):
+        store.put_if_match("lock", b"two", str(tag))
+
+
+def test_a_lost_answer_to_a_conditional_put_counts_as_done(
+    moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(use(moto, monkeypatch, proxy.endpoint), settings=QUICK)
+    first = proxy.lose_answer(when=lambda request: request.method == "PUT")
+    tag = store.put_if_absent("lock", b"one")
+    assert first.hit == 1 and tag == store.get_tagged("lock")[1]
+    second = proxy.lose_answer(when=lambda request: request.method == "PUT")
+    tag = store.put_if_match("lock", b"two", str(tag))
+    assert second.hit == 1 and tag == store.get_tagged("lock")[1]
+    assert store.get("lock") == b"two"
+
+
+def test_errors_name_the_object_and_the_mend_on_one_line(
+    moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = use(moto, monkeypatch, proxy.endpoint)
+    store = open_store(url, settings=RemoteSettings(retries=0, timeout_seconds=20.0))
+    cases: list[tuple[int, str, type[RemoteError], str]] = [
+        (403, "AccessDenied", RemoteDenied, "AccessDenied.*remote_credentials"),
+        (400, "ExpiredToken", RemoteDenied, "ExpiredToken.*remote_credentials"),
+        (403, "RequestTimeTooSkewed", RemoteDenied, "RequestTimeTooSkewed.*clock"),
+        (507, "InsufficientStorage", RemoteUnavailable, "InsufficientStorage.*room"),
+        (503, "SlowDown", RemoteUnavailable, "503"),
+    ]
+    for status, code, kind, text in cases:
+        proxy.answer(status, code)
+        with pytest.raises(kind, match=text) as caught:
+            store.put("a/b", b"content")
+        assert type(caught.value) is kind and "\n" not in str(caught.value) and f"{url}/a/b" in str(caught.value)
+        proxy.heal()
+    with pytest.raises(RemoteMissing, match="Make the bucket"):
+        open_store("s3://no-such-bucket-here").put("a", b"content")
+    with pytest.raises(RemoteMissing, match="Make the bucket"):
+        list(open_store("s3://no-such-bucket-here").list())
+
+
+def test_a_url_of_no_store_is_refused(tmp_path: Path) -> None:
+    for url in ("ftp://host/directory", "bucket/prefix", "s3://", "hf://models", "file://"):
+        with pytest.raises(RemoteError, match="Expected the URL of an object store"):
+            open_store(url)
+    assert is_url("s3://bucket/prefix") and not is_url("/a/path") and not is_url("latest") and not is_url(None)
+
+
+def test_credentials_come_from_the_callable_each_time_they_have_expired(
+    moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def credentials() -> dict[str, object]:
+        given.append(f"key{len(given)}")
+        expired = datetime.now(timezone.utc) - timedelta(seconds=1)
+        return {"access_key_id": given[-1], "secret_access_key": "secret", "token": "", "expires_at": expired}
+
+    store = open_store(use(moto, monkeypatch, proxy.endpoint), settings=QUICK, credentials=credentials)
+    store.put("a", b"1")
+    before = len(given)
+    store.put("b", b"2")
+    assert len(given) > before > 0
+
+
+def test_a_forked_process_is_told_instead_of_hanging(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    store.put("a", b"content")
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            store.get("a")
+        except RemoteError as error:
+            os.write(theirs, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    assert b"forked" in os.read(ours, 1000)
+    os.close(ours)
+
+
+def test_a_client_is_pickled_without_its_connections(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    store.put("a", b"content")
+    assert pickle.loads(pickle.dumps(store)).get("a") == b"content"
+
+
+def test_without_the_package_the_mend_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ImportError, match="pip install obstore"):
+        open_store(f"file://{tmp_path}")
