@@ -56,7 +56,7 @@ class LoaderSettings:
         return self.dataset[index]
 
 
-def from_datamodule(datamodule: Any, *, splits: Iterable[str] | None = None) -> dict[str, Any]:
+def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = None) -> dict[str, Any]:
     """Return the splits of a `LightningDataModule` for `self.datasets`, called as a trainer calls it.
 
     `prepare_data` is called in one process of each machine while the others wait (with `prepare_data_per_node=False` in one of all),
@@ -72,7 +72,7 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | None = None) -> 
 
     Args:
         datamodule: A data module, or any object with its methods; nothing else of Lightning is needed.
-        splits: Out of `"train"`, `"val"`, `"test"` and `"predict"`; by default all that it has a loader for.
+        splits: One or several out of `"train"`, `"val"`, `"test"` and `"predict"`; by default all that it has a loader for.
 
     Returns:
         What `self.datasets` takes.
@@ -84,7 +84,9 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | None = None) -> 
     Examples:
         >>> self.datasets = dl.data.from_datamodule(MyDataModule("data"))  # doctest: +SKIP
     """
-    asked = [split for split in STAGES if _is_own(datamodule, _loader_of(split))] if splits is None else list(splits)
+    if splits is None:
+        splits = [split for split in STAGES if _is_own(datamodule, _loader_of(split))]
+    asked = [splits] if isinstance(splits, str) else list(splits)
     _check(datamodule, asked)
     _say_what_is_ignored(datamodule)
     _prepare(datamodule)
@@ -196,16 +198,20 @@ def _taken_over(loader: Any) -> Any:
     """Return the dataset of a loader with its settings, or the loader where its order is its own."""
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return loader
-    sampler = loader.sampler
+    batches = loader.batch_sampler
+    if type(batches) not in (BatchSampler, type(None)):
+        return loader
+    # A loader that was handed a batch sampler has a sampler and a batch size beside it that it does not use.
+    order = loader if batches is None else batches
+    sampler = order.sampler
     in_turn, at_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler
     if at_random and (sampler.replacement or sampler.generator is not None or sampler._num_samples is not None):
         return loader
-    whole = getattr(sampler, "data_source", None) is loader.dataset
-    if not (whole and (in_turn or at_random)) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if not (in_turn or at_random) or sampler.data_source is not loader.dataset:
         return loader
     settings: dict[str, Any] = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)}
-    settings |= {"batch_size": loader.batch_size, "shuffle": at_random, "drop_last": loader.drop_last}
-    if loader.collate_fn is not (default_convert if loader.batch_size is None else default_collate):
+    settings |= {"batch_size": order.batch_size, "shuffle": at_random, "drop_last": order.drop_last}
+    if loader.collate_fn is not (default_convert if batches is None else default_collate):
         settings["collate_fn"] = loader.collate_fn
     defaults = vars(TorchDataLoader(loader.dataset))
     told = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}

@@ -17,7 +17,14 @@ import pytest
 import torch
 from support.processes import run_processes
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import danling as dl
 
@@ -69,10 +76,12 @@ class Numbers(lightning.LightningDataModule):
 
 
 class Training(dl.Runner):
-    def __init__(self, config: dict[str, Any], root: Path | str, **options: Any) -> None:
+    def __init__(
+        self, config: dict[str, Any], root: Path | str, kind: type[Numbers] = Numbers, **options: Any
+    ) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
-        self.datamodule = Numbers(root, **options)
+        self.datamodule = kind(root, **options)
         self.datasets = dl.data.from_datamodule(self.datamodule)
         self.seen: list[float] = []
         self.evaluated: list[float] = []
@@ -122,6 +131,19 @@ def test_samples_are_those_of_the_uninterrupted_run(sampler: bool, tmp_path: Pat
     assert [*seen("parts", 8), *seen("parts", None)] == whole and len(whole) == 2 * NUMBER
 
 
+@pytest.mark.parametrize(("sampler", "drop_last"), [(RandomSampler, False), (SequentialSampler, True)])
+def test_a_batch_sampler_of_torch_says_the_order_and_the_size(sampler: Any, drop_last: bool, tmp_path: Path) -> None:
+    class Batched(Numbers):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(self.train, batch_sampler=BatchSampler(sampler(self.train), 4, drop_last))
+
+    with Training(settings(tmp_path, epochs=1), tmp_path, kind=Batched) as runner:
+        runner.train()
+        assert runner.train_state.global_step == NUMBER // 4 + (not drop_last)
+        assert len(runner.seen) == (NUMBER - NUMBER % 4 if drop_last else NUMBER)
+        assert (runner.seen == sorted(runner.seen)) == (sampler is SequentialSampler)
+
+
 def test_settings_of_a_split_come_before_those_of_the_data_module(tmp_path: Path) -> None:
     loader = {"batch_size": 5, "num_workers": 0, "train": {"batch_size": 7}}
     with Training(settings(tmp_path, epochs=1, dataloader=loader), tmp_path) as runner:
@@ -140,6 +162,10 @@ def test_hooks_that_a_trainer_would_call_are_named(tmp_path: Path, caplog: pytes
     assert "on_after_batch_transfer" in said and "`to_device`" in said
     with pytest.raises(ValueError, match=r"predict_dataloader. Received: Numbers, which has loaders for"):
         dl.data.from_datamodule(Numbers(tmp_path), splits=["predict"])
+
+
+def test_one_split_may_be_named(tmp_path: Path) -> None:
+    assert list(dl.data.from_datamodule(Numbers(tmp_path), splits="test")) == ["test"]
 
 
 def test_datasets_alone_make_a_data_module() -> None:
