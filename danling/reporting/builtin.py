@@ -89,13 +89,18 @@ def _open_mlflow(place: TrackerPlace) -> Tracker:
     config, settings = place.config, place.config.mlflow
     return MlflowTracker(
         uri=settings.uri,
-        default_uri=f"sqlite:///{place.files.dir / 'mlflow.db'}",
+        default_uri=_sqlite_uri(place.files.dir / "mlflow.db"),
         experiment=settings.experiment or config.lineage,
         run_id=place.name,
         name=settings.name,
         resumed=place.step > 0,
         config=config.public(),
     )
+
+
+def _sqlite_uri(file: Path) -> str:
+    # The two characters of a path that mean something else in a URI.
+    return f"sqlite:///{file}".replace("%", "%25").replace("?", "%3F")
 
 
 def _open_trackio(place: TrackerPlace) -> Tracker:

@@ -18,8 +18,8 @@ logger = logging.getLogger("danling")
 RUN_TAG = "danling.run"
 """Tag by which a resumed run finds its own run in the store, whose ids are MLflow's."""
 
-_MOST_METRICS, _MOST_PARAMETERS, _LONGEST = 1000, 100, 500
-"""What one request takes, and how long the text of a parameter may be."""
+_MOST_METRICS, _MOST_PARAMETERS, _LONGEST, _LONGEST_NAME = 1000, 100, 500, 250
+"""What one request takes, and how long the text of a parameter and a name may be: one that is longer has all of them refused."""
 _OTHERS = re.compile(r"[^\w\-. :/]")
 """What no name may hold."""
 
@@ -64,8 +64,7 @@ class MlflowTracker:
         self._last: dict[str, int] = {}
         """The newest step that an earlier attempt has logged of a metric."""
         self._open = True
-        found = self._client.get_experiment_by_name(experiment)
-        place = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        place = self._place_of(experiment)
         mark = _named(run_id)
         earlier = self._find(place, mark) if resumed else None
         if earlier is not None:
@@ -79,6 +78,19 @@ class MlflowTracker:
             made = self._client.create_run(place, run_name=name or run_id, tags={**(tags or {}), RUN_TAG: mark})
             self.run_id = made.info.run_id
         self._log_config(config or {})
+
+    def _place_of(self, experiment: str) -> str:
+        """Return the id of an experiment, which is made if need be."""
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(experiment))
+            except Exception:
+                # Of the jobs of a sweep that start at once, one makes it.
+                found = self._client.get_experiment_by_name(experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def _find(self, experiment_id: str, mark: str) -> str | None:
         order, query = ["attributes.start_time DESC"], f"tags.`{RUN_TAG}` = '{mark}'"
@@ -119,7 +131,7 @@ class MlflowTracker:
 
 
 def _named(name: str) -> str:
-    return _OTHERS.sub("_", name)
+    return _OTHERS.sub("_", name)[:_LONGEST_NAME]
 
 
 def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,33 @@ def test_a_store_has_every_step_once_and_what_it_does_not_take_is_told(
     assert "MLflow has not taken the metrics of step 1" in caplog.text
 
 
+def test_jobs_that_start_at_once_share_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"sqlite:///{tmp_path}/store.db"
+    MlflowTracker(uri=uri, experiment="before", run_id="x")
+    real, both = mlflow.MlflowClient.get_experiment_by_name, threading.Barrier(2, timeout=20)
+
+    def looked_up(client: Any, name: str) -> Any:
+        found = real(client, name)
+        if found is None:
+            both.wait()  # neither has made it
+        return found
+
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", looked_up)
+    with ThreadPoolExecutor(2) as jobs:
+        made = list(jobs.map(lambda job: MlflowTracker(uri=uri, experiment="sweep", run_id=job), ("a", "b")))
+    client = mlflow.MlflowClient(uri)
+    places = {client.get_run(tracker.run_id).info.experiment_id for tracker in made}
+    assert places == {client.get_experiment_by_name("sweep").experiment_id}
+
+
+def test_a_name_that_is_too_long_does_not_cost_the_others(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/store.db"
+    tracker = MlflowTracker(uri=uri, experiment="e", run_id="a", config={"k" * 300: 1, "short": 2})
+    tracker.log({"m" * 300: 1.0, "loss": 2.0}, 1)
+    data = mlflow.MlflowClient(uri).get_run(tracker.run_id).data
+    assert data.metrics == {"m" * 250: 1.0, "loss": 2.0} and data.params == {"k" * 250: "1", "short": "2"}
+
+
 class Toy(dl.Runner):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -80,7 +109,7 @@ class Toy(dl.Runner):
 def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "seed": 1,
-        "dir": str(tmp_path / "run"),
+        "dir": str(tmp_path / "run?"),
         "auto_resume": True,
         "lineage": "toy",
         "log": False,
@@ -90,10 +119,10 @@ def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None
     for steps in (4, 6):
         with Toy({**config, "steps": steps}) as runner:
             runner.train()
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    lines = read_jsonl(tmp_path / "run?" / "metrics.jsonl")
     curve = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
     assert [step for step, _ in curve] == [1, 2, 3, 4, 5, 6]
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run%3F/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     assert run.info.run_name == runner.id and points(client, run.info.run_id, "train/loss") == curve
     assert run.data.params["optim.lr"] == "0.1" and "hidden" not in str(run.data.params)
