@@ -49,18 +49,24 @@ _OF_TORCH = ("torchvision", "torchaudio")
 _OLD_NUMPY = re.compile(r"compiled using NumPy 1\.x|_ARRAY_API not found|numpy\.core\.multiarray failed to import")
 _COMPLAINT = re.compile(r"(?i)^.*(incompatib|not compatible|skipping import|undefined symbol).*$", re.MULTILINE)
 
+_TOO_LONG = b"Timeout ("
+"""How the traceback of an import that took too long begins."""
+
 _IMPORTER = """
-import contextlib, importlib, io, json, os, sys, time
+import contextlib, faulthandler, importlib, io, json, os, sys, time
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what is printed meanwhile is no answer
-for name in sys.argv[1:]:
+limit = float(sys.argv[1])
+for name in sys.argv[2:]:
     print(json.dumps({"begun": name}), file=out, flush=True)
     said, error, start = io.StringIO(), None, time.monotonic()
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)  # ends code without an end that is not Python too
     try:
         with contextlib.redirect_stderr(said):
             importlib.import_module(name)
     except BaseException as failure:
         error = f"{type(failure).__name__}: {failure}"
+    faulthandler.cancel_dump_traceback_later()
     answer = {"module": name, "error": error, "said": said.getvalue()[-4000:], "seconds": time.monotonic() - start}
     print(json.dumps(answer), file=out, flush=True)
 """
@@ -128,13 +134,20 @@ def import_apart(modules: Sequence[str], timeout: float) -> dict[str, Import]:
 
 def _run_importer(modules: Sequence[str], timeout: float) -> tuple[str, str]:
     """Return the answers, and how the process ended."""
-    command = [sys.executable, "-c", _IMPORTER, *modules]
+    command = [sys.executable, "-c", _IMPORTER, str(timeout), *modules]
+    # The program ends an import that takes too long; this limit is for one that hangs behind the last import, as it exits.
+    most = timeout * (len(modules) + 1)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout * len(modules), stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, timeout=most, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as late:
         return (late.stdout or b"").decode(errors="replace"), f"no end in {late.timeout:g} s"
-    how = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with exit code {done.returncode}"
-    return done.stdout.decode(errors="replace"), f"the import {how}"
+    if done.returncode == 1 and _TOO_LONG in done.stderr:
+        how = f"no end in {timeout:g} s"
+    elif done.returncode < 0:
+        how = f"the import ended by signal {-done.returncode}"
+    else:
+        how = f"the import ended with exit code {done.returncode}"
+    return done.stdout.decode(errors="replace"), how
 
 
 def judge(package: str, other: str, found: Import) -> tuple[str, str]:

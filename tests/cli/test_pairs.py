@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,13 @@ def test_a_crash_and_an_error_end_nothing_but_their_own_import(place: Path) -> N
     assert import_apart([], 60) == {}
 
 
-def test_an_import_without_end_is_ended(place: Path) -> None:
+def test_an_import_without_end_is_ended_in_its_own_time_and_those_behind_it_have_theirs(place: Path) -> None:
     make(place, "waiting", "import threading; threading.Event().wait()")
-    assert (import_apart(["waiting"], 0.5)["waiting"].error or "").startswith("no end in 0.5 s")
+    make(place, "fine", "")
+    begin = time.monotonic()
+    found = import_apart(["waiting", *(f"missing_{number}" for number in range(300)), "fine"], 0.5)
+    assert time.monotonic() - begin < 60, "it had the time of all 300"
+    assert found["waiting"].error == "no end in 0.5 s" and found["fine"].error is None
 
 
 def test_a_package_for_another_device_is_told_with_the_mend(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

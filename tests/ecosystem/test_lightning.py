@@ -76,9 +76,7 @@ class Numbers(lightning.LightningDataModule):
 
 
 class Training(dl.Runner):
-    def __init__(
-        self, config: dict[str, Any], root: Path | str, kind: type[Numbers] = Numbers, **options: Any
-    ) -> None:
+    def __init__(self, config: dict[str, Any], root: Path | str, kind: type[Numbers] = Numbers, **options: Any) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
         self.datamodule = kind(root, **options)
