@@ -23,6 +23,7 @@ from danling.checkpoints.backends import backend_named
 from danling.checkpoints.reading import obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
+from danling.config.imposed import impose
 from danling.config.stored import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
@@ -233,6 +234,8 @@ class BaseRunner(metaclass=MetaRunner):
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner.
 
+        Settings that the environment imposes, as `danling audit` does on the programs that it starts, are put over it.
+
         Args:
             config: What the user passed.
 
@@ -241,6 +244,7 @@ class BaseRunner(metaclass=MetaRunner):
                 than `ddp` and `parallel`, or with an axis other than `replicate` and `shard`, or the place among the groups is wrong.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else self.config_class(config)
+        impose(own)
         own.validate()
         asked = own.stack_name()
         chosen_by_user = own.stack.lower() != "auto"

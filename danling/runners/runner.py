@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from danling.config import RunnerConfig
+from danling.config.imposed import imposed
 
 from .base_runner import BaseRunner
 
@@ -50,6 +51,9 @@ class Runner(_Base):
 
 
 def _stack_of(config: RunnerConfig | Mapping[str, object] | None, kind: type[RunnerConfig]) -> str:
+    stack = imposed().get("stack")
+    if isinstance(stack, str):
+        return RunnerConfig(stack=stack).stack_name()
     if isinstance(config, RunnerConfig):
         return config.stack_name()
     with warnings.catch_warnings():

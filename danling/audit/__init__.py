@@ -1,0 +1,1 @@
+"""What checks a run: digests of its state, replicas that agree, and programs that are trained again."""

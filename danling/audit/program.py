@@ -1,0 +1,114 @@
+"""Starts a user's own program as a child process, with settings imposed on the runs that it makes.
+
+    end = run_program(["python", "train.py", "--lr", "0.1"], {"dir": "scratch/run", "auto_resume": False}, log=Path("scratch/output.log"))
+    end.code, end.tail
+
+The program is started as the user would start it: as it is, `torchrun` included, in the present directory and environment. Its
+runner reads the settings from the environment when it is constructed, see `danling.config.imposed`; processes that the program
+starts inherit them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from danling.config.imposed import imposing
+
+_TAIL_BYTES = 8192
+_SECONDS_TO_END = 15.0
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How a program ended.
+
+    Attributes:
+        code: Its exit code; negative is the signal that ended it, `None` where it was ended here since its time was over.
+        log: The file with what it printed.
+    """
+
+    code: int | None
+    log: Path
+
+    @property
+    def tail(self) -> str:
+        """The end of what it printed, on stdout and stderr together."""
+        with open(self.log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+
+
+def run_program(
+    command: Sequence[str],
+    settings: Mapping[str, object],
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> ProgramEnd:
+    """Run a program to its end. The processes that it has started are ended with it.
+
+    Args:
+        command: The program and its arguments, as one would type them.
+        settings: Are imposed on the runs that it makes, by dotted key.
+        log: File for what it prints; its directory is created.
+        environment: Variables on top of those of this process.
+        timeout: Seconds after which it is ended; `None` waits.
+
+    Raises:
+        ValueError: If no program is named, or there is none of that name.
+    """
+    process = start_program(command, settings, log=log, environment=environment)
+    try:
+        return ProgramEnd(process.wait(timeout), log)
+    except subprocess.TimeoutExpired:
+        return ProgramEnd(None, log)
+    finally:
+        end_program(process)
+
+
+def start_program(
+    command: Sequence[str], settings: Mapping[str, object], *, log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program in a process group of its own, and return it; see `run_program`. End it with `end_program`."""
+    if not command:
+        raise ValueError(
+            "Expected a program behind `--`. Received: none. Write it as you start it: -- python train.py."
+        )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **imposing(settings)}
+    with open(log, "wb") as output:
+        try:
+            return subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            raise ValueError(
+                f"Expected a program that can be started. Received: {command[0]!r} ({error.strerror}). Write it as you start it: "
+                "-- python train.py."
+            ) from None
+
+
+def end_program(process: subprocess.Popen[bytes]) -> None:
+    """End a program and all of its process group, first by SIGTERM; nothing happens where they have ended.
+
+    Args:
+        process: What `start_program` returned.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # Also where the program has ended: what it has left behind is in its group still.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)

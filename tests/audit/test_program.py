@@ -1,0 +1,51 @@
+"""A user's program as a child process: it is told settings, its output is kept, and nothing of it is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.patience import patience
+
+from danling.audit.program import run_program
+
+SHOWS = "import os; print(os.environ['DANLING_SETTINGS'], os.environ['MARK']); raise SystemExit(7)"
+
+
+def test_it_is_told_the_settings_and_its_end_is_known(tmp_path: Path) -> None:
+    log = tmp_path / "new" / "output.log"
+    end = run_program([sys.executable, "-c", SHOWS], {"seed": 3}, log=log, environment={"MARK": "here"})
+    assert end.code == 7 and end.log == log
+    assert end.tail.strip() == '{"seed": 3} here'
+
+
+def test_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(60)"]
+    end = run_program(command, {}, log=tmp_path / "log", timeout=0.5)
+    assert end.code is None and end.tail in ("", "begins\n")
+
+
+def test_what_a_program_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+    leaves = (
+        f"import subprocess; print(subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)']).pid)"
+    )
+    end = run_program([sys.executable, "-c", leaves], {}, log=tmp_path / "log")
+    assert end.code == 0
+    give_up = time.monotonic() + patience(20)
+    while _runs(int(end.tail)):
+        assert time.monotonic() < give_up
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("command", [[], ["no-such-program-here"]])
+def test_what_cannot_be_started_is_refused_in_a_sentence(command: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="-- python train.py"):
+        run_program(command, {}, log=tmp_path / "log")

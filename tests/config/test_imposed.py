@@ -1,0 +1,55 @@
+"""Settings that the environment imposes on the runs of a program that knows nothing of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.toys import TracingRunner
+from torch import nn
+
+import danling as dl
+from danling.config.imposed import VARIABLE, imposed, imposing
+
+
+def test_what_is_imposed_is_read_back_and_nothing_is_imposed_by_default() -> None:
+    settings = {"dir": "scratch", "checkpoint.interval": 3, "auto_resume": False, "resume": None}
+    assert imposed(imposing(settings)) == settings
+    assert imposed({}) == {} and imposed({VARIABLE: ""}) == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_variable_that_is_no_mapping_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Expected DANLING_SETTINGS to be a JSON object .* Unset it"):
+        imposed({VARIABLE: text})
+
+
+def test_a_run_takes_them_above_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = dl.RunnerConfig(seed=1, steps=9, workspace_root=str(tmp_path / "own"))
+    given.checkpoint.interval = 5
+    for name, value in imposing({"dir": str(tmp_path / "scratch"), "checkpoint.interval": 2}).items():
+        monkeypatch.setenv(name, value)
+    with TracingRunner(given) as runner:
+        assert runner.workspace.dir == tmp_path / "scratch" and runner.config.checkpoint.interval == 2
+        assert runner.config.steps == 9
+    assert given.checkpoint.interval == 5 and not (tmp_path / "own").exists()
+    assert "DANLING_SETTINGS sets dir, checkpoint.interval in the place of" in caplog.text
+
+
+def test_one_that_cannot_be_is_refused_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"checkpoint.intervall": 2}')
+    with pytest.raises(ValueError, match=r"Did you mean 'checkpoint.interval'|interval"):
+        TracingRunner({"seed": 1, "steps": 1, "workspace_root": str(tmp_path)})
+
+
+def test_the_stack_may_be_imposed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(dl.Runner):
+        def __init__(self, config: dict[str, object]) -> None:
+            super().__init__(config)
+            self.model = nn.Linear(2, 2)
+
+    monkeypatch.setenv(VARIABLE, '{"stack": "parallel"}')
+    with Plain({"seed": 1, "dir": str(tmp_path)}) as runner:
+        assert isinstance(runner, dl.ParallelRunner)
