@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.seen import Seeing, seen
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-
-import danling as dl
 
 albumentations = pytest.importorskip("albumentations")
 numpy = pytest.importorskip("numpy")
@@ -40,30 +39,21 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(self.augment(image=image)["image"]).float().flatten(), torch.zeros(1)
 
 
-class Augmented(dl.Runner):
+class Augmented(Seeing):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(108, 1), nn.MSELoss()
         self.datasets = {"train": Images()}
-        self.seen: list[Tensor] = []
 
-    def train_step(self, data: Any) -> Any:
-        self.seen.append(data[0].clone())
-        return super().train_step(data)
-
-
-def seen(root: Path, steps: int, workers: int) -> list[Tensor]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root), "auto_resume": True}
-    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
-    with Augmented(config) as runner:
-        runner.train()
-        return runner.seen
+    def values(self, data: Any) -> list[Tensor]:
+        return [data[0].clone()]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, tmp_path: Path) -> None:
-    whole = seen(tmp_path / "whole", 14, 0)
-    parts = [*seen(tmp_path / "parts", 5, workers), *seen(tmp_path / "parts", 14, workers)]
+    whole = seen(Augmented, tmp_path / "whole", steps=14)
+    parts = seen(Augmented, tmp_path / "parts", workers=workers, steps=5)
+    parts += seen(Augmented, tmp_path / "parts", workers=workers, steps=14)
     assert len(whole) == len(parts) == 14
     assert all(map(torch.equal, parts, whole))
     assert not torch.equal(whole[0], whole[6])  # another pass, another crop

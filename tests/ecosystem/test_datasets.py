@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.seen import Seeing, seen
 from torch import nn
 from torch.utils.data import DataLoader
 
-import danling as dl
 from danling.data.keyed_stream import KeyedStream
 from danling.data.replayed import Replayed
 
@@ -65,38 +66,26 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Rows(dl.Runner):
+class Rows(Seeing):
     def __init__(self, config: dict[str, Any], kind: str) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
         self.datasets = datasets.DatasetDict({"train": plain()}) if kind == "dict" else {"train": KINDS[kind]()}
-        self.seen: list[float] = []
 
-    def train_step(self, data: Any) -> Any:
-        self.seen += data["input"].flatten().tolist()
-        return super().train_step(data)
+    def values(self, data: Any) -> list[float]:
+        return data["input"].flatten().tolist()
 
 
-def seen(
+class OwnLoader(Rows):
+    def __init__(self, config: dict[str, Any], kind: str) -> None:
+        super().__init__(config, kind)
+        self.dataloaders = {"train": DataLoader(self.datasets.pop("train"), batch_size=4)}
+
+
+def read_by_run(
     root: Path, kind: str, workers: int, epochs: int, stop: int | None = None, *, own: bool = False
 ) -> list[float]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": epochs, "dir": str(root), "auto_resume": True}
-    config |= {"optim": {"type": "sgd", "lr": 1e-4}, "dataloader": {"batch_size": 4, "num_workers": workers}}
-
-    class Stopped(Rows):
-        def optimizer_step(self) -> None:
-            super().optimizer_step()
-            if self.train_state.global_step + 1 == stop:
-                self.stop()
-
-    class OwnLoader(Stopped):
-        def __init__(self, config: dict[str, Any], kind: str) -> None:
-            super().__init__(config, kind)
-            self.dataloaders = {"train": DataLoader(self.datasets.pop("train"), batch_size=4)}
-
-    with (OwnLoader if own else Stopped)(config, kind) as runner:
-        runner.train()
-        return runner.seen
+    return seen(partial(OwnLoader if own else Rows, kind=kind), root, workers=workers, stop=stop, epochs=epochs)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -104,12 +93,12 @@ def seen(
 def test_samples_are_those_of_the_uninterrupted_run(
     kind: str, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = seen(tmp_path / "whole", kind, workers, 2)
+    whole = read_by_run(tmp_path / "whole", kind, workers, 2)
     assert Counter(map(int, whole)) == dict.fromkeys(range(NUMBER), 2)
     # Within a pass, at its end, within the next.
     for stop in (7, 17) if "groups" in kind else (5, 12, 17):
         root = tmp_path / str(stop)
-        assert [*seen(root, kind, workers, 2, stop), *seen(root, kind, workers, 2)] == whole
+        assert [*read_by_run(root, kind, workers, 2, stop), *read_by_run(root, kind, workers, 2)] == whole
     said = [record.getMessage() for record in caplog.records]
     assert not any("cannot be saved" in message for message in said)
     if workers:
@@ -191,18 +180,18 @@ def test_a_state_of_a_version_that_did_not_watch_for_draws_in_groups_is_gone_on_
 
 @pytest.mark.parametrize("kind", ["buffer", "groups that draw"])
 def test_a_loader_of_the_users_own_goes_on_alike(kind: str, tmp_path: Path) -> None:
-    whole = seen(tmp_path / "whole", kind, 0, 1, own=True)
+    whole = read_by_run(tmp_path / "whole", kind, 0, 1, own=True)
     assert [
-        *seen(tmp_path / "parts", kind, 0, 1, 5, own=True),
-        *seen(tmp_path / "parts", kind, 0, 1, own=True),
+        *read_by_run(tmp_path / "parts", kind, 0, 1, 5, own=True),
+        *read_by_run(tmp_path / "parts", kind, 0, 1, own=True),
     ] == whole
     assert Counter(map(int, whole)) == dict.fromkeys(range(NUMBER), 1)
 
 
 def test_a_shuffled_stream_is_shuffled_anew_in_each_pass(tmp_path: Path) -> None:
-    whole = seen(tmp_path, "buffer", 0, 2)
+    whole = read_by_run(tmp_path, "buffer", 0, 2)
     assert whole[:NUMBER] != whole[NUMBER:]
 
 
 def test_a_dict_of_datasets_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert Counter(map(int, seen(tmp_path, "dict", 0, 1))) == dict.fromkeys(range(NUMBER), 1)
+    assert Counter(map(int, read_by_run(tmp_path, "dict", 0, 1))) == dict.fromkeys(range(NUMBER), 1)

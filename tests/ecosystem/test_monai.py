@@ -7,14 +7,14 @@ Exact: each sample on resume, with any number of workers
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.seen import Seeing, seen
 from torch import Tensor, nn
-
-import danling as dl
 
 pytest.importorskip("monai")
 
@@ -56,33 +56,26 @@ def scans(cached: bool) -> Any:
     return CacheDataset(rows, augment, cache_num=10, progress=False) if cached else Dataset(rows, augment)
 
 
-class Scans(dl.Runner):
+class Scans(Seeing):
     def __init__(self, config: dict[str, Any], cached: bool) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(36, 1), nn.Flatten(0)), nn.MSELoss()
         self.datasets = {"train": scans(cached)}
         self.config.dataloader.collate_fn = list_data_collate
-        self.seen: list[Tensor] = []
+
+    def values(self, data: Any) -> list[Tensor]:
+        return [data["input"].clone()]
 
     def train_step(self, data: Any) -> Any:
-        data = {"input": data["input"].as_tensor(), "target": data["target"].float()}
-        self.seen.append(data["input"].clone())
-        return super().train_step(data)
-
-
-def seen(root: Path, steps: int, workers: int, cached: bool) -> list[Tensor]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root), "auto_resume": True}
-    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
-    with Scans(config, cached) as runner:
-        runner.train()
-        return runner.seen
+        return super().train_step({"input": data["input"].as_tensor(), "target": data["target"].float()})
 
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, cached: bool, tmp_path: Path) -> None:
-    whole = seen(tmp_path / "whole", 14, 0, cached)
-    parts = [*seen(tmp_path / "parts", 5, workers, cached), *seen(tmp_path / "parts", 14, workers, cached)]
+    whole = seen(partial(Scans, cached=cached), tmp_path / "whole", steps=14)
+    parts = seen(partial(Scans, cached=cached), tmp_path / "parts", workers=workers, steps=5)
+    parts += seen(partial(Scans, cached=cached), tmp_path / "parts", workers=workers, steps=14)
     assert len(whole) == len(parts) == 14
     assert all(map(torch.equal, parts, whole))
     assert not torch.equal(whole[0], whole[6])  # another pass, another crop

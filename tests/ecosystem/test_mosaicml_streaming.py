@@ -12,11 +12,13 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.seen import Seeing, seen
 from support.vision import import_or_skip
 from torch import nn
 
@@ -52,43 +54,33 @@ def read(place: Path) -> Any:
     )
 
 
-class Reading(dl.Runner):
-    def __init__(self, config: dict[str, Any], place: Path, workers: int) -> None:
+class Reading(Seeing):
+    def __init__(self, config: dict[str, Any], place: Path, own_workers: int) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
-        self.dataloaders = {"train": streaming.StreamingDataLoader(read(place), batch_size=4, num_workers=workers)}
-        self.seen: list[int] = []
+        self.dataloaders = {"train": streaming.StreamingDataLoader(read(place), batch_size=4, num_workers=own_workers)}
+
+    def values(self, data: Any) -> list[int]:
+        return data["input"].flatten().int().tolist()
 
     def train_step(self, data: Any) -> Any:
-        self.seen += data["x"].int().tolist()
         return super().train_step({"input": data["x"].float()[:, None], "target": data["y"].float()[:, None]})
 
 
-def seen(root: Path, place: Path, workers: int, stop: int | None = None) -> list[int]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": 2, "dir": str(root), "auto_resume": True}
-
-    class Stopped(Reading):
-        def optimizer_step(self) -> None:
-            super().optimizer_step()
-            if self.train_state.global_step + 1 == stop:
-                self.stop()
-
-    with Stopped({**config, "optim": {"type": "sgd", "lr": 1e-6}}, place, workers) as runner:
-        runner.train()
-        assert stop or runner.train_state.samples == 2 * NUMBER
-        found = runner.seen
-    del runner
+def read_by_run(root: Path, place: Path, workers: int, stop: int | None = None) -> list[int]:
+    reading = partial(Reading, place=place, own_workers=workers)
+    found = seen(reading, root, stop=stop, samples=2 * NUMBER, epochs=2)
     streaming.base.util.clean_stale_shared_memory()
     return found
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_samples_are_those_of_the_uninterrupted_run(workers: int, shards: Path, tmp_path: Path) -> None:
-    whole = seen(tmp_path / "whole", shards, workers)
+    whole = read_by_run(tmp_path / "whole", shards, workers)
     assert Counter(whole) == dict.fromkeys(range(NUMBER), 2) and whole[:NUMBER] != whole[NUMBER:]
     for stop in (2, 6, 9):
         root = tmp_path / str(stop)
-        assert [*seen(root, shards, workers, stop), *seen(root, shards, workers)] == whole
+        assert [*read_by_run(root, shards, workers, stop), *read_by_run(root, shards, workers)] == whole
 
 
 def test_a_dataset_alone_is_refused(shards: Path, tmp_path: Path) -> None:

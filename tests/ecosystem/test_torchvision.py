@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.seen import Seeing, seen
 from support.vision import import_or_skip
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
-
-import danling as dl
 
 v2 = import_or_skip("torchvision.transforms.v2")
 
@@ -49,31 +48,22 @@ class Mixing:
         return self.mix(*default_collate(samples))
 
 
-class Augmented(dl.Runner):
+class Augmented(Seeing):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(108, 3)), nn.CrossEntropyLoss()
         self.datasets = {"train": Images()}
         self.config.dataloader.collate_fn = Mixing()
-        self.seen: list[Tensor] = []
 
-    def train_step(self, data: Any) -> Any:
-        self.seen += [data[0].clone(), data[1].clone()]
-        return super().train_step(data)
-
-
-def seen(root: Path, steps: int, workers: int) -> list[Tensor]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": steps, "dir": str(root), "auto_resume": True}
-    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
-    with Augmented(config) as runner:
-        runner.train()
-        return runner.seen
+    def values(self, data: Any) -> list[Tensor]:
+        return [data[0].clone(), data[1].clone()]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_augmented_samples_are_those_of_the_uninterrupted_run(workers: int, tmp_path: Path) -> None:
-    whole = seen(tmp_path / "whole", 14, 0)
-    parts = [*seen(tmp_path / "parts", 5, workers), *seen(tmp_path / "parts", 14, workers)]
+    whole = seen(Augmented, tmp_path / "whole", steps=14)
+    parts = seen(Augmented, tmp_path / "parts", workers=workers, steps=5)
+    parts += seen(Augmented, tmp_path / "parts", workers=workers, steps=14)
     assert len(whole) == len(parts) == 28
     assert all(map(torch.equal, parts, whole))
     assert not torch.equal(whole[0], whole[12])  # another pass, another crop

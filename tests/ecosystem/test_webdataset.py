@@ -10,14 +10,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.seen import Seeing, seen
 from torch import Tensor, nn
-
-import danling as dl
 
 webdataset = pytest.importorskip("webdataset")
 
@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-class Reading(dl.Runner):
+class Reading(Seeing):
     def __init__(self, config: dict[str, Any], root: Path, kind: str, own: bool) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
@@ -60,28 +60,15 @@ class Reading(dl.Runner):
             self.dataloaders = {"train": webdataset.WebLoader(dataset, batch_size=4)}
         else:
             self.datasets = {"train": dataset}
-        self.seen: list[int] = []
 
-    def train_step(self, data: Any) -> Any:
-        self.seen += data[0].flatten().int().tolist()
-        return super().train_step(data)
+    def values(self, data: Any) -> list[int]:
+        return data[0].flatten().int().tolist()
 
 
-def seen(root: Path, kind: str, workers: int, stop: int | None = None, *, own: bool = False) -> list[int]:
-    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": 2, "dir": str(root / "run"), "auto_resume": True}
-    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
-
-    class Stopped(Reading):
-        def optimizer_step(self) -> None:
-            super().optimizer_step()
-            if self.train_state.global_step + 1 == stop:
-                self.stop()
-
+def read_by_run(root: Path, kind: str, workers: int, stop: int | None = None, *, own: bool = False) -> list[int]:
     root.mkdir(exist_ok=True)
-    with Stopped(config, root, kind, own) as runner:
-        runner.train()
-        assert runner.train_state.samples == 2 * len(ALL) or stop is not None
-        return runner.seen
+    reading = partial(Reading, root=root, kind=kind, own=own)
+    return seen(reading, root / "run", workers=workers, stop=stop, samples=2 * len(ALL), epochs=2)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -90,19 +77,22 @@ def seen(root: Path, kind: str, workers: int, stop: int | None = None, *, own: b
 def test_samples_are_those_of_the_uninterrupted_run(
     kind: str, own: bool, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = seen(tmp_path / "whole", kind, workers, own=own)
+    whole = read_by_run(tmp_path / "whole", kind, workers, own=own)
     assert Counter(whole) == dict.fromkeys(ALL, 2)
     assert (whole[: len(ALL)] == sorted(ALL)) == (kind == "in turn" and not (workers and not own))
     for stop in (3, 8):
         root = tmp_path / str(stop)
-        assert [*seen(root, kind, workers, stop, own=own), *seen(root, kind, workers, own=own)] == whole
+        assert [
+            *read_by_run(root, kind, workers, stop, own=own),
+            *read_by_run(root, kind, workers, own=own),
+        ] == whole
     assert not any("gave something else" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_an_order_of_the_clock_is_named(own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = seen(tmp_path, "clock", 0, 4, own=own)
-    rest = seen(tmp_path, "clock", 0, own=own)
+    first = read_by_run(tmp_path, "clock", 0, 4, own=own)
+    rest = read_by_run(tmp_path, "clock", 0, own=own)
     assert Counter([*first, *rest]) != dict.fromkeys(ALL, 2)
     said = [record.getMessage() for record in caplog.records if "gave something else" in record.getMessage()]
     assert len(said) == 1 and "split 'train'" in said[0] and "rng=random.Random(0)" in said[0]
