@@ -125,7 +125,8 @@ class ModelStates:
         state = named_state_dict(optimizer, self.named_parameters())
         apart = {id(parameter) for parameter in training_weights(optimizer)}
         if apart:
-            trained = {name: p.detach() for name, p in self.named_parameters() if id(p) in apart}
+            # Copies, as those of the model are: whoever puts both back in this process writes into the parameters first.
+            trained = {name: p.detach().clone() for name, p in self.named_parameters() if id(p) in apart}
             state[_TRAINED] = {canonical_name(name): value for name, value in trained.items()}
         return state
 

@@ -120,6 +120,16 @@ def test_the_weights_of_a_checkpoint_are_those_to_go_on_from_elsewhere(tmp_path:
         assert tuned.evaluate("val") == expected
 
 
+def test_a_state_that_is_put_back_at_once_changes_nothing(tmp_path: Path) -> None:
+    with Free(settings(tmp_path, 8)) as runner:
+        runner.train()
+        held = [parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()]
+        evaluated = runner.evaluate("val")
+        runner.load_state_dict(runner.state_dict())
+        assert all(map(torch.equal, held, runner.unwrapped_model.parameters()))
+        assert runner.evaluate("val") == evaluated
+
+
 def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
     class Joint(Free):
         def __init__(self, config: dict[str, Any]) -> None:
