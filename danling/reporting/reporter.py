@@ -317,10 +317,15 @@ class Reporter:
             ending: Such as `Finished`.
             step: Updates committed.
             samples: Samples of all ranks trained on so far.
-            summary: Returns what else there is to say, a line each; called on the main process.
+            summary: Returns what else there is to say, a line each; called on the main process. Files that it cannot look at, such as in a
+                working directory that was removed, are no error: the training is over.
         """
         if self.is_main and self.telemetry is not None:
             if self.bar is not None:
                 self.bar.write_last()
             speed = self.telemetry.summary(step, samples - self._samples_at_begin)
-            logger.info("%s", "\n  ".join([f"{ending}: {speed}", *summary()]))
+            try:
+                more = list(summary())
+            except OSError as error:
+                more = [f"(what there is to go on with cannot be looked up: {error})"]
+            logger.info("%s", "\n  ".join([f"{ending}: {speed}", *more]))

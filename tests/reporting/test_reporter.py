@@ -25,6 +25,7 @@ from danling.reporting import (
     describe_training,
     read_jsonl,
 )
+from danling.reporting.summary import shown
 from danling.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -190,6 +191,19 @@ def test_the_ending_names_what_this_training_did(caplog: pytest.LogCaptureFixtur
         reporter.log_ending("Stopped by SIGTERM", step=4, samples=60)
     reporter.end()
     assert "Stopped by SIGTERM: 1 update to step 4" in caplog.text and "1 skipped" in caplog.text
+
+
+def test_files_that_cannot_be_looked_up_do_not_hide_how_a_training_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter, _ = begun()
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with caplog.at_level(logging.INFO, "danling"):
+        reporter.log_ending("Finished", step=4, samples=60, summary=lambda: [shown(tmp_path)])
+    reporter.end()
+    assert "Finished: " in caplog.text and "cannot be looked up: [Errno 2]" in caplog.text
 
 
 def test_a_tracker_that_cannot_be_flushed_does_not_hide_how_a_training_ended(caplog: pytest.LogCaptureFixture) -> None:
