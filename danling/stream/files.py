@@ -1,4 +1,8 @@
-"""Locks and writes that the stores and channels in files share."""
+"""Locks and writes that the stores and channels in files share.
+
+A lock is held for a moment, by threads of one process against each other too, and beside other readers. That of `danling.utils.locks`
+belongs to a process for as long as it lives, and says which one that is.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from danling.utils.locks import NO_LOCKS
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_TO_OPEN = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 _PAUSE_SECONDS = (0.0001, 0.001)
-"""The first and the longest pause between two attempts of a reader, short beside an append: several producers leave little time between."""
+"""The first and the longest pause between two attempts of a reader. Where several producers append, the lock is free for moments only."""
 
 
 @contextmanager
@@ -32,7 +37,7 @@ def exclusive(path: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        # Said aloud: a child that another thread has forked meanwhile shares the open file, and closing would leave it the lock.
+        # Closing alone would leave the lock to a child that another thread has forked meanwhile, which shares the open file.
         fcntl.flock(handle, fcntl.LOCK_UN)
         with suppress(OSError):  # the descriptor is gone even then, and nothing was written to it
             os.close(handle)
@@ -87,7 +92,7 @@ def _share(handle: int, path: Path, seconds: float) -> None:
                     "writes. See whether a producer hangs or was suspended, and let it go on or end it."
                 ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             return
         time.sleep(pause)

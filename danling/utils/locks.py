@@ -18,7 +18,8 @@ from pathlib import Path
 logger = logging.getLogger("danling")
 
 _TAKEN = {errno.EACCES, errno.EAGAIN}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
+"""What a file system without locks answers."""
 WRITING = ".writing-"
 """Prefix of files in a directory of checkpoints, each locked by a process that writes there in the background."""
 
@@ -157,7 +158,7 @@ class FileLock:
                 self.holder = Holder.parse(os.pread(handle, 4096, 0))
                 os.close(handle)
                 return False
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 os.close(handle)
                 raise
             self.works = False
