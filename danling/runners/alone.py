@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .assembly import TorchParts
+    from .torch_runner import TorchRunner
 
 VERBS = ("train_epoch", "train_step", "evaluate_step", "infer_step")
 """Verbs around which the loops prepare something: a session, a micro-batch of the window, evaluation mode."""
@@ -29,8 +33,68 @@ def _standalone(verb: str, function: Callable[..., object]) -> Callable[..., Any
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
         parts = self._parts
         # Within a step, which is where it costs, no call tells it.
-        if parts is None or self._session.in_step or not parts.is_alone(verb):
+        if parts is None or self._session.in_step or not parts.alone.is_due(verb):
             return function(self, *args, **kwargs)
-        return parts.run_alone(verb, partial(function, self), *args, **kwargs)
+        return parts.alone.run(verb, partial(function, self), *args, **kwargs)
 
     return method
+
+
+class LoneVerbs:
+    """Runs verbs that no loop has called as the loops do.
+
+    Args:
+        runner: The runner.
+        parts: Its parts.
+    """
+
+    def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
+        self._runner = runner
+        self._parts = parts
+
+    def is_due(self, verb: str) -> bool:
+        """Whether no loop has called a verb.
+
+        Args:
+            verb: Its name, out of `VERBS`.
+        """
+        session = self._runner._session
+        if verb == "train_epoch":
+            return not session.running
+        return not session.in_step and (verb == "train_step" or self._runner.mode == "train")
+
+    def run(self, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a verb as the loops do.
+
+        Args:
+            verb: Its name.
+            call: The verb, as the user may have overridden it.
+            *args: What it was called with.
+            **kwargs: The same by name.
+        """
+        if verb == "train_epoch":
+            return self._train_epoch(call, *args, **kwargs)
+        if verb == "train_step":
+            return self._train_step(call, *args, **kwargs)
+        return self._parts.evaluator.alone("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
+
+    def _train_step(self, call: Callable[[Any], Any], data: object) -> Any:
+        runner, parts = self._runner, self._parts
+        parts.readiness.check_optimizer_given()
+        if not runner._session.running:
+            if runner.fault_tolerance is not None:
+                raise ValueError(
+                    "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. "
+                    "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
+                )
+            if runner.window.count == 0:
+                parts.driver.begin_updates()
+        return parts.micro_batches.run_alone(call, data)
+
+    def _train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
+        runner, parts = self._runner, self._parts
+        parts.driver.check_trainable()
+        runner._data.splits.check(split)
+        runner._data.agree_lengths(runner.placement.optimizer)
+        with parts.driver.training(whole=False):
+            return parts.loop.train_epoch_alone(split, partial(call, split, *args, **kwargs), runner.train_splits)

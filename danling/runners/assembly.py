@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +52,7 @@ from danling.training.safeguard import TrainedKeeper
 from danling.training.update import UpdateStep
 from danling.utils.names import canonical_name
 
+from .alone import LoneVerbs
 from .driving import TrainingDriver
 
 if TYPE_CHECKING:
@@ -171,26 +171,6 @@ class TorchParts:
             bound=runner.distributed or runner.stack != "ddp",
             speaks=runner.is_main_process,
         )
-
-    def refuse_early_steps(self, optimizer: object) -> None:
-        """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet.
-
-        Args:
-            optimizer: One optimizer, or several in one.
-        """
-        session = self.runner._session
-
-        def refuse(stepped: torch.optim.Optimizer, *_: object) -> None:
-            if session.in_step:
-                raise RuntimeError(
-                    "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
-                    f"step of {type(stepped).__name__} inside of it. Remove optimizer.step(); an update of your own goes into "
-                    "`optimizer_step`."
-                )
-
-        for each in (optimizer, *getattr(optimizer, "optimizers", ())):
-            if isinstance(each, torch.optim.Optimizer):
-                each.register_step_pre_hook(refuse)
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting, and every override, that has no effect in this run. May be called on one rank."""
@@ -479,6 +459,11 @@ class TorchParts:
             speaks=runner.is_main_process,
         )
 
+    @cached_property
+    def alone(self) -> LoneVerbs:
+        """What runs verbs that no loop has called."""
+        return LoneVerbs(self.runner, self)
+
     # Report
 
     @cached_property
@@ -634,48 +619,3 @@ class TorchParts:
             put_back()
 
         return take_back
-
-    # Verbs that no loop has called
-
-    def is_alone(self, verb: str) -> bool:
-        """Whether no loop has called one of the verbs of `danling.runners.alone`."""
-        session = self.runner._session
-        if verb == "train_epoch":
-            return not session.running
-        return not session.in_step and (verb == "train_step" or self.runner.mode == "train")
-
-    def run_alone(self, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a verb that no loop has called as the loops do.
-
-        Args:
-            verb: Its name.
-            call: The verb, as the user may have overridden it.
-            *args: What it was called with.
-            **kwargs: The same by name.
-        """
-        if verb == "train_epoch":
-            return self._train_epoch_alone(call, *args, **kwargs)
-        if verb == "train_step":
-            return self._train_step_alone(call, *args, **kwargs)
-        return self.evaluator.alone("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
-
-    def _train_step_alone(self, call: Callable[[Any], Any], data: object) -> Any:
-        runner = self.runner
-        self.readiness.check_optimizer_given()
-        if not runner._session.running:
-            if runner.fault_tolerance is not None:
-                raise ValueError(
-                    "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. "
-                    "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
-                )
-            if runner.window.count == 0:
-                self.driver.begin_updates()
-        return self.micro_batches.run_alone(call, data)
-
-    def _train_epoch_alone(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
-        runner = self.runner
-        self.driver.check_trainable()
-        runner._data.splits.check(split)
-        runner._data.agree_lengths(runner.placement.optimizer)
-        with self.driver.training(whole=False):
-            return self.loop.train_epoch_alone(split, partial(call, split, *args, **kwargs), runner.train_splits)

@@ -49,7 +49,7 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
-from danling.training.component_checks import check_metrics, warn_of
+from danling.training.component_checks import check_metrics, refuse_early_steps, warn_of
 from danling.training.component_parts import component_parts
 from danling.training.forward import EvaluationForward
 from danling.training.model_states import ModelStates
@@ -156,7 +156,7 @@ class TorchRunner(BaseRunner):
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
-        self._parts.refuse_early_steps(self.optimizer)
+        refuse_early_steps(self.optimizer, lambda: self._session.in_step)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
             raise ValueError(
                 f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "

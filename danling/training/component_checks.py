@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 
 from torch import nn
+from torch.optim import Optimizer
 
 from danling.config.hints import slip_of
 
@@ -232,3 +233,24 @@ def warn_of(messages: Callable[[], Iterable[str]]) -> None:
         return
     for message in found:
         logger.warning("%s", message)
+
+
+def refuse_early_steps(optimizer: object, in_step: Callable[[], bool]) -> None:
+    """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet.
+
+    Args:
+        optimizer: One optimizer, or several in one.
+        in_step: Returns whether `train_step` runs.
+    """
+
+    def refuse(stepped: Optimizer, *_: object) -> None:
+        if in_step():
+            raise RuntimeError(
+                "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
+                f"step of {type(stepped).__name__} inside of it. Remove optimizer.step(); an update of your own goes into "
+                "`optimizer_step`."
+            )
+
+    for each in (optimizer, *getattr(optimizer, "optimizers", ())):
+        if isinstance(each, Optimizer):
+            each.register_step_pre_hook(refuse)

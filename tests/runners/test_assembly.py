@@ -154,15 +154,6 @@ def test_updates_begin_with_what_is_there_now(tmp_path: Path) -> None:
     assert held.parts.update.log_every == 3 and not held.parts.update.steps_scheduler
 
 
-def test_a_step_of_the_optimizer_is_refused_within_a_train_step_alone(tmp_path: Path) -> None:
-    held = Held(tmp_path)
-    held.parts.refuse_early_steps(SimpleNamespace(optimizers=[held.optimizer]))
-    held.optimizer.step()
-    held._session.in_step = True
-    with pytest.raises(RuntimeError, match="a step of SGD inside of it"):
-        held.optimizer.step()
-
-
 def test_boundaries_are_those_of_the_settings_and_save_by_the_hook(tmp_path: Path) -> None:
     held = Held(tmp_path, evaluate_interval=3)
     found = held.parts.driver.boundaries()
@@ -210,18 +201,18 @@ def test_a_verb_is_alone_where_no_loop_has_called_it(
 ) -> None:
     held = Held(tmp_path)
     held._session.running, held._session.in_step, held.mode = running, in_step, mode  # type: ignore[misc]
-    assert held.parts.is_alone(verb) is alone
+    assert held.parts.alone.is_due(verb) is alone
 
 
 def test_a_train_step_alone_is_a_micro_batch_of_the_window(tmp_path: Path) -> None:
     held = Held(tmp_path)
-    assert held.parts.run_alone("train_step", lambda data: data.sum(), torch.ones(3, 1)) == 3
+    assert held.parts.alone.run("train_step", lambda data: data.sum(), torch.ones(3, 1)) == 3
     assert held.wrapped == 1 and held.window.count == 1 and held.window.weight == 3.0
-    held.parts.run_alone("train_step", held.train_step, torch.ones(1, 1))
+    held.parts.alone.run("train_step", held.train_step, torch.ones(1, 1))
     assert held.wrapped == 1 and held.window.count == 2  # the window is open
     held.optimizer = None
     with pytest.raises(ValueError, match="optimizer=None"):
-        held.parts.run_alone("train_step", held.train_step, torch.ones(1, 1))
+        held.parts.alone.run("train_step", held.train_step, torch.ones(1, 1))
 
 
 def test_a_save_within_a_training_is_no_part_of_its_speed(tmp_path: Path) -> None:
