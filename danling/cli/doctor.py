@@ -27,16 +27,9 @@ from typing import Any
 from danling.config.stacks import BACKENDS
 from danling.graph.compiler import cxx_command, cxx_version
 
-from .environment import EXTRAS, installed
+from .environment import EXTRAS, installed, module_of
 from .output import DAMAGED, OK, add_json, print_json
 from .pairs import examine_pairs
-
-_MODULES = {
-    "mlflow-skinny": "mlflow",
-    "torchft-nightly": "torchft",
-    "mooncake-transfer-engine-non-cuda": "mooncake.store",
-}
-"""Modules of packages that are called otherwise."""
 
 RANKS = 2
 
@@ -198,7 +191,7 @@ def _extra(package: str, timeout: float) -> tuple[str, str]:
     found = installed(package)
     if found is None:
         return "absent", "not installed"
-    _output(f"import {_MODULES.get(package, package)}", timeout)
+    _output(f"import {module_of(package)}", timeout)
     return "ok", f"{found}, imports"
 
 

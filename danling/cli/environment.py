@@ -34,6 +34,15 @@ EXTRAS = (
     "mooncake-transfer-engine-non-cuda",
 )
 """Packages that only parts of the library use."""
+_MODULES = {
+    "mlflow-skinny": "mlflow",
+    "torchft-nightly": "torchft",
+    "mooncake-transfer-engine-non-cuda": "mooncake.store",
+    "scikit-learn": "sklearn",
+    "opencv-python": "cv2",
+    "opencv-python-headless": "cv2",
+}
+"""Modules of packages that are called otherwise, where it is not the same name with `_`."""
 PACKAGES = ("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy", *EXTRAS)
 _VARIABLES = re.compile(
     r"(OMP|MKL)_NUM_THREADS|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHFT|PYTORCH)_[A-Z0-9_]+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|DS_ACCELERATOR|ACCELERATE_[A-Z0-9_]+"
@@ -86,6 +95,15 @@ def installed(package: str) -> str | None:
         return None
     except (KeyError, UnicodeDecodeError, OSError):
         return "unknown"
+
+
+def module_of(package: str) -> str:
+    """Return the name of the module of a package.
+
+    Args:
+        package: Its name on the package index.
+    """
+    return _MODULES.get(package, package.replace("-", "_"))
 
 
 def torch_cuda() -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from .environment import cuda_of_build, installed
+from .environment import cuda_of_build, installed, module_of
 
 BUILT_FOR = {
     "torchvision": "torch",
@@ -36,14 +36,6 @@ BUILT_FOR = {
 }
 """Packages with compiled code that fits some versions of another package only."""
 
-_MODULES = {
-    "flash-attn": "flash_attn",
-    "torch-scatter": "torch_scatter",
-    "torch-sparse": "torch_sparse",
-    "scikit-learn": "sklearn",
-    "opencv-python": "cv2",
-    "opencv-python-headless": "cv2",
-}
 _OF_TORCH = ("torchvision", "torchaudio")
 """Packages of which there is a build for each device beside those of torch."""
 _OLD_NUMPY = re.compile(r"compiled using NumPy 1\.x|_ARRAY_API not found|numpy\.core\.multiarray failed to import")
@@ -94,9 +86,9 @@ def examine_pairs(timeout: float) -> Iterator[tuple[str, str, str, float]]:
         timeout: Seconds that one import may take.
     """
     here = {package: other for package, other in BUILT_FOR.items() if installed(package) and installed(other)}
-    imports = import_apart([_MODULES.get(package, package) for package in here], timeout)
+    imports = import_apart([module_of(package) for package in here], timeout)
     for package, other in here.items():
-        found = imports[_MODULES.get(package, package)]
+        found = imports[module_of(package)]
         try:
             state, detail = judge(package, other, found)
         except Exception as error:  # metadata may be anything
@@ -198,7 +190,7 @@ def asks_for(package: str, other: str) -> str | None:
 
 
 def _other_cuda(package: str) -> str | None:
-    wanted, has = cuda_of_build("torch"), cuda_of_build(_MODULES.get(package, package))
+    wanted, has = cuda_of_build("torch"), cuda_of_build(module_of(package))
     if wanted is None or has is None or wanted == has:
         return None
     return f"it is built for {_device(has)}, torch for {_device(wanted)}"
