@@ -47,7 +47,7 @@ _TOO_LONG = b"Timeout ("
 _IMPORTER = """
 import contextlib, faulthandler, importlib, io, json, os, sys, time
 out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what is printed meanwhile is no answer
+os.dup2(2, 1)  # what a module prints must not be taken for an answer
 limit = float(sys.argv[1])
 for name in sys.argv[2:]:
     print(json.dumps({"begun": name}), file=out, flush=True)
@@ -108,14 +108,14 @@ def import_apart(modules: Sequence[str], timeout: float) -> dict[str, Import]:
     while waiting:
         said, end = _run_importer(waiting, timeout)
         begun = None
-        # A line that a crash has cut is no answer.
+        # A crash may have cut the last line.
         for answer in map(json.loads, (line for line in said.splitlines(keepends=True) if line.endswith("\n"))):
             if "begun" in answer:
                 begun = str(answer["begun"])
             else:
                 results[str(answer["module"])] = Import(answer["error"], answer["said"], answer["seconds"])
         if begun is None or begun in results:
-            # Nobody is to blame alone for an end at another place, such as that of the interpreter.
+            # The process ended between two imports, or where the interpreter exits: no single module is to blame.
             for name in waiting:
                 results.setdefault(name, Import(end))
         else:

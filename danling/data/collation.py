@@ -33,7 +33,7 @@ def collate(samples: Sequence[Any]) -> Any:
 def _types_of_libraries() -> dict[Any, _Collates]:
     known: dict[Any, _Collates] = {}
     for name, types_of in _LIBRARIES.items():
-        # What is not loaded has made no sample, and is not imported for the question.
+        # A library that is not loaded has made no sample.
         module = sys.modules.get(name)
         if module is not None:
             known.update((kind, function) for kind, function in types_of(module) if kind not in default_collate_fn_map)

@@ -171,7 +171,7 @@ def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
         return None
     told = bytes(store.get(f"{key}/failed")).decode()
     store.add(f"{key}/told", 1)
-    # The first rank keeps the store, and takes it along where it ends.
+    # The store lives in the process of the first rank, which therefore ends only when the others have read what failed.
     while launch.rank == 0 and store.add(f"{key}/told", 0) < launch.world_size:
         time.sleep(_PAUSE_SECONDS)
     return told

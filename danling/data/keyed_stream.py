@@ -158,8 +158,8 @@ class StreamIterator:
         """Go to a saved place; without a state of the dataset's, what was read is read again and dropped."""
         dataset, iterator = state["dataset"], state["iterator"]
         if dataset is not None and isinstance(self.stream.dataset, Replayed):
-            # Saved before the loss of what the buffer holds was known. The pass is read again as it was read then: generators are
-            # seeded by their path, which led through the stream itself.
+            # Saved by a version that took the state of a dataset with a shuffle buffer, which forgets what the buffer holds. The pass
+            # is read again without the wrapper `Replayed`, as it was then: a generator is seeded by its path of attributes.
             self.stream = copy.copy(self.stream)
             self._dataset = self.stream.dataset = self.stream.dataset.dataset
             dataset = None

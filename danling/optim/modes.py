@@ -78,9 +78,9 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
 
 
 def _are_training(members: list[Any], found: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the weights of training are in the model.
+    """Whether the weights of training are in the model: then `train` changes nothing.
 
-    They are not if the program has called `eval` by itself, or a context around this one has: `train` changes them then, which is undone.
+    Where it does, the program or a context around this one has called `eval`, and the change is undone.
     """
     for member in members:
         member.train()

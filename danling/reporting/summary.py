@@ -87,7 +87,7 @@ def _go_on(launch: Launch, directory: Path, latest: Path, budget: tuple[str, int
     if launch.script is None or launch.arguments is None:
         more = "" if budget is None else f", {{{budget[0]!r}: {budget[1]}}}"
         return f"{launch.runner}.from_checkpoint({shown(latest)!r}{more}).train()"
-    # How the processes of a job find each other stands in a command line that is not ours.
+    # The options of torchrun itself, such as the address of the first machine, are not known to the processes that it starts.
     program = "python" if launch.processes == 1 else "torchrun ..."
     chosen = (*_CHOSEN, budget[0]) if budget is not None else _CHOSEN
     words = [*_without(launch.arguments, chosen), "--dir", shown(directory), "--auto_resume", "true"]

@@ -196,17 +196,20 @@ class StreamLoader:
         """See that the log is the one that the position was taken in, and that what follows is still there."""
         self._check_log()
         self._claim()
-        name = self.channel.name
         if self.retain == "all":
             return
         if self._owns and getattr(self.store, "read_only", False):
             raise ValueError(
-                f"Expected a store that can be written to train on stream {name}, since features are freed behind the position. Received: "
-                f"read_only=True, retain={self.retain!r}. Pass retain='all' to keep them, or leave read_only out."
+                f"Expected a store that can be written to train on stream {self.channel.name}, since features are freed behind the "
+                f"position. Received: read_only=True, retain={self.retain!r}. Pass retain='all' to keep them, or leave read_only out."
             )
         missing = self._freed_before() - self.consumed
-        if missing <= 0:
-            return
+        if missing > 0:
+            self._pass_gap(missing)
+
+    def _pass_gap(self, missing: int) -> None:
+        """Leave out samples behind the position that are gone, where `on_gap` says so; else refuse to go on."""
+        name = self.channel.name
         if self.on_gap == "skip":
             self.skipped += missing
             self.consumed, self._last_id = self.consumed + missing, ""
@@ -432,7 +435,10 @@ class StreamLoader:
                 self._durable = 0
 
     def _may_free(self) -> bool:
-        """Whether the log is this run's. One that was only loaded may never be trained on: what refuses it then is no error before."""
+        """Whether the log is this run's to free.
+
+        A loader whose position was only loaded may never be trained on: what training would refuse the log for is no error here.
+        """
         if self._owns is None:
             try:
                 self._check_log()

@@ -22,23 +22,14 @@ from .refs import check_id
 logger = logging.getLogger("danling")
 
 _LEFT_OUT = (
-    *(
-        "optim",
-        "scheduler",
-        "ema",
-        "resume",
-        "train_splits",
-        "evaluate_splits",
-        "score_split",
-        "score_name",
-        "score_mode",
-    ),
+    *("optim", "scheduler", "ema", "resume"),
+    *("train_splits", "evaluate_splits", "score_split", "score_name", "score_mode"),
     *("min_delta", "patience", "evaluate_interval", "max_skipped_updates"),
 )
-"""Settings of a training that a producer takes back to their defaults: they would build something, or name what it has not."""
+"""Settings of a training that a producer sets back to their defaults: it would build an optimizer, or miss splits that they name."""
 
 _UNREAD = ("steps", "epochs", "accum_steps", "max_grad_norm", "max_grad_value", "skip_nonfinite_grad", "max_time")
-"""Settings of a training that a producer does not read, and its program may."""
+"""Settings of a training that a producer has no use for; they are kept, since its program may read them."""
 
 
 class FeatureProducer(Runner):
@@ -111,7 +102,7 @@ class FeatureProducer(Runner):
 
     def __post_init__(self) -> None:
         """Finish construction, and say what of the configuration is for the trainer alone. Called on all ranks."""
-        # Those that it has are a choice of what it goes over; those that only its trainer has would be refused.
+        # Of the splits that the trainer evaluates, those that this producer has are what it goes over; the others would be refused.
         self._asked_for = [name for name in self._asked_for if name in self._data.splits.names]
         if self._asked_for:
             self._left_out.remove("evaluate_splits")
@@ -305,7 +296,7 @@ class FeatureProducer(Runner):
         return self._hears_of_stop() or gave_up
 
     def _hears_of_stop(self) -> bool:
-        # Said before the next collective too, where another rank may be missed that waits for credit.
+        # A rank that waits for credit does not come to the next collective, where ranks agree to stop: the others tell it by the store.
         if self._goes_together:
             return self._session.hears_of_stop(0, self.placement.optimizer)
         return self._session.asked_to_stop()
@@ -319,7 +310,7 @@ class FeatureProducer(Runner):
             yield made if publishes else []
 
     def _note_repeated(self, split: str, number: int) -> None:
-        # Those of a batch that only keeps ranks together are not among its rows.
+        # A batch that a rank reads only so that it makes as many forwards as the others has no rows here.
         production = self._production
         if production is None or not number or not production.meet(number) or self._has_warned:
             return

@@ -199,7 +199,7 @@ class Publisher:
         stored = [self._put(ref, sample.features) for ref, sample in new]
         appended = self._channel.append([ref for ref, _ in stored])
         if appended < len(stored) or any(others for _, others in stored):
-            # No object is nobody's before its sample is in the log, and each that this does not lead to is from then on.
+            # Now that the samples are in the log, objects of theirs that it does not lead to are needed by nobody; before, any might be.
             led_to = {ref.object_id for ref in self._channel.read(since, self._channel.published())}
             names = (name for ref, others in stored for name in (ref.object_id, *others))
             self._store.discard(name for name in names if name not in led_to)
@@ -226,7 +226,8 @@ class Publisher:
             except BufferError:
                 if not others:
                     raise
-                # What a kill has left fills the store: it makes room, though somebody who lives might still append it.
+                # Objects that a killed producer has left fill the store: they make room. Should a second producer of this part live, its
+                # sample may be lost with them, and reading names it then.
                 self._store.discard(others)
                 others.clear()
 
@@ -269,9 +270,9 @@ class Production:
     def meet(self, number: int) -> int:
         """Hear of samples that need not be made, since the log holds them or they stand twice in their batch; return how many are repeated.
 
-        Of what the log holds, a pass meets each sample once that it has not appended itself. When it has met more, it has met some before:
-        nothing needs to be kept of their ids. In a log that was empty, and has no other producer, that is known at once; else when
-        as many have come again as others have appended.
+        They are counted, and their ids not kept: a pass meets each sample of the log that it has not appended itself at most once, so that
+        when it has met more than there are, some came again. Where the log was empty and has no other producer, the first one that comes
+        again is known at once; else only once the pass has met as many as others have appended.
 
         Args:
             number: How many these were.
