@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from danling.utils.protocols import ReductionDomain
 
@@ -39,6 +39,23 @@ _ALONE = {
     "size": ": all but its tensors was verified by those inside of it.",
     "none": ", and checkpoint.verify='none' looks at nothing else.",
 }
+
+
+class Sources(Protocol):
+    """Where checkpoints are found that do not lie in a directory; see `danling.remote.checkpoints.RemoteSources`."""
+
+    def own(self) -> list[CheckpointStore]:
+        """Return the stores of the run itself."""
+
+    def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
+        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
+
+    def bring_file(self, url: str) -> Path | None:
+        """Bring what another program wrote, and return where it lies now; `None` for the URL of a run."""
+
+    def release(self) -> None:
+        """Remove what was brought of other runs."""
+
 
 Told = tuple[type[Exception], str]
 """The class and the text of an error."""
@@ -87,10 +104,21 @@ class CheckpointManager(ABC):
         self._resumed: Record | None = None
         self._closed = False
         self._alone: set[Path] = set()
+        self._sources: Sources | None = None
+        self._brought: dict[Path, int] = {}
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
         self.after_save: Callable[[Mapping[str, Any]], None] = _unheard
         """Called on rank 0 with the payload of a full state that lies on the disk, maybe in the background; it must not communicate."""
+
+    def look_in(self, sources: Sources) -> None:
+        """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names.
+
+        Args:
+            sources: Where.
+        """
+        self._sources = sources
+        self.stores += sources.own()
 
     # Saving
 
@@ -190,24 +218,53 @@ class CheckpointManager(ABC):
             CheckpointDamaged: If it is not what was written.
             CheckpointMismatch: If it lies in this run's directory and belongs to another run, or has a format that is not known.
         """
-        self.wait()
-        path = self.on_main(lambda: self._verified(source))
+        path = self.fetch(source)
         return self.on_all(lambda: read_payload(path, template=template, sections=sections, trust=self.settings.trust))
 
-    def _verified(self, source: str | Path) -> Path:
+    def fetch(self, source: str | Path) -> Path:
+        """Return the verified file or target of a checkpoint, which every rank can read. Call on all ranks.
+
+        Args:
+            source: As in `load_checkpoint`.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            CheckpointDamaged: If it is not what was written.
+        """
+        self.wait()
+        number, path = self.on_main(lambda: self._verified(source))
+        if number >= 0:
+            self.on_all(lambda: self._stores_of(source)[number].bring(path))
+        return path
+
+    def _verified(self, source: str | Path) -> tuple[int, Path]:
+        """Return the number of a store that has to bring a checkpoint to every machine, else -1, and the verified file or target."""
         store, path = self._resolve(source)
         store.verify(path, self.settings.verify)
         if store.lacks_sums(path) and path not in self._alone:
             self._alone.add(path)
             logger.warning("%s has no checksums beside it%s", path, _ALONE[self.settings.verify])
         self._record_of(store, path)
-        return store.target(path)
+        number = self._stores_of(source).index(store) if store.is_elsewhere else self._brought.get(path, -1)
+        return number, store.target(path)
+
+    def _stores_of(self, source: str | Path) -> list[CheckpointStore]:
+        named = self._sources.named(source) if self._sources is not None else None
+        return self.stores if named is None else named[0]
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
-        for store in self.stores:
-            found = store.find(source)
+        named = self._sources.named(source) if self._sources is not None else None
+        stores, wanted = (self.stores, source) if named is None else named
+        for store in stores:
+            found = store.find(wanted)
             if found is not None:
                 return store, found
+        if named is not None:
+            names = sorted({record.name for store in stores for record in store.records(complete=True)})
+            raise CheckpointNotFound(
+                f"Expected a checkpoint at {source}. Received: none (in {stores[0].place} there are: {', '.join(names) or 'none'}). Give "
+                "the URL of one that is there."
+            )
         present = sorted({record.name for store in self.stores for record in store.records(complete=True)})
         raise CheckpointNotFound(
             f"Expected a checkpoint: a name in {self.directory} (there are: {', '.join(present) or 'none'}), or a path. "
@@ -235,6 +292,9 @@ class CheckpointManager(ABC):
             except (CheckpointError, OSError) as error:
                 store.pass_over(path, error)
             else:
+                if store.is_elsewhere:
+                    # From now on it is found in the directory, which other machines may not share.
+                    self._brought[path] = self.stores.index(store)
                 return record.name if store is self.store else str(path)
         return None
 
@@ -298,7 +358,7 @@ class CheckpointManager(ABC):
         differences = self._differences(record, store)
         others = "".join(f"\n  {line}" for line in differences)
         raise CheckpointMismatch(
-            f"Expected {self.directory} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
+            f"Expected {store.place} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
             + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
             + " this run a directory of its own, in which `resume` and a path go on from there; checkpoint.load_only only looks."
         )
@@ -333,6 +393,22 @@ class CheckpointManager(ABC):
         self.wait()
         self._resumed = self.on_main(lambda: self._describe(source))
         self._line = None
+        self.release()
+
+    def release(self) -> None:
+        """Remove what was brought of other runs, since it has been read. Call on all ranks."""
+        if self._sources is not None:
+            self._sources.release()
+
+    def bring_file(self, source: str | Path) -> Path | None:
+        """Return where a file of weights lies that a URL names; `None` for anything else. Call on all ranks.
+
+        Args:
+            source: The URL, or whatever else a user has named.
+        """
+        if self._sources is None or "://" not in str(source):
+            return None
+        return self.on_all(lambda: self._sources.bring_file(str(source)) if self._sources is not None else None)
 
     def _describe(self, source: str | Path) -> Record | None:
         return self._record_of(*self._resolve(source))

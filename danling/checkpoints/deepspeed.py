@@ -131,8 +131,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
 
         In a checkpoint of an engine `model` and `optimizer` are an `EngineTag`, which the engine reads, unless sections are named.
         """
-        self.wait()
-        path = self.on_main(lambda: self._verified(source))
+        path = self.fetch(source)
         if sections is not None or not self.on_main(lambda: is_engine_target(path)):
             return self.on_all(
                 lambda: read_payload(path, template=template, sections=sections, trust=self.settings.trust)

@@ -151,9 +151,13 @@ def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tens
     Raises:
         CheckpointMismatch: If there are no weights in it.
     """
-    if manager.on_main(lambda: _is_foreign(Path(source))):
-        return manager.on_all(lambda: import_weights(source))
+    path = manager.bring_file(source) or Path(source)
+    if manager.on_main(lambda: _is_foreign(path)):
+        foreign = manager.on_all(lambda: import_weights(path))
+        manager.release()
+        return foreign
     payload = manager.load_checkpoint(source, sections=["model", "state"])
+    manager.release()
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
         raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")

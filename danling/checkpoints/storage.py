@@ -431,9 +431,12 @@ def remove_tree(directory: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove an unfinished file; if that fails too, the next save into this directory removes it."""
+    """Remove what is unfinished; if that fails too, the next save into this directory removes it."""
     try:
-        remove(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            remove_tree(path)
+        else:
+            remove(path)
     except OSError:
         return
 

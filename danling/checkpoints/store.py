@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from . import storage
 from .manifest import Manifest
@@ -23,6 +24,9 @@ class CheckpointStore(ABC):
         directory: The directory; it need not exist yet.
         run_id: Identity of the run.
     """
+
+    is_elsewhere: ClassVar[bool] = False
+    """Whether checkpoints lie in another place than the directory, and are brought there by `verify`."""
 
     def __init__(self, directory: Path, *, run_id: str) -> None:
         self.directory = directory
@@ -131,6 +135,15 @@ class CheckpointStore(ABC):
             removal()
         except OSError as error:
             logger.warning("An old checkpoint in %s is still there: %s", self.directory, error)
+
+    @property
+    def place(self) -> str:
+        """Where these checkpoints lie, for errors."""
+        return str(self.directory)
+
+    def bring(self, path: Path) -> None:
+        """See to it that a checkpoint which was verified on rank 0 can be read at its path by every process. Called on all ranks."""
+        return
 
     def describe(self, path: Path) -> Record | None:
         """Return the record of a checkpoint of this directory; `None` for one that lies elsewhere.

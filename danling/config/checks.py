@@ -11,6 +11,8 @@ from .memory_policy import read_memory_policy
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
 
+_SMALLEST_PART = 5 << 20
+
 
 def check_sections(config: RunnerConfig) -> None:
     """Refuse values and combinations that no section of a configuration may have.
@@ -25,6 +27,7 @@ def check_sections(config: RunnerConfig) -> None:
     _check_names(config)
     _check_export(config)
     _check_batches(config)
+    _check_remote(config)
     read_memory_policy(config.compile.memory_policy)
     if "fp8" in config and isinstance(config["fp8"], Mapping):
         raise ValueError(
@@ -39,6 +42,20 @@ def check_sections(config: RunnerConfig) -> None:
         raise ValueError(
             f"Expected ft.min_replica_size to be at most ft.group_size. Received: ft.min_replica_size="
             f"{config.ft.min_replica_size}, ft.group_size={config.ft.group_size}."
+        )
+
+
+def _check_remote(config: RunnerConfig) -> None:
+    remote = config.checkpoint.remote
+    if remote.part_size < _SMALLEST_PART:
+        raise ValueError(
+            f"Expected checkpoint.remote.part_size to be at least {_SMALLEST_PART} bytes (5 MiB), which S3 requires. Received: "
+            f"checkpoint.remote.part_size={remote.part_size}. Give a larger one."
+        )
+    if remote.url is not None and config.ft.enabled:
+        raise ValueError(
+            "Expected checkpoint.remote.url to be unset with ft.enabled: the files of several replica groups are not copied. Received: "
+            f"checkpoint.remote.url={remote.url!r}. Unset one of them."
         )
 
 

@@ -17,6 +17,7 @@ _READ_BY_STACK = {"graph": ("compile.precompile_artifact_dir", "compile.memory_p
 _READ_BY_BACKEND = {"dcp": ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")}
 
 _SWITCHES = {
+    "checkpoint.remote": "url",
     "compile": "enable",
     "ema": "enabled",
     "ft": "enabled",

@@ -81,6 +81,27 @@ class EmaConfig(ClosedSection):
     """The average takes in the weights every so many updates."""
 
 
+class RemoteConfig(ClosedSection):
+    """A copy of the run in an object store, from which it goes on where its machine is gone."""
+
+    _path: ClassVar[str] = "checkpoint.remote"
+
+    url: str | None = None
+    """Where runs lie: s3://bucket/prefix, gs://, abfss://, file:///; the run goes below it, as lineage/id."""
+    required: bool = False
+    """End the training when a save cannot be copied there, instead of going on."""
+    keep_latest_k: NonNegativeInt = 0
+    """History checkpoints to keep there; 0 keeps all."""
+    interval: PositiveInt = 1
+    """Copy every so many of the saves that are neither history nor best; the last is always copied."""
+    part_size: PositiveInt = 16 << 20
+    """Bytes of a part of an upload; larger files go up in several parts at once."""
+    timeout_seconds: PositiveFloat = 120.0
+    """Longest time of one request, such as a part of an upload."""
+    retries: NonNegativeInt = 5
+    """How often a request is tried again that failed for a reason that may pass."""
+
+
 class CheckpointConfig(ClosedSection):
     """Checkpoint policy."""
 
@@ -126,6 +147,8 @@ class CheckpointConfig(ClosedSection):
     """Name of this replica group in those checkpoints; none takes ft.replica_id."""
     ft_dataloader_checkpoint_prefix: str = "ft-replica"
     """Prefix of their directories."""
+    remote: Nested[RemoteConfig]
+    """A copy of the run in an object store."""
 
 
 class AxesConfig(ClosedSection):

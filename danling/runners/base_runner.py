@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
@@ -42,6 +43,8 @@ from danling.distributed import (
 from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
+from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
+from danling.remote.checkpoints import RemoteSources, local_copy
 from danling.reporting import (
     Reporter,
     Tracker,
@@ -268,6 +271,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         self.prepare_components()
         self.open_workspace()
+        self._bring_files()
         self._begin_heartbeat()
         self.init_garbage_collection()
         self.init_checkpoint_manager()
@@ -300,6 +304,28 @@ class BaseRunner(metaclass=MetaRunner):
                 split=split or "",
                 min_delta=config.min_delta,
             )
+
+    @cached_property
+    def _sources_elsewhere(self) -> RemoteSources:
+        remote, place = self.config.checkpoint.remote, self.workspace
+        settings = RemoteSettings(
+            part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
+        )
+
+        def connect(url: str) -> RemoteStore:
+            return open_store(url, settings=settings, credentials=lambda: self.remote_credentials())
+
+        return RemoteSources(
+            place.checkpoints,
+            run_id=self.id,
+            connect=connect,
+            home=(remote.url, RunLayout(self._run_place.family, self._run_place.instance)) if remote.url else None,
+        )
+
+    def _bring_files(self) -> None:
+        """Bring the metrics and other files of the run from its store, so that its curves go on where its machine was lost."""
+        if self.config.checkpoint.remote.url and self.config.auto_resume and not self.config.checkpoint.load_only:
+            self.world.on_first(lambda: self._sources_elsewhere.bring_files(self._run_place.dir))
 
     # Construction hooks
 
@@ -341,10 +367,15 @@ class BaseRunner(metaclass=MetaRunner):
         self._streams.seed_is_drawn = config.seed is None
         if config.seed is None:
             goes_on = self.is_main_process and (config.resume or config.auto_resume)
-            stored = stored_seed(self.workspace.checkpoints, config.resume or None) if goes_on else None
+            stored = self._stored_seed() if goes_on else None
             config.seed = self.world.broadcast_object(stored or secrets.randbits(31))
         self.seed = int(config.seed or 0)
         seed_streams(derive_seed(self.seed, "initialization"))
+
+    def _stored_seed(self) -> int | None:
+        asked = self.config.resume or None
+        found = stored_seed(self.workspace.checkpoints, asked)
+        return self._sources_elsewhere.stored_seed(asked) if found is None else found
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""
@@ -856,7 +887,20 @@ class BaseRunner(metaclass=MetaRunner):
             compare=self.config_differences,
         )
         self.checkpoint_manager.before_save = self._run_place.confirm
+        self.checkpoint_manager.look_in(self._sources_elsewhere)
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+
+    def remote_credentials(self) -> Mapping[str, Any] | None:
+        """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
+
+        Override it where credentials expire: it is called whenever new ones are needed, in threads of its own and at any time, so it must
+        not touch the model or communicate. Called on all ranks that upload or read.
+
+        Returns:
+            For S3 `access_key_id`, `secret_access_key`, `token` and `expires_at`, a `datetime` with a time zone or `None`; for Google
+            Cloud `token` and `expires_at`; for Azure one of `access_key`, `sas_token` and `token`, with `expires_at`.
+        """
+        return None
 
     def _keep_own_positions(self, replica: str) -> None:
         """Save the loader states of a replica group with every checkpoint, and resume from them."""
@@ -1136,13 +1180,14 @@ class BaseRunner(metaclass=MetaRunner):
         """Return the configuration stored in a checkpoint, as plain values. No communication: may be called on one rank.
 
         Args:
-            checkpoint: A checkpoint, or a checkpoint or run directory with a `latest`.
+            checkpoint: A checkpoint, or a checkpoint or run directory with a `latest`; or a URL.
 
         Raises:
             CheckpointNotFound: If there is none.
             CheckpointDamaged: If it cannot be read.
         """
-        return read_config(Path(checkpoint))
+        with local_copy(checkpoint, outline=True) as path:
+            return read_config(path)
 
     # Ending
 

@@ -26,6 +26,7 @@ PLACES = frozenset(
     {
         *("dir", "checkpoint_dir", "log_file", "workspace_root", "init_method", "resume", "auto_resume", "pretrained"),
         *("wandb.dir", "mlflow.uri", "profiling.trace_dir", "heartbeat.dir_name", "compile.precompile_artifact_dir"),
+        "checkpoint.remote.url",
     }
 )
 # Names of single directories, which lie where the run itself does: they are kept unless they lead out of it.

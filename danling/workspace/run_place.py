@@ -149,6 +149,12 @@ class RunPlace:
         name = self.dir.name
         return name if number_of(name, self.id) is not None else self.id
 
+    @property
+    def family(self) -> str:
+        """Name of the directory in which the runs of this line of work lie: the lineage, with the name of the code where there is git."""
+        lineage = self._settings().lineage
+        return f"{lineage}-{self.code_id}" if self.code_id else lineage
+
     def write_figures(self, *, resumed: bool) -> None:
         """Become the writer of a directory that was entered to look only, since training begins.
 

@@ -54,7 +54,7 @@ TRIED = {
     "ema_decay": "ema.decay",
     "resume_from_checkpoint": "auto_resume",
     "metric_for_best_model": "score_name",
-    "keep_latest_k": "checkpoint.keep_latest_k",
+    "keep_latest_k": "checkpoint.keep_latest_k or checkpoint.remote.keep_latest_k",
     "shard": "parallel.axes.shard",
 }
 

@@ -1,0 +1,132 @@
+"""A run whose machine is lost goes on elsewhere from an empty disk: bitwise, from files, from shards and from an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.object_servers import ObjectServer, moto_server
+from support.remote_runs import upload_run
+from support.toys import TracingRunner, differences, whole_state
+
+import danling as dl
+from danling.remote import RunLayout, open_store
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture
+def url(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{server.make_bucket()}/runs"
+
+
+def settings(root: Path, url: str | None = None, backend: str = "file", **changes: Any) -> dict[str, Any]:
+    return {
+        "steps": 8,
+        "accum_steps": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": 2, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "evaluate_interval": 3,
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "checkpoint": {"backend": backend, "async_enabled": False, "interval": 2, "remote.url": url},
+        "log_interval": 1,
+        **changes,
+    }
+
+
+def train(config: dict[str, Any], stop_at: int | None = None) -> tuple[dict[str, Any], Path, list[int]]:
+    with TracingRunner(config, stop_at=stop_at) as runner:
+        runner.train()
+        return whole_state(runner), runner.workspace.dir, runner.ids
+
+
+def lose_machine(root: Path, url: str | None, stop_at: int = 4, **changes: Any) -> str:
+    """Train a part on a machine that is lost then; return the URL of the run."""
+    _, directory, _ = train(settings(root, None, **changes), stop_at)
+    layout = RunLayout(directory.parent.name, directory.name)
+    upload_run(directory, open_store(str(url)), layout)
+    return f"{url}/{layout.root}"
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_it_ends_bitwise_as_the_run_that_was_left_alone(tmp_path: Path, url: str, backend: str) -> None:
+    alone, first, ids = train(settings(tmp_path / "alone", backend=backend, seed=3))
+    lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
+    resumed, directory, later = train(settings(tmp_path / "empty", url, backend=backend, seed=3))
+    assert differences(resumed, alone) == []
+    assert 0 < len(later) < len(ids) and ids[-len(later) :] == later
+    # Curves and results of both machines are there.
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 9))
+    assert (directory / "results.json").read_bytes() == (first / "results.json").read_bytes()
+    assert len(list((directory / "logs").glob("*.log"))) == 2
+
+
+def test_a_seed_that_was_drawn_is_that_of_the_lost_machine(tmp_path: Path, url: str) -> None:
+    lose_machine(tmp_path / "lost", url)
+    with TracingRunner(settings(tmp_path / "empty", url)) as runner:
+        assert runner.state.train.global_step == 4
+        (stored,) = {dl.TorchRunner.read_config(path)["seed"] for path in (tmp_path / "lost").rglob("latest.pth")}
+        assert runner.seed == stored
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_urls_are_taken_wherever_a_path_is(tmp_path: Path, url: str, backend: str) -> None:
+    run = lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
+    with TracingRunner(settings(tmp_path / "resume", backend=backend, seed=3, resume=run, auto_resume=False)) as runner:
+        assert runner.state.train.global_step == 4
+        weights = {name: tensor.clone() for name, tensor in runner.unwrapped_model.state_dict().items()}
+        runner.train()
+        assert runner.state.train.global_step == 8
+    latest = f"{run}/checkpoints/latest"
+    with TracingRunner(settings(tmp_path / "pretrained", seed=4, pretrained=latest, auto_resume=False)) as runner:
+        assert runner.state.train.global_step == 0
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in runner.unwrapped_model.state_dict().items())
+    assert TracingRunner.read_config(run)["seed"] == 3
+    with TracingRunner.from_checkpoint(run, {"workspace_root": str(tmp_path / "again")}) as runner:
+        assert runner.state.train.global_step == 4 and runner.seed == 3
+        assert runner.config.checkpoint.remote.url is None
+    assert not list(tmp_path.rglob(".staged-*"))
+
+
+def test_plain_weights_at_a_url_are_loaded(tmp_path: Path, url: str) -> None:
+    weights = {
+        name: torch.randn_like(tensor) for name, tensor in TracingRunner(settings(tmp_path)).model.state_dict().items()
+    }
+    torch.save(weights, tmp_path / "weights.pt")
+    open_store(url).put("weights.pt", tmp_path / "weights.pt")
+    with TracingRunner(settings(tmp_path / "run", pretrained=f"{url}/weights.pt")) as runner:
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in runner.unwrapped_model.state_dict().items())
+
+
+def test_a_flipped_byte_in_the_store_is_passed_over_for_the_older_save(
+    tmp_path: Path, url: str, server: ObjectServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_machine(tmp_path / "lost", url, stop_at=5, seed=3)
+    bucket = url.split("/")[2]
+    manifest = next(key for key in server.objects(bucket) if key.endswith("/latest.pth.sha256"))
+    digest = server.read(bucket, manifest).decode().split("  latest.pth")[0].splitlines()[-1]
+    server.flip(bucket, f"{manifest.rpartition('/')[0]}/objects/{digest}")
+    with TracingRunner(settings(tmp_path / "empty", url, seed=3)) as runner:
+        assert runner.state.train.global_step == 4
+    assert "latest.pth is skipped" in caplog.text
+
+
+def test_nothing_in_the_store_is_a_run_that_begins(tmp_path: Path, url: str) -> None:
+    with TracingRunner(settings(tmp_path, url, seed=3)) as runner:
+        assert runner.state.train.global_step == 0

@@ -1,0 +1,39 @@
+"""Runs in a store as a mirror leaves them, written by hand: what reads them is tested against the layout alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from danling.checkpoints.file_store import SUFFIX
+from danling.checkpoints.manifest import Manifest
+from danling.checkpoints.policy import is_name
+from danling.remote import RemoteStore, RunLayout
+from danling.remote.layout import FILE_SUMS, SUMS, TARGETS
+
+
+def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
+    """Copy a run directory as it lies now: contents first, then manifests, then pointers, then the other files.
+
+    Args:
+        directory: The run directory.
+        store: A client.
+        layout: Keys of the run.
+        checkpoints: Name of its directory of checkpoints.
+    """
+    place = directory / checkpoints
+    for sums in sorted(place.glob(f"*{FILE_SUMS}")):
+        manifest = Manifest.parse(sums.read_text())
+        name = sums.name.removesuffix(FILE_SUMS)
+        ((_, digest),) = manifest.files.values()
+        store.put(layout.object(digest), place / f"{name}{SUFFIX}")
+        store.put(layout.manifest(name), sums)
+    for target in sorted((place / TARGETS).glob("*")):
+        files = sorted(target.iterdir(), key=lambda path: path.name == SUMS)
+        for file in files:
+            store.put(layout.target_file(target.name, file.name), file)
+    for pointer in sorted(place.iterdir()):
+        if is_name(pointer.name) and pointer.is_file():
+            store.put(layout.pointer(pointer.name), pointer)
+    for file in sorted(directory.rglob("*")):
+        if file.is_file() and place not in file.parents and not file.name.startswith("."):
+            store.put(layout.file(str(file.relative_to(directory))), file)
