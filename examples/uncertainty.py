@@ -13,10 +13,9 @@ import math
 from typing import Any
 
 import torch
-from sklearn.datasets import load_diabetes
+from regression import load_patients
 from torch import Tensor, nn
 from torch.nn.functional import gaussian_nll_loss, softplus
-from torch.utils.data import TensorDataset
 
 import danling as dl
 
@@ -51,13 +50,7 @@ class UncertaintyRunner(dl.Runner):
 
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
-        inputs, targets = (torch.from_numpy(array).float() for array in load_diabetes(return_X_y=True))
-        order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
-        parts = {"train": order[:310], "val": order[310:354], "test": order[354:]}
-        train = parts["train"]
-        scaled = (targets - targets[train].mean()) / targets[train].std()
-        inputs = (inputs - inputs[train].mean(0)) / inputs[train].std(0)
-        self.datasets = {name: TensorDataset(inputs[rows], scaled[rows]) for name, rows in parts.items()}
+        self.datasets, *_ = load_patients()
         self.model = Network(self.config.task.fixed)
         # One value a sample: means over all samples of all ranks, however they are batched.
         self.metrics = {"inside90": inside, "width": lambda pred, target: 2 * Z90 * pred[1].sqrt()}
