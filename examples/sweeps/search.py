@@ -13,28 +13,17 @@ import argparse
 from pathlib import Path
 
 import optuna
-import torch
+from digits_runner import Digits
 from optuna.trial import TrialState
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import TensorDataset, random_split
 
 import danling as dl
 
 
-class Digits(dl.Runner):
-    """Trains on handwritten digits, and stops where Optuna gives the trial up."""
+class Trial(Digits):
+    """Stops where Optuna gives it up."""
 
     def __init__(self, config: dl.RunnerConfig, trial: optuna.Trial) -> None:
         super().__init__(config)
-        images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-        digits = TensorDataset(images.float() / 16, labels)
-        parts = random_split(digits, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
-        self.datasets = dict(zip(("train", "val"), parts))
-        width = int(config.model.width)
-        self.model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
-        self.criterion = nn.CrossEntropyLoss()
-        self.metrics = {"acc": dl.metrics.accuracy}
         self.trial, self.pruned = trial, False
 
     def evaluate_epoch(self, split: str) -> dict[str, float]:
@@ -56,7 +45,7 @@ def objective(trial: optuna.Trial, root: Path, epochs: int) -> float:
     config.auto_resume, config.log, config.dataloader.batch_size = True, False, 32
     config.optim = {"type": "adamw", "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}
     config.model = {"width": trial.suggest_int("width", 16, 256, log=True)}
-    with Digits(config, trial) as runner:
+    with Trial(config, trial) as runner:
         for epoch, score in runner.scores.items():  # of the attempt before, which the pruner has to know
             runner.report(epoch, score)
         runner.train()

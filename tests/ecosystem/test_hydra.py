@@ -11,26 +11,19 @@ import re
 from pathlib import Path
 
 import pytest
-from support.job import Job
-from support.patience import patience
-from support.warm import interpreter
+from support.programs import run_program
 
 SWEEPS = Path(__file__).parents[2] / "examples" / "sweeps"
 
 
-def run(name: str, *args: str) -> str:
-    with Job([interpreter(), str(SWEEPS / name), *args]) as job:
-        code, output = job.wait(patience(100))
-    assert code == 0, output
-    return output
-
-
 def test_settings_that_hydra_composes_are_those_of_the_run() -> None:
     pytest.importorskip("hydra")
-    output = run("composed.py", "--multirun", "optim=adamw,sgd", "epochs=1", "model.width=16")
+    code, output = run_program(SWEEPS / "composed.py", "--multirun", "optim=adamw,sgd", "epochs=1", "model.width=16")
+    assert code == 0, output
     scores = re.findall(r"val accuracy (\S+) in (\S+)", output)
     assert len({place for _, place in scores}) == 2 and all(float(score) > 0.3 for score, _ in scores)
     kinds = [(Path(place) / "metadata/config.full.yaml").read_text() for _, place in scores]
     assert ["type: adamw" in kinds[0], "type: sgd" in kinds[1], "width: 16" in kinds[1]] == [True] * 3
-    resumed = run("composed.py", "optim=sgd", "epochs=2", "model.width=16", "auto_resume=true")
+    again, resumed = run_program(SWEEPS / "composed.py", "optim=sgd", "epochs=2", "model.width=16", "auto_resume=true")
+    assert again == 0, resumed
     assert f"in {scores[1][1]}" in resumed and "Resumed from" in resumed

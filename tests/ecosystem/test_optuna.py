@@ -12,28 +12,22 @@ from pathlib import Path
 
 import pytest
 from support.job import Job
-from support.patience import patience
+from support.programs import run_program
 from support.warm import interpreter
 
-SWEEPS = Path(__file__).parents[2] / "examples" / "sweeps"
-
-
-def run(name: str, *args: str) -> str:
-    with Job([interpreter(), str(SWEEPS / name), *args]) as job:
-        code, output = job.wait(patience(100))
-    assert code == 0, output
-    return output
+SEARCH = Path(__file__).parents[2] / "examples/sweeps/search.py"
 
 
 def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_under_way() -> None:
     optuna = pytest.importorskip("optuna")
-    command = [interpreter(), str(SWEEPS / "search.py"), "--trials", "5", "--epochs", "4"]
-    with Job(command) as job:
+    budget = ("--trials", "5", "--epochs", "4")
+    with Job([interpreter(), str(SEARCH), *budget]) as job:
         # In the middle of the second trial, with a checkpoint to go on from.
         saved = Path("search/trials")
         job.wait_until(lambda: len(list(saved.glob("*/checkpoints/latest.pth"))) == job.output.count(" epoch 2: ") == 2)
         job.kill()
-    output = run("search.py", "--trials", "5", "--epochs", "4")
+    code, output = run_program(SEARCH, *budget)
+    assert code == 0, output
     study = optuna.load_study(study_name="digits", storage="sqlite:///search/study.db")
     states = optuna.trial.TrialState
     ended = study.get_trials(states=(states.COMPLETE, states.PRUNED))
@@ -46,4 +40,5 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_under_way() -> 
     assert killed.intermediate_values.items() <= again.intermediate_values.items()
     assert len(list(Path("search/trials").iterdir())) == 5
     assert f"best val accuracy {study.best_value:.3f}" in output
-    assert "best val accuracy" in run("search.py", "--trials", "5", "--epochs", "4")  # has nothing left to do
+    code, output = run_program(SEARCH, *budget)  # has nothing left to do
+    assert code == 0 and "best val accuracy" in output, output
