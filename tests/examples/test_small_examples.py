@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.programs import run_program
+from support.programs import number_in, run_program
 from support.torchrun import run_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def number_in(output: str, pattern: str) -> float:
-    found = re.search(pattern, output)
-    assert found is not None, output
-    return float(found.group(1))
-
-
-def run_example(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, *args: str) -> str:
-    """Run an example in this process, as its command would, and return what it printed."""
-    monkeypatch.setattr(sys, "argv", [name, *args])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    captured = capfd.readouterr()
-    return captured.out + captured.err
 
 
 def latest_of(lineage: str) -> dict[str, Any]:
@@ -36,8 +21,8 @@ def latest_of(lineage: str) -> dict[str, Any]:
     return payload
 
 
-def test_finetune_freezes_and_groups(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    output = run_example(monkeypatch, capfd, "finetune", "--epochs", "12", "--workspace_root", "experiments")
+def test_finetune_freezes_and_groups(run_example: Callable[..., str]) -> None:
+    output = run_example("finetune", "--epochs", "12", "--workspace_root", "experiments")
     assert number_in(output, r"finetuned: test accuracy (\S+)") > number_in(output, r"scratch: test accuracy (\S+)")
     state = latest_of("finetune")["optimizer"]
     groups = {tuple(group["params"]): group for group in state["param_groups"]}
@@ -47,10 +32,8 @@ def test_finetune_freezes_and_groups(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert groups[("second.bias", "head.bias")]["weight_decay"] == 0.0
 
 
-def test_early_stop_ends_before_its_budget_and_keeps_the_average(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    output = run_example(monkeypatch, capfd, "early_stop")
+def test_early_stop_ends_before_its_budget_and_keeps_the_average(run_example: Callable[..., str]) -> None:
+    output = run_example("early_stop")
     stopped = number_in(output, r"stopped after epoch (\d+)")
     best = number_in(output, r"the best was epoch (\d+)")
     assert stopped == best + 8
@@ -59,20 +42,16 @@ def test_early_stop_ends_before_its_budget_and_keeps_the_average(
     assert set(latest_of("early_stop")["ema"]["weights"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_regression_explains_variance(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    output = run_example(monkeypatch, capfd, "regression", "--epochs", "15")
+def test_regression_explains_variance(run_example: Callable[..., str]) -> None:
+    output = run_example("regression", "--epochs", "15")
     assert number_in(output, r"R2 (\S+),") > 0.4
 
 
-def test_stream_goes_on_bitwise_where_it_was(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_stream_goes_on_bitwise_where_it_was(run_example: Callable[..., str]) -> None:
     steps = ("--scheduler.total_steps", "60", "--evaluate_interval", "20")
-    run_example(monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "whole")
-    run_example(monkeypatch, capfd, "streaming", "--steps", "35", *steps, "--dir", "parts")
-    resumed = run_example(
-        monkeypatch, capfd, "streaming", "--steps", "60", *steps, "--dir", "parts", "--auto_resume", "true"
-    )
+    run_example("streaming", "--steps", "60", *steps, "--dir", "whole")
+    run_example("streaming", "--steps", "35", *steps, "--dir", "parts")
+    resumed = run_example("streaming", "--steps", "60", *steps, "--dir", "parts", "--auto_resume", "true")
     assert "Resumed from" in resumed
     assert "cannot be positioned" not in resumed
     whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
@@ -91,11 +70,11 @@ def _take(stream: Any, count: int) -> list[Any]:
     return [sample for sample, _ in zip(stream, range(count))]
 
 
-def test_gan_restores_both_optimizers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gan_restores_both_optimizers(run_example: Callable[..., str]) -> None:
     short = ("--evaluate_interval", "20")
-    run_example(monkeypatch, capfd, "gan", "--steps", "40", *short, "--dir", "whole")
-    run_example(monkeypatch, capfd, "gan", "--steps", "25", *short, "--dir", "parts")
-    run_example(monkeypatch, capfd, "gan", "--steps", "40", *short, "--dir", "parts", "--auto_resume", "true")
+    run_example("gan", "--steps", "40", *short, "--dir", "whole")
+    run_example("gan", "--steps", "25", *short, "--dir", "parts")
+    run_example("gan", "--steps", "40", *short, "--dir", "parts", "--auto_resume", "true")
     whole, parts = (torch.load(f"{name}/checkpoints/latest.pth", weights_only=True) for name in ("whole", "parts"))
     names = {name.partition(".")[0] for name in whole["optimizer"]["state"]}
     assert names == {"generator", "discriminator"}

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.programs import numbers_in
 from torch import Tensor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def run_example(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, *args: str) -> str:
-    """Run an example in this process, as its command would, and return what it printed."""
-    monkeypatch.setattr(sys, "argv", [name, *args])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    captured = capfd.readouterr()
-    return captured.out + captured.err
-
-
-def numbers_in(output: str, pattern: str) -> list[float]:
-    found = re.search(pattern, output)
-    assert found is not None, output
-    return [float(group) for group in found.groups()]
 
 
 def latest(directory: str) -> dict[str, Any]:
@@ -39,25 +25,21 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def test_images_are_turned_alike_after_a_resume_and_by_workers(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_images_are_turned_alike_after_a_resume_and_by_workers(run_example: Callable[..., str]) -> None:
     schedule = ("--scheduler.total_steps", "28", "--ema.enabled", "false")
-    output = run_example(monkeypatch, capfd, "images", "--epochs", "4", *schedule, "--dir", "whole")
+    output = run_example("images", "--epochs", "4", *schedule, "--dir", "whole")
     (accuracy,) = numbers_in(output, r"test accuracy (\S+) of 797")
     assert accuracy > 0.2
-    run_example(monkeypatch, capfd, "images", "--epochs", "2", *schedule, "--dir", "parts")
+    run_example("images", "--epochs", "2", *schedule, "--dir", "parts")
     workers = ("--dataloader.num_workers", "1", "--auto_resume", "true")
-    run_example(monkeypatch, capfd, "images", "--epochs", "4", *schedule, *workers, "--dir", "parts")
+    run_example("images", "--epochs", "4", *schedule, *workers, "--dir", "parts")
     assert_equal(latest("whole")["model"], latest("parts")["model"])
-    run_example(monkeypatch, capfd, "images", "--epochs", "4", "--data.augment", "false", *schedule, "--dir", "plain")
+    run_example("images", "--epochs", "4", "--data.augment", "false", *schedule, "--dir", "plain")
     assert not torch.equal(latest("whole")["model"]["0.weight"], latest("plain")["model"]["0.weight"])
 
 
-def test_views_of_an_image_are_learned_to_be_alike(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    output = run_example(monkeypatch, capfd, "contrastive", "--epochs", "4")
+def test_views_of_an_image_are_learned_to_be_alike(run_example: Callable[..., str]) -> None:
+    output = run_example("contrastive", "--epochs", "4")
     learned, untrained, pixels = numbers_in(output, r"accuracy (\S+) on the learned features, (\S+) on.*, (\S+) on the")
     assert learned > untrained + 0.03 and pixels > 0.8
 
@@ -73,37 +55,31 @@ def test_the_contrastive_loss_is_that_of_its_formula() -> None:
     torch.testing.assert_close(nt_xent(pairs, 0.5), torch.stack(terms).mean())
 
 
-def test_intervals_hold_about_as_many_targets_as_they_say(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    output = run_example(monkeypatch, capfd, "uncertainty", "--epochs", "12")
+def test_intervals_hold_about_as_many_targets_as_they_say(run_example: Callable[..., str]) -> None:
+    output = run_example("uncertainty", "--epochs", "12")
     nats, without, share = numbers_in(output, r"test: (\S+) nats a patient \((\S+) for.*, (\d+)% within")
     assert nats < without - 0.15 and 75 < share < 98
 
 
-def test_a_mixture_goes_on_where_each_source_was(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixture_goes_on_where_each_source_was(run_example: Callable[..., str]) -> None:
     small = ("--model.width", "16", "--model.depth", "1", "--model.context", "16", "--evaluate_interval", "10")
     small += ("--scheduler.total_steps", "20", "--dataloader.batch_size", "4")
-    output = run_example(monkeypatch, capfd, "mixture", "--steps", "20", *small, "--dir", "whole")
+    output = run_example("mixture", "--steps", "20", *small, "--dir", "whole")
     text, code = numbers_in(output, r"bits a byte: (\S+) of text, (\S+) of code; after 20 updates")
     assert text < 8 and code < 8
-    run_example(monkeypatch, capfd, "mixture", "--steps", "11", *small, "--dir", "parts")
-    run_example(monkeypatch, capfd, "mixture", "--steps", "20", *small, "--auto_resume", "true", "--dir", "parts")
+    run_example("mixture", "--steps", "11", *small, "--dir", "parts")
+    run_example("mixture", "--steps", "20", *small, "--auto_resume", "true", "--dir", "parts")
     assert_equal(latest("whole")["model"], latest("parts")["model"])
 
 
-def test_adapters_alone_are_trained_and_saved(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_alone_are_trained_and_saved(run_example: Callable[..., str]) -> None:
     from support.language_models import model_of, tokenizer
 
     model_of("llama").save_pretrained("base")
     tokenizer().save_pretrained("base")
     Path("notes.txt").write_text("a b c d e f g h i j k l " * 60)
     small = ("--data.context", "8", "--lora.rank", "2", "--dataloader.batch_size", "8", "--dir", "adapted")
-    output = run_example(monkeypatch, capfd, "lora", "--base.path", "base", "--data.path", "notes.txt", *small)
+    output = run_example("lora", "--base.path", "base", "--data.path", "notes.txt", *small)
     before, after = numbers_in(output, r"(\S+) -> (\S+) bits a token of the new text")
     assert after < before
     assert all("lora_" in name for name in latest("adapted")["model"])
@@ -111,22 +87,20 @@ def test_adapters_alone_are_trained_and_saved(
 
 
 @pytest.mark.slow
-def test_a_base_is_made_where_none_is_given(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    output = run_example(monkeypatch, capfd, "lora", "--epochs", "1")
+def test_a_base_is_made_where_none_is_given(run_example: Callable[..., str]) -> None:
+    output = run_example("lora", "--epochs", "1")
     (base,) = numbers_in(output, r"the base: (\S+) bits a byte of English")
     before, after = numbers_in(output, r"(\S+) -> (\S+) bits a token of the new text")
     assert base < 5 and after < before
 
 
-def test_graphs_of_all_kinds_have_as_many_edges_and_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_graphs_of_all_kinds_have_as_many_edges_and_are_told_apart(run_example: Callable[..., str]) -> None:
     pytest.importorskip("torch_geometric")
     made = runpy.run_path(str(EXAMPLES / "graphs.py"))
     for graph in made["make_graphs"](30, seed=5):
         edges = set(map(tuple, graph.edge_index.T.tolist()))
         assert len(edges) == 2 * made["EDGES"] and all(a != b and (b, a) in edges for a, b in edges)
         assert len({a for a, _ in edges}) <= made["NODES"] == graph.num_nodes
-    output = run_example(monkeypatch, capfd, "graphs", "--epochs", "4", "--ema.enabled", "false")
+    output = run_example("graphs", "--epochs", "4", "--ema.enabled", "false")
     (accuracy,) = numbers_in(output, r"test accuracy (\S+) of 600 graphs")
     assert accuracy > 0.5

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -56,6 +57,19 @@ def run_program(
             environment=environment,
         )
         return Finished(max(codes), Path(output.name).read_text(errors="replace"))
+
+
+def numbers_in(output: str, pattern: str) -> list[float]:
+    """Return what the groups of a pattern match in an output, as numbers."""
+    found = re.search(pattern, output)
+    assert found is not None, output
+    return [float(group) for group in found.groups()]
+
+
+def number_in(output: str, pattern: str) -> float:
+    """Return what the one group of a pattern matches in an output, as a number."""
+    (number,) = numbers_in(output, pattern)
+    return number
 
 
 def _run(script: str, args: list[str], output: str) -> int:
