@@ -142,14 +142,42 @@ class Splits:
 
     def settings(self, split: str) -> dict[str, Any]:
         """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
+        common, own = self._given(split)
+        dataset = self._datasets().get(split)
+        if isinstance(dataset, LoaderSettings):
+            common = merge_settings(common, dataset.settings)
+        return merge_settings(common, own)
+
+    def _given(self, split: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the settings under `dataloader` that all splits share, and those of one split."""
         section = self._setting("dataloader")
         given = dict(section.items()) if section else {}
         own, names = given.get(split), {*self._datasets(), *self._loaders()}
         common = {key: value for key, value in given.items() if key not in names}
-        dataset = self._datasets().get(split)
-        if isinstance(dataset, LoaderSettings):
-            common = merge_settings(common, dataset.settings)
-        return merge_settings(common, dict(own.items()) if isinstance(own, Mapping) else {})
+        return common, dict(own.items()) if isinstance(own, Mapping) else {}
+
+    def replaced(self, split: str) -> list[str]:
+        """Return the settings that all splits share and that one does not have, since its dataset comes with others.
+
+        Args:
+            split: The split.
+        """
+        if not isinstance(self._datasets().get(split), LoaderSettings):
+            return []
+        taken = self.settings(split)
+        return [key for key, value in merge_settings(*self._given(split)).items() if taken.get(key) != value]
+
+    def idle_settings(self) -> list[str]:
+        """Return a sentence for every setting that all splits share and that some do not have; see `replaced`."""
+        splits: dict[str, list[str]] = {}
+        for split in self._datasets():
+            for key in self.replaced(split):
+                splits.setdefault(key, []).append(split)
+        return [
+            f"dataloader.{key} has no effect on {', '.join(without)}: the loaders of the data module have settings of their own, which "
+            f"come first. Set dataloader.{without[0]}.{key}."
+            for key, without in splits.items()
+        ]
 
     def division(self, split: str, world_size: int) -> Division | None:
         """Return how updates of a split to train on are divided over ranks and micro-batches.

@@ -175,7 +175,7 @@ class TorchParts:
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting, and every override, that has no effect in this run. May be called on one rank."""
         runner = self.runner
-        plan, trained = runner._data.plan, runner.train_splits
+        plan, splits, trained = runner._data.plan, runner._data.splits, runner.train_splits
         built = [runner.sources[split] for split in runner.datasets if split in runner.sources]
         return [
             *idle_settings(
@@ -184,10 +184,11 @@ class TorchParts:
                 step_mode=runner.is_step_mode,
                 positioned=all(source.kind in ("position", "sampled") for source in built),
                 writes_files=isinstance(runner.checkpoint_manager, FileCheckpointManager),
-                divides_updates=not trained or any(plan.division(split) for split in trained),
+                divides_updates=not trained or any(plan.division(split) or splits.replaced(split) for split in trained),
             ),
+            *splits.idle_settings(),
             *runner.preparation.unused_settings(),
-            *([] if runner.is_step_mode else endless_streams(trained, runner._data.splits.lengths or {})),
+            *([] if runner.is_step_mode else endless_streams(trained, splits.lengths or {})),
             *misnamed_overrides(type(runner), vars(runner), self.readiness.unset()),
         ]
 

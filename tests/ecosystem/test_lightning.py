@@ -150,6 +150,18 @@ def test_settings_of_a_split_come_before_those_of_the_data_module(tmp_path: Path
         assert runner.dataloaders["test"].batch_size == 3
 
 
+def test_a_setting_of_all_splits_that_the_data_module_replaces_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = {"global_batch_size": 10, "num_workers": 0, "val_0": {"batch_size": 1}, "val_1": {"batch_size": 2}}
+    with Training(settings(tmp_path, epochs=1, dataloader=loader), tmp_path) as runner:
+        runner.train()
+        assert runner.train_state.global_step == 6
+    (said,) = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert said.startswith("dataloader.global_batch_size has no effect on train, test: the loaders of the data module")
+    assert said.endswith("Set dataloader.train.global_batch_size.")
+
+
 def test_hooks_that_a_trainer_would_call_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Moving(Numbers):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
