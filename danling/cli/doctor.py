@@ -3,7 +3,8 @@
 Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from each kind of checkpoint
 that a stack writes by default (a file, a sharded one). What they end with must be bitwise the same: weights, optimizer,
 schedule, random streams. Then the compiler, torch.compile, nccl, the optional packages, and those packages are tried that
-fit some versions of torch or numpy only. Exit code 1 says that something that is installed does not work.
+fit some versions of torch or numpy only. With --remote URL an object store is tried instead: put, get,
+range, list, an upload in parts, create, match, the clock, delete. Exit code 1 says that something that is installed does not work.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=_seconds, default=180.0, help="seconds that one check may take (default: 180)"
     )
+    parser.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
     add_json(parser)
 
 
@@ -104,12 +106,20 @@ def run(options: argparse.Namespace) -> int:
     """Run the checks one after the other; print each as it ends."""
     checks = []
     with _ended_by_sigterm():
-        for check in examine(set(options.skip), options.timeout):
+        examined = (
+            examine(set(options.skip), options.timeout) if options.remote is None else _examine_store(options.remote)
+        )
+        for check in examined:
             checks.append(check)
             if not options.json:
                 print(f"{check.state:7} {check.name:24} {check.detail}  ({check.seconds:.1f} s)", flush=True)
+    rule = _rule_of(options.remote) if options.remote is not None else {}
     if options.json:
-        print_json({"checks": [asdict(check) for check in checks]})
+        print_json({"checks": [asdict(check) for check in checks], **rule})
+    for text in [] if options.json else rule.values():
+        print(
+            f"\nParts that a killed upload leaves, which no listing shows, are removed by a rule of the store:\n{text}"
+        )
     return DAMAGED if any(check.state == "failed" for check in checks) else OK
 
 
@@ -176,6 +186,23 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
             yield _timed(package, partial(_extra, package, timeout))
     if "pairs" not in skip:
         yield from (Check(*found) for found in examine_pairs(timeout))
+
+
+def _examine_store(url: str) -> Iterator[Check]:
+    """Try what a run asks of a store: nothing is left there."""
+    # Who has no store needs nothing of this.
+    from danling.remote import open_store
+    from danling.remote.probe import Probe
+
+    with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
+        for trial in Probe(open_store(url), Path(folder)).run():
+            yield Check(*trial)
+
+
+def _rule_of(url: str) -> dict[str, str]:
+    from danling.remote.probe import lifecycle_rule
+
+    return {"lifecycle_rule": lifecycle_rule(url)}
 
 
 def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:

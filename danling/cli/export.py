@@ -21,7 +21,7 @@ from danling.checkpoints.target_store import TARGETS, is_engine_target
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json
-from .source import locate
+from .source import checkpoint_at, locate
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 _SUFFIXES = ("", ".safetensors", ".pth", ".pt", ".bin", ".ckpt")
@@ -30,7 +30,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("checkpoint", help="a checkpoint, or a directory with a latest one")
+    parser.add_argument("checkpoint", help="a checkpoint, or a directory with a latest one; or its URL")
     parser.add_argument("output", type=Path, help="file or directory to write")
     parser.add_argument(
         "--format",
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify, read and write."""
     _check_output(options)
+    with checkpoint_at(options.checkpoint, files=["metadata"] if options.format == "hf" else []) as path:
+        options.checkpoint = str(path)
+        return _export(options)
+
+
+def _export(options: argparse.Namespace) -> int:
     _check_place(options.output, options.checkpoint)
     model, ema, step = read_weights(
         options.checkpoint, options.ema, trust=options.trust, complete=options.format == "hf"

@@ -16,11 +16,14 @@ from danling.utils.plain import flatten
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, as_text, print_json, print_table
+from .source import checkpoint_at, shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("checkpoint", help="a checkpoint, a directory with a latest one, or a file of weights")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, a directory with a latest one, or a file of weights; or its URL"
+    )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--config", action="store_true", help="print the settings it was made with")
     add_json(parser)
@@ -28,11 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the contents."""
-    contents = read_contents(options.checkpoint)
+    with checkpoint_at(options.checkpoint, outline=True) as path:
+        contents = read_contents(path)
+    place = shown(contents.path, options.checkpoint)
     if options.json:
-        print_json(_as_json(contents, tensors=options.tensors, config=options.config))
+        print_json({**_as_json(contents, tensors=options.tensors, config=options.config), "path": place})
         return OK
-    print(f"{contents.path} ({contents.kind})")
+    print(f"{place} ({contents.kind})")
     for name, value in describe(contents).items():
         print(f"{name}: {as_text(value)}")
     print()

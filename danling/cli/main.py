@@ -84,15 +84,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _explained(error)
 
 
+def _is_named(error: Exception, name: str) -> bool:
+    """Whether an error is of a class, which is not imported for those that raise none of it."""
+    return any(kind.__name__ == name for kind in type(error).__mro__)
+
+
 def _explained(error: Exception) -> int:
     """Say what went wrong in one line and return its exit code; what no user can mend keeps its traceback."""
     if isinstance(error, ImportError) and str(error).startswith("Expected"):
         code = MISSING_PACKAGE
-    elif isinstance(error, FileNotFoundError):
+    elif isinstance(error, FileNotFoundError) or _is_named(error, "RemoteMissing"):
         code = NOTHING_THERE
     elif isinstance(error, (ValueError, OSError)):
         code = WRONG_USAGE
-    elif type(error).__name__.startswith("Checkpoint"):
+    elif _is_named(error, "CheckpointError"):
         code = DAMAGED
     else:
         raise error

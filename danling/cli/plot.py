@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from danling.utils.files import write_atomically
 from danling.workspace.plots import draw_curves, group, png
 from danling.workspace.report import html_report
-from danling.workspace.runs import Run, find_runs
+from danling.workspace.runs import Run
 
 from .output import name_problems
+from .source import runs_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("paths", nargs="+", help="run directories, or directories of runs")
+    parser.add_argument("paths", nargs="+", help="run directories, or directories or URLs of runs")
     parser.add_argument(
         "--output", "-o", type=Path, default=Path("curves.png"), help="a .png or .html file (default: curves.png)"
     )
@@ -38,7 +40,11 @@ def run(options: argparse.Namespace) -> int:
     suffix = options.output.suffix.lower()
     if suffix not in (".png", ".html"):
         raise ValueError(f"Expected --output to end in .png or .html. Received: {str(options.output)!r}.")
-    runs = collect(options.paths)
+    with runs_at(*options.paths) as found:
+        return _draw(options, suffix, collected(dict(zip(options.paths, found))))
+
+
+def _draw(options: argparse.Namespace, suffix: str, runs: list[Run]) -> int:
     drawn = with_curves(runs, options.figure, options.by)
     if not drawn:
         return name_problems(runs)
@@ -76,15 +82,17 @@ def with_curves(runs: Sequence[Run], figures: Sequence[str], by: str) -> list[Ru
     return drawn
 
 
-def collect(paths: list[str]) -> list[Run]:
-    """Return the runs at or below several paths, each once.
+def collected(places: Mapping[str, list[Run]]) -> list[Run]:
+    """Return the runs at or below several places, each once.
+
+    Args:
+        places: The runs by what was typed.
 
     Raises:
         FileNotFoundError: If a path has none.
     """
     found: dict[Path, Run] = {}
-    for path in paths:
-        runs = find_runs(path)
+    for path, runs in places.items():
         if not runs:
             raise FileNotFoundError(
                 f"Expected a run directory or a directory of runs. Received: {path!r}, which has none."
@@ -92,4 +100,4 @@ def collect(paths: list[str]) -> list[Run]:
         found.update({run.path.resolve(): run for run in runs})
     names = [run.name for run in found.values()]
     # Two roots may have runs of the same name: then only the path tells them apart.
-    return [Run(r.path, str(r.path)) if names.count(r.name) > 1 else r for r in found.values()]
+    return [replace(r, name=r.place or str(r.path)) if names.count(r.name) > 1 else r for r in found.values()]

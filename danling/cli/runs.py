@@ -1,6 +1,7 @@
 """List the runs below a directory: steps, best and latest scores, where their settings differ, and both sides of each stream.
 
-Example: danling runs experiments --sort best
+Examples: danling runs experiments --sort best
+          danling runs s3://bucket/prefix
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from danling.workspace.runs import Run, config_differences, find_runs
+from danling.workspace.runs import Run, config_differences
 from danling.workspace.series import natural_key
 from danling.workspace.streams import Stream, streams_of
 
 from .output import NOTHING_THERE, add_json, as_text, name_problems, print_json, print_table
+from .source import runs_at
 
 _COLUMNS = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")
 _STREAM_HEAD = (
@@ -31,7 +33,9 @@ _HEAD = ("run", "step", "attempts", "score", "best", "at", "latest", "last chang
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("root", nargs="?", default="experiments", help="directory of the runs (default: experiments)")
+    parser.add_argument(
+        "root", nargs="?", default="experiments", help="directory or URL of the runs (default: experiments)"
+    )
     parser.add_argument(
         "--sort", choices=("name", "best", "latest", "step", "changed"), default="name", help="order of the rows"
     )
@@ -44,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the runs."""
-    runs = ordered(find_runs(options.root), options.sort, reverse=options.reverse)
+    with runs_at(options.root) as (found,):
+        return _print(options, ordered(found, options.sort, reverse=options.reverse))
+
+
+def _print(options: argparse.Namespace, runs: list[Run]) -> int:
     differences = config_differences(runs, everything=options.all_settings)
     streams = streams_of([side for run in runs for side in run.streams])
     if options.json:

@@ -1,7 +1,64 @@
-"""From what a user types to a checkpoint on disk."""
+"""From what a user types, a path or a URL, to a checkpoint or runs on disk."""
 
 from __future__ import annotations
 
-from danling.checkpoints.backends import locate
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-__all__ = ["locate"]
+from danling.checkpoints.backends import locate
+from danling.workspace.runs import Run, find_runs
+
+__all__ = ["checkpoint_at", "is_url", "locate", "runs_at"]
+
+
+def is_url(text: str) -> bool:
+    """Whether what was typed is a URL, and no path."""
+    return "://" in text
+
+
+@contextmanager
+def runs_at(*roots: str) -> Iterator[list[list[Run]]]:
+    """Yield the runs at or below each of some directories and URLs, for as long as they are looked at.
+
+    Args:
+        roots: Directories, or URLs such as `s3://bucket/prefix`.
+
+    Raises:
+        FileNotFoundError: If there is no such place.
+    """
+    with ExitStack() as stack:
+        yield [find_runs(root) if not is_url(root) else _brought(root, stack) for root in roots]
+
+
+def _brought(url: str, stack: ExitStack) -> list[Run]:
+    # Who looks at directories needs nothing of this.
+    from danling.remote import open_store
+    from danling.remote.listing import runs_below
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="danling-runs-"))
+    return runs_below(open_store(url), Path(folder))
+
+
+@contextmanager
+def checkpoint_at(source: str, *, outline: bool = False, files: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield the path of a checkpoint: of a verified copy, where a URL names it, for as long as it is looked at.
+
+    Args:
+        source: A path, or the URL of a run, of one of its checkpoints, or of a file of weights.
+        outline: Leave the tensors of a file in the store.
+        files: Directories of the run's other files that are wanted above the copy, such as `metadata`.
+    """
+    if not is_url(source):
+        yield Path(source)
+        return
+    from danling.remote.checkpoints import local_copy
+
+    with local_copy(source, outline=outline, files=files) as path:
+        yield path
+
+
+def shown(path: object, source: str) -> str:
+    """Return what a checkpoint is called in the output: the URL, where what was read is a copy."""
+    return source if is_url(source) else str(path)

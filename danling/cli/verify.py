@@ -35,20 +35,25 @@ from danling.workspace.litter import litter_in_run
 from danling.workspace.runs import Run
 
 from .output import DAMAGED, OK, add_json, print_json
+from .source import is_url
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("checkpoint", help="a checkpoint, or a checkpoint or run directory")
+    parser.add_argument("checkpoint", help="a checkpoint, or a checkpoint or run directory; or its URL")
     parser.add_argument("--level", choices=("full", "size"), default="full", help="checksums and sizes, or sizes only")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print one line for each checkpoint and one for each problem."""
-    path = Path(options.checkpoint)
-    litter = litter_of(path)
-    verdicts = [verdict for verdict in verify(path, options.level) if not _is_left_of(verdict["path"], litter)]
+    litter: list[Path] = []
+    if is_url(options.checkpoint):
+        verdicts = _verify_url(options.checkpoint, options.level)
+    else:
+        path = Path(options.checkpoint)
+        litter = litter_of(path)
+        verdicts = [verdict for verdict in verify(path, options.level) if not _is_left_of(verdict["path"], litter)]
     damaged = [verdict for verdict in verdicts if verdict["problems"]]
     if options.json:
         litter_paths = [str(left) for left in litter]
@@ -66,6 +71,14 @@ def run(options: argparse.Namespace) -> int:
         if damaged:
             print(f"{len(damaged)} of {len(verdicts)} damaged")
     return DAMAGED if damaged else OK
+
+
+def _verify_url(url: str, level: str) -> list[dict[str, Any]]:
+    # Who looks at directories needs nothing of this.
+    from danling.remote import open_store
+    from danling.remote.verification import verify_stored
+
+    return verify_stored(url, level, connect=open_store)
 
 
 def litter_of(path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -441,7 +441,11 @@ class RemoteSources:
 
 @contextmanager
 def local_copy(
-    source: str | Path, *, connect: Callable[[str], RemoteStore] = open_store, outline: bool = False
+    source: str | Path,
+    *,
+    connect: Callable[[str], RemoteStore] = open_store,
+    outline: bool = False,
+    files: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Yield the path of a checkpoint: of a copy that was verified, where a URL names it. The copy is removed when the context ends.
 
@@ -449,6 +453,7 @@ def local_copy(
         source: A path, which is yielded as it is, or the URL of a run, of a checkpoint of it, or of a file of weights.
         connect: Returns a client of a URL.
         outline: Leave the tensors of a file in the store: of these the copy has no contents.
+        files: Directories of the run's other files that lie above the copy, as in a run directory, such as `metadata`.
 
     Raises:
         CheckpointNotFound: If there is no such checkpoint.
@@ -461,7 +466,12 @@ def local_copy(
     with tempfile.TemporaryDirectory(prefix="danling-copy-") as folder:
         sources = RemoteSources(Path(folder), run_id="", connect=connect, home=None)
         path = sources.bring_file(str(source))
-        yield path if path is not None else sources.brought(str(source), outline=outline)
+        if path is None:
+            path = sources.brought(str(source), outline=outline)
+            place = place_of(str(source))
+            for name in files:
+                bring_files(connect(place.base), place.layout, Path(folder), below=name)
+        yield path
 
 
 _BROUGHT = f"{storage.STAGED}from-"

@@ -12,26 +12,41 @@ from .layout import RunLayout
 from .store import RemoteObject, RemoteStore
 
 
-def bring_files(store: RemoteStore, layout: RunLayout, directory: Path) -> list[Path]:
+def bring_files(store: RemoteStore, layout: RunLayout, directory: Path, *, below: str = "") -> list[Path]:
     """Bring what is missing in a run directory, or shorter there than in the store, so that its curves go on.
 
     Args:
         store: A client.
         layout: Keys of the run.
         directory: The run directory.
+        below: The directory in it whose files are meant; the empty text means all.
 
     Returns:
         The files that were brought.
     """
-    brought = []
-    for found in store.list(layout.files):
-        path = _path_of(found.key[len(layout.files) + 1 :], directory)
-        if path is None or (storage.size_of(path) or -1) >= found.size:
-            continue
-        storage.make_directory(path.parent)
-        _bring(store, found, path)
-        brought.append(path)
-    return brought
+    found = (
+        (entry, entry.key[len(layout.files) + 1 :])
+        for entry in store.list(layout.file(below) if below else layout.files)
+    )
+    brought = (bring_object(store, entry, name, directory) for entry, name in found)
+    return [path for path in brought if path is not None]
+
+
+def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> Path | None:
+    """Bring an object to a directory, and return its path; `None` where as much of it lies there already.
+
+    Args:
+        store: A client.
+        found: The object.
+        name: Its path below the directory; one that leads out of it is left alone.
+        directory: The directory.
+    """
+    path = _path_of(name, directory)
+    if path is None or (storage.size_of(path) or -1) >= found.size:
+        return None
+    storage.make_directory(path.parent)
+    _bring(store, found, path)
+    return path
 
 
 def _path_of(name: str, directory: Path) -> Path | None:

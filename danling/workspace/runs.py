@@ -35,11 +35,13 @@ class Run:
     Attributes:
         path: The run directory.
         name: What it is called beside others, by default its path below the root that was searched.
+        place: Where it lies, for readers: a URL, where `path` is that of a copy; the empty text is the path.
         problems: What of it could not be read so far, a line for each file; such a file is as good as missing.
     """
 
     path: Path
     name: str
+    place: str = ""
     problems: list[str] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
@@ -171,7 +173,7 @@ class Run:
         """Return the run as one row of plain values."""
         return {
             "run": self.name,
-            "path": str(self.path),
+            "path": self.place or str(self.path),
             "step": self.step,
             "attempts": self.attempts,
             "score_name": self.score_name,

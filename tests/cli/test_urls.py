@@ -1,0 +1,214 @@
+"""Every verb of the command line that looks at runs or checkpoints takes a URL in the place of a path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fault_proxy import fault_proxy
+from support.object_servers import ObjectServer, local_bucket, moto_server
+from support.remote_runs import upload_run
+from support.toys import TracingRunner
+
+from danling.cli.main import main
+from danling.remote import RunLayout, open_store
+from danling.remote.probe import lifecycle_rule
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[ObjectServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def localbucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with local_bucket(tmp_path_factory.mktemp("buckets")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the directories of a run that has saved files, and of one that has saved shards with another rate."""
+    found = {}
+    for backend, rate in (("file", 0.1), ("dcp", 0.2)):
+        config = {
+            "steps": 4,
+            "seed": 3,
+            "dataloader.batch_size": 2,
+            "optim": {"type": "sgd", "lr": rate},
+            "workspace_root": str(tmp_path_factory.mktemp(backend)),
+            "checkpoint": {"backend": backend, "async_enabled": False, "interval": 2},
+            "log_interval": 1,
+        }
+        with TracingRunner(config) as runner:
+            runner.train()
+            found[backend] = runner.workspace.dir
+    return found
+
+
+@pytest.fixture(params=["moto", "localbucket"])
+def server(request: pytest.FixtureRequest, moto: ObjectServer, localbucket: ObjectServer) -> ObjectServer:
+    return {"moto": moto, "localbucket": localbucket}[request.param]
+
+
+def stored(
+    server: ObjectServer, trained: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, dict[str, str]]:
+    """Copy both runs to a new bucket; return its URL, and that of each run."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{server.make_bucket()}/runs"
+    layouts = {backend: RunLayout(run.parent.name, run.name) for backend, run in trained.items()}
+    for backend, run in trained.items():
+        upload_run(run, open_store(url), layouts[backend])
+    return url, {backend: f"{url}/{layout.root}" for backend, layout in layouts.items()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    capsys.readouterr()
+    code = main([*words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_runs_of_many_machines_are_compared(
+    server: ObjectServer,
+    trained: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    url, runs = stored(server, trained, monkeypatch)
+    code, found = said(capsys, "runs", url)
+    assert code == 0 and {row["path"] for row in found["runs"]} == set(runs.values())
+    assert [row["step"] for row in found["runs"]] == [4, 4] and [row["attempts"] for row in found["runs"]] == [1, 1]
+    assert sorted(found["differences"]["optim.lr"].values()) == [0.1, 0.2]
+    # One of them, by its own URL.
+    assert [row["path"] for row in said(capsys, "runs", runs["file"])[1]["runs"]] == [runs["file"]]
+    assert main(["plot", url, "--output", str(tmp_path / "curves.html")]) == 0
+    assert "train/loss" in (tmp_path / "curves.html").read_text()
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_a_checkpoint_is_inspected_verified_and_exported(
+    backend: str,
+    server: ObjectServer,
+    trained: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    _, runs = stored(server, trained, monkeypatch)
+    run = runs[backend]
+    code, found = said(capsys, "inspect", run, "--config")
+    _, local = said(capsys, "inspect", str(trained[backend]), "--config")
+    assert code == 0 and found.pop("path") == run and local.pop("path") and found == local
+    code, found = said(capsys, "verify", run)
+    _, local = said(capsys, "verify", str(trained[backend]))
+    assert code == 0 and len(found["checkpoints"]) == len(local["checkpoints"]) >= 2
+    assert main(["export", f"{run}/checkpoints/latest", str(tmp_path / "weights.pth")]) == 0
+    assert main(["export", str(trained[backend]), str(tmp_path / "local.pth")]) == 0
+    weights, same = (torch.load(tmp_path / name) for name in ("weights.pth", "local.pth"))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights.items())
+    # A flipped byte is named, and not exported.
+    bucket, prefix = run.removeprefix("s3://").split("/", 1)
+    sizes = server.objects(bucket, f"{prefix}/checkpoints/")
+    largest = max(
+        (key for key in sizes if "/objects/" in key or key.endswith(".distcp")), key=lambda key: (sizes[key], key)
+    )
+    server.flip(bucket, largest)
+    code, found = said(capsys, "verify", run)
+    named = [problem for verdict in found["checkpoints"] for problem in verdict["problems"]]
+    assert code == 1 and named and all(problem.split()[0] in largest for problem in named)
+    assert said(capsys, "verify", run, "--level", "size")[0] == 0
+
+
+def test_a_file_is_inspected_without_its_tensors(
+    moto: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TracingRunner(
+        {"workspace_root": str(tmp_path), "checkpoint.async_enabled": False, "seed": 1, "optim.type": "sgd"}
+    ) as runner:
+        runner.model.register_buffer("much", torch.randn(1_000_000))
+        runner.save_checkpoint()
+        directory = runner.workspace.dir
+    for name, value in moto.environment().items():
+        monkeypatch.setenv(name, value)
+    url, layout = f"s3://{moto.make_bucket()}", RunLayout("family", directory.name)
+    upload_run(directory, open_store(url), layout)
+    with fault_proxy(moto.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        assert said(capsys, "inspect", f"{url}/{layout.root}")[1]["sections"]["model"]["bytes"] > 4_000_000
+        assert proxy.downloaded() < 500_000
+
+
+def test_doctor_tries_a_store_and_leaves_nothing(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = server.make_bucket()
+    code, found = said(capsys, "doctor", "--remote", f"s3://{bucket}/prefix")
+    states = {check["name"]: check["state"] for check in found["checks"]}
+    assert code == 0 and list(states) == ["put", "get", "range", "list", "parts", "create", "match", "clock", "delete"]
+    assert {name for name, state in states.items() if state != "ok"} == (
+        {"match"} if server.kind == "localbucket" else set()
+    )
+    assert (
+        "AbortIncompleteMultipartUpload" in found["lifecycle_rule"] and '"Prefix":"prefix"' in found["lifecycle_rule"]
+    )
+    assert server.objects(bucket) == {}
+    if server.kind == "moto":
+        assert server.unfinished_uploads(bucket) == 0
+
+
+def test_doctor_says_what_is_denied(
+    moto: ObjectServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = moto.make_bucket()
+    with fault_proxy(moto.endpoint) as proxy:
+        for name, value in moto.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        proxy.answer(403, "AccessDenied", when=lambda request: request.is_listing)
+        code, found = said(capsys, "doctor", "--remote", f"s3://{bucket}")
+        failed = {check["name"]: check["detail"] for check in found["checks"] if check["state"] == "failed"}
+        assert code == 1 and list(failed) == ["list"] and "AccessDenied" in failed["list"]
+        proxy.heal()
+        proxy.answer(403, "AccessDenied")
+        code, found = said(capsys, "doctor", "--remote", f"s3://{bucket}")
+        assert code == 1 and [check["name"] for check in found["checks"]] == ["put"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("runs", "ftp://bucket/prefix"), 1, "Expected the URL of an object store"),
+        (("inspect", "s3://bucket"), 3, "Expected the URL of a run"),
+        (("verify", "file:///nowhere/at/all"), 3, "none"),
+        (("runs", "file:///tmp/danling-none-there"), 3, "Expected runs below"),
+        (("export", "file:///nowhere/at/all", "w.pth"), 3, "Expected a checkpoint at"),
+    ],
+)
+def test_a_wrong_url_is_one_line(
+    words: tuple[str, ...], code: int, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = tuple(
+        word.replace("/nowhere", str(tmp_path)).replace("/tmp/danling-none-there", str(tmp_path / "none"))
+        for word in words
+    )
+    assert main(words) == code
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_each_kind_of_store_has_its_rule() -> None:
+    assert "gcloud storage buckets update gs://bucket" in lifecycle_rule("gs://bucket/prefix")
+    assert "after a week" in lifecycle_rule("abfss://container@account.dfs.core.windows.net/prefix")
+    assert lifecycle_rule("file:///directory").startswith("none is needed")
