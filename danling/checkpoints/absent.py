@@ -50,6 +50,9 @@ class NoCheckpoints:
     def wait(self) -> None:
         """Have nothing to wait for."""
 
+    def wait_for_mirror(self) -> None:
+        """Have nothing to wait for."""
+
     def maybe_wait_for_staging(self) -> None:
         """Have nothing to wait for."""
 

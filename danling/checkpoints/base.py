@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -23,6 +23,7 @@ from .errors import (
 )
 from .executor import SaveExecutor
 from .litter import pruned_sums
+from .mirroring import Mirror, Saved
 from .ownership import newest_record
 from .policy import Line, Record, history_name, newest, next_line, on_line
 from .reading import read_payload
@@ -106,6 +107,8 @@ class CheckpointManager(ABC):
         self._alone: set[Path] = set()
         self._sources: Sources | None = None
         self._brought: dict[Path, int] = {}
+        self.mirror: Mirror | None = None
+        """Copies what is saved to another place in the background; on all ranks or on none."""
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
         self.after_save: Callable[[Mapping[str, Any]], None] = _unheard
@@ -174,10 +177,48 @@ class CheckpointManager(ABC):
         self.before_save()
         if self._line is None:
             self._line = self._open_line()
-        storage.require_space(self.directory, needed)
+        self._make_room(needed)
         self._line = replace(self._line, sequence=self._line.sequence + 1)
         line = self._line
         return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
+
+    def _make_room(self, needed: int) -> None:
+        """Refuse a save that the disk has no room for, though what waits to be copied elsewhere is given up for it."""
+        try:
+            storage.require_space(self.directory, needed)
+        except CheckpointError:
+            given_up = self.mirror.let_go() if self.mirror is not None else []
+            if not given_up:
+                raise
+            logger.warning(
+                "%s has no room for the next save: %s will not be copied to the object store, and may be removed here.",
+                self.directory,
+                ", ".join(given_up),
+            )
+            self._prune()
+            storage.require_space(self.directory, needed)
+
+    def _mirrored(
+        self,
+        record: Record,
+        names: Sequence[str],
+        *,
+        target: str | None = None,
+        own: Iterable[str] = (),
+        put_off: bool = False,
+    ) -> None:
+        """Tell the mirror of a save, before retention: it takes hold of the files. Called where some were written, maybe in background.
+
+        Args:
+            record: What was saved.
+            names: Its names.
+            target: Name of its directory, where it is one.
+            own: The files of it that this rank has written, see `Saved`.
+            put_off: Whether another one is still being copied on any rank.
+        """
+        if self.mirror is not None:
+            saved = Saved(record.sequence, record.step, tuple(names), target, tuple(own))
+            self.mirror.saved(saved, put_off=put_off)
 
     def _saved(self, payload: Mapping[str, Any], names: Iterable[str]) -> None:
         """Do what follows when a payload lies under its names on the disk. Called on rank 0, maybe in the background."""
@@ -187,7 +228,8 @@ class CheckpointManager(ABC):
 
     def _prune(self) -> None:
         if self._line is not None:
-            self.store.prune(self._line, keep=self.settings.keep_latest_k, resumed=self._resumed)
+            pending = self.mirror.pending() if self.mirror is not None else frozenset()
+            self.store.prune(self._line, keep=self.settings.keep_latest_k, resumed=self._resumed, pending=pending)
 
     def _prepared(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return the payload as it is written, and what to call when that is done."""
@@ -338,6 +380,7 @@ class CheckpointManager(ABC):
             for store in self.stores:
                 if store.is_used():
                     store.recover()
+            storage.clean(self.directory, storage.UPLOADING)
             for orphan in pruned_sums(self.directory, self.settings.keep_latest_k):
                 storage.remove(orphan)
         except OSError as error:
@@ -446,6 +489,14 @@ class CheckpointManager(ABC):
         self._executor.wait()
         self._surface()
 
+    def wait_for_mirror(self) -> None:
+        """Wait until the last save is copied to the object store, or cannot be, which `close` raises; at most `checkpoint.wait_timeout`.
+
+        Nothing is agreed here.
+        """
+        if self.mirror is not None:
+            self.mirror.wait(self.settings.wait_timeout)
+
     def maybe_wait_for_staging(self) -> None:
         """Wait until live tensors may change. They may as soon as a save returns: it has copied them by then."""
         return
@@ -462,9 +513,13 @@ class CheckpointManager(ABC):
         if self._closed:
             return
         self._closed = True
-        self._end(timeout)
-        error = self._executor.take_error()
-        self._raise(error, self._told(error))
+        try:
+            self._end(timeout)
+            error = self._executor.take_error()
+            self._raise(error, self._told(error))
+        finally:
+            if self.mirror is not None:
+                self.mirror.close(timeout)
 
     def _end(self, timeout: float | None) -> None:
         if not self._executor.close(timeout):
@@ -503,7 +558,7 @@ class CheckpointManager(ABC):
 
     def _surface(self) -> None:
         """Raise an error of the background of any rank on all of them."""
-        self._agree(self._executor.take_error())
+        self._agree(self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None))
 
     def _agree(self, error: BaseException | None) -> None:
         told = self.domain.gather_objects(self._told(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from .target_store import SUMS
 from .torch_files import check_format
 
 METADATA = ".metadata"
+_OF_RANK = re.compile(r"(?:\d+)?__(\d+)_\d+\.distcp")
 
 
 class HashingFileSystem(FileSystem):
@@ -159,6 +161,12 @@ def _taken_over(
         planner_data={**metadata.planner_data, **paths},
     )
     return whole, [WriteResult(index, place.length, place) for index, place in places.items()], files
+
+
+def written_by(file: str) -> int:
+    """Return the rank that has written a file of a target, as its name tells; files of no single rank are those of rank 0."""
+    found = _OF_RANK.fullmatch(file)
+    return int(found[1]) if found else 0
 
 
 class TargetReader(FileSystemReader):

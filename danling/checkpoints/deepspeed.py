@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +71,8 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     ) -> None:
         if self.settings.load_only:
             return
+        if self.mirror is not None:
+            self._surface()
         before, self._ahead = self._ahead, None
         exported = "model" in payload
         needed = count_bytes(payload) + (0 if exported else self._engine.state_bytes)
@@ -105,17 +107,29 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         written: dict[str, tuple[int, str]] = {}
         for of_rank in self.domain.gather_objects(files.written):
             written.update(of_rank)
-        self.on_main(lambda: self._publish(record, plain, written, names))
+        mirror, domain = self.mirror, self.domain
+        put_off = mirror is not None and domain.size > 1 and any(domain.gather_objects(mirror.is_behind))
+        self.on_main(lambda: self._publish(record, plain, written, names, own=files.written, put_off=put_off))
+        if domain.rank != 0:
+            self._mirrored(record, names, target=record.name, own=files.written, put_off=put_off)
 
     def _publish(
-        self, record: Record, plain: Mapping[str, object], written: Mapping[str, tuple[int, str]], names: Sequence[str]
+        self,
+        record: Record,
+        plain: Mapping[str, object],
+        written: Mapping[str, tuple[int, str]],
+        names: Sequence[str],
+        *,
+        own: Iterable[str],
+        put_off: bool,
     ) -> None:
         target = self.store.path(record.name)
-        own = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
+        described = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
         storage.sync_directory(target)
         storage.sync_directory(target.parent)
-        storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: own}).text())
+        storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: described}).text())
         self.store.publish(record.name, names)
+        self._mirrored(record, names, target=record.name, own=[*own, RUNNER_FILE], put_off=put_off)
         self._saved(plain, names)
 
     # Loading

@@ -71,4 +71,6 @@ class FileCheckpointManager(CheckpointManager):
 
     def _write(self, payload: dict[str, Any], records: list[Record]) -> None:
         self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]
-        self._saved(payload, [record.name for record in records])
+        names = [record.name for record in records]
+        self._mirrored(records[0], names)
+        self._saved(payload, names)

@@ -20,6 +20,8 @@ from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, dis
 
 STAGED = ".staged-"
 """Prefix of what is not finished; never a name that a reader looks at."""
+UPLOADING = ".uploading-"
+"""Prefix of second names of files that are being copied to an object store."""
 
 _CHUNK = 4 << 20
 _TEXT_CHUNK = 64 << 10
@@ -235,7 +237,7 @@ def link(source: Path, path: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     def pour(writer: HashingWriter) -> None:
-        for chunk in _chunks(source):
+        for chunk in chunks(source):
             writer.write(chunk)
 
     write_file(target, pour)
@@ -371,7 +373,7 @@ def open_regular(path: Path) -> int:
     raise CheckpointDiskError(f"Expected a file at {path}. Received: what lies there {absence(path)}. Move it away.")
 
 
-def _chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
+def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
     """Yield the contents of a regular file; each piece is gone when the next one comes."""
     buffer = memoryview(bytearray(size))
     handle = open_regular(path)
@@ -394,7 +396,7 @@ def read_text(path: Path, *, limit: int | None = _TEXT_LIMIT) -> str:
         CheckpointDamaged: If it is far larger than any that the library writes.
     """
     content = bytearray()
-    for chunk in _chunks(path, _TEXT_CHUNK):
+    for chunk in chunks(path, _TEXT_CHUNK):
         content += chunk
         if limit is not None and len(content) > limit:
             raise CheckpointDamaged(f"{path.name} has more than {limit:,} bytes")
@@ -404,7 +406,7 @@ def read_text(path: Path, *, limit: int | None = _TEXT_LIMIT) -> str:
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
-    for chunk in _chunks(path):
+    for chunk in chunks(path):
         digest.update(chunk)
     return digest.hexdigest()
 
@@ -458,8 +460,8 @@ def require_space(directory: Path, needed: int) -> None:
         )
 
 
-def clean(directory: Path) -> None:
+def clean(directory: Path, prefix: str = STAGED) -> None:
     """Remove what a killed save has left. What cannot be removed is harmless: the next save tries again."""
     for name in names(directory):
-        if name.startswith(STAGED):
+        if name.startswith(prefix):
             discard(directory / name)

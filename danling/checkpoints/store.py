@@ -116,11 +116,19 @@ class CheckpointStore(ABC):
         # pathlib raises where links lead to each other.
         return Path(os.path.realpath(self.directory)) in Path(os.path.realpath(path)).parents
 
-    def prune(self, line: Line, *, keep: int, resumed: Record | None) -> None:
-        """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
+    def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
+        """Remove the history that retention gives up. What cannot be removed is tried again at the next save.
+
+        Args:
+            line: Where the saves of this process belong.
+            keep: History checkpoints to keep; 0 keeps all.
+            resumed: What the run goes on from, which stays.
+            pending: Sequences of saves that are still being copied to another place, which stay until they are.
+        """
         try:
             records = [r for r in self.records(complete=True) if on_line(r, line.branch, line.ancestors)]
             protected = {r.sequence for r in records if r.name in ("latest", "best")}
+            protected |= pending
             if resumed is not None:
                 protected.add(resumed.sequence)
         except OSError as error:

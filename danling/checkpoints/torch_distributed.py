@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from danling.distributed import Domain
 
+from . import storage
 from .base import CollectiveCheckpointManager
-from .dcp_files import TargetWriter, save_target
+from .dcp_files import TargetWriter, save_target, written_by
 from .errors import CheckpointDiskError, CheckpointError
 from .manifest import find_problems, read_manifest
 from .plan_cache import PlanCache
@@ -127,9 +128,19 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             raise
         finally:
             save.release()
+        put_off = self._is_mirror_behind()
         if self.domain.rank == 0:
             self.store.publish(save.record.name, save.names)
+        if self.mirror is not None:
+            rank = self.domain.rank
+            own = [name for name in storage.names(path) if name != SUMS and written_by(name) == rank]
+            self._mirrored(save.record, save.names, target=save.record.name, own=own, put_off=put_off)
+        if self.domain.rank == 0:
             self._saved(save.payload, save.names)
+
+    def _is_mirror_behind(self) -> bool:
+        """Whether a save waits to be copied on any rank. Called on all ranks, in the background too: they are to copy the same saves."""
+        return self.mirror is not None and self.domain.size > 1 and any(self._exchange(self.mirror.is_behind))
 
     def _reuse(self, save: _Save, before: SavedAhead | None) -> Reuse | None:
         if before is None or before.step != save.record.step or "latest" not in save.names:

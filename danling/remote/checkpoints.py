@@ -170,7 +170,7 @@ class RemoteFiles(FileStore):
     def recover(self) -> None:
         """Nothing: what killed processes have left in a store is for its writer to remove."""
 
-    def prune(self, line: Line, *, keep: int, resumed: Record | None) -> None:
+    def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
         """Nothing: what is kept in a store is for its writer to choose."""
 
 
@@ -280,7 +280,7 @@ class RemoteTargets(TargetStore):
     def recover(self) -> None:
         """Nothing: what killed processes have left in a store is for its writer to remove."""
 
-    def prune(self, line: Line, *, keep: int, resumed: Record | None) -> None:
+    def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
         """Nothing: what is kept in a store is for its writer to choose."""
 
 

@@ -467,6 +467,12 @@ class TorchParts:
 
     # Report
 
+    def _figures_of_parts(self) -> dict[str, Mapping[str, float]]:
+        """Return what is logged of the loaders, by split, and of the copy of the run in an object store."""
+        remote = self.runner._remote
+        copied = remote.figures(self.runner.state.train.global_step) if remote is not None else {}
+        return {**self.runner._data.metrics(), **copied}
+
     @cached_property
     def report(self) -> RunReport:
         """What tells the reporter of the trainings of the run."""
@@ -483,7 +489,7 @@ class TorchParts:
             sums_loss=lambda: self.sums_loss,
             flops_per_token=lambda: runner.flops_per_token(),
             flops_per_sample=lambda: runner.flops_per_sample(),
-            of_loaders=runner._data.metrics,
+            of_loaders=self._figures_of_parts,
             ended=lambda: runner.progress >= 1 or self.loop.data_ended or runner._session.stop_reason is not None,
             summary=lambda: self.driver.summary(),
         )

@@ -45,6 +45,8 @@ from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
 from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
 from danling.remote.checkpoints import RemoteSources, local_copy
+from danling.remote.mirror import MirrorSettings
+from danling.remote.run_mirror import RunMirror
 from danling.reporting import (
     Reporter,
     Tracker,
@@ -140,6 +142,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     mode: Literal["train", "evaluate", "infer"] = "train"
     checkpoint_manager: Any = None
+    _remote: RunMirror | None = None
     # A default for overrides of `set_seed` that do not set it.
     seed: int = 0
 
@@ -278,6 +281,7 @@ class BaseRunner(metaclass=MetaRunner):
         if self.checkpoint_manager is None:
             self.checkpoint_manager = NoCheckpoints()
         self.checkpoint_manager.after_save = self._data.commit_saved
+        self._remote = self._open_remote()
         self.saver.loaded.append(self._data.commit_loaded)
         owner = position_owner(self.config)
         if owner is not None:
@@ -286,6 +290,8 @@ class BaseRunner(metaclass=MetaRunner):
         elastic.data_replicas, elastic.streams = self.placement.data_replicas, self._streams.layout
         self._streams.begin()
         self.restore()
+        if self._remote is not None:
+            self._remote.begin()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
         self._closers.callback(self.sources.close)
 
@@ -854,6 +860,7 @@ class BaseRunner(metaclass=MetaRunner):
                 if not self.saver.is_saved:
                     self.save_checkpoint()
                 self.checkpoint_manager.wait()
+                self.checkpoint_manager.wait_for_mirror()
                 self.boundary()
             finally:
                 session.uninstall_signals()
@@ -889,6 +896,20 @@ class BaseRunner(metaclass=MetaRunner):
         self.checkpoint_manager.before_save = self._run_place.confirm
         self.checkpoint_manager.look_in(self._sources_elsewhere)
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+
+    def _open_remote(self) -> RunMirror | None:
+        """Open the copy of the run in an object store, and become its writer there; `None` where `checkpoint.remote.url` is unset."""
+        home, section = self._sources_elsewhere.home, self.config.checkpoint
+        if home is None or section.load_only or isinstance(self.checkpoint_manager, NoCheckpoints):
+            return None
+        remote = section.remote
+        settings = MirrorSettings(remote.required, remote.keep_latest_k, remote.interval, self.config.log_seconds)
+        opened = RunMirror(
+            home.store, home.layout, directory=self.workspace.dir, manager=self.checkpoint_manager, settings=settings
+        )
+        # What was seen of the run before this process became its writer may have changed.
+        home.forget()
+        return opened
 
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.

@@ -92,6 +92,7 @@ class TrainingEnd:
         self._write_results()
         # On all ranks, so that an error of the background writer is raised on all of them.
         self._manager().wait()
+        self._manager().wait_for_mirror()
         self._say(self._session.hear_late_signals(self._domain))
         self._session.exit_if_signalled(self._counters().global_step)
 

@@ -13,6 +13,11 @@ _DIRECTORIES = ("", "metadata", "heartbeats", "profiles")
 _YOUNG_SECONDS = 60.0
 
 
+def is_unfinished(name: str) -> bool:
+    """Whether a file of that name is one that was not finished, or is being written."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
 def litter_in_run(run: Path) -> list[Path]:
     """Return the unfinished files in a run directory, sorted; its checkpoints are not looked at.
 
@@ -22,9 +27,7 @@ def litter_in_run(run: Path) -> list[Path]:
     found = []
     for directory in (run / name for name in _DIRECTORIES):
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
-            found += [
-                Path(e.path) for e in entries if _UNFINISHED.fullmatch(e.name) and e.is_file(follow_symlinks=False)
-            ]
+            found += [Path(e.path) for e in entries if is_unfinished(e.name) and e.is_file(follow_symlinks=False)]
     return sorted(found)
 
 

@@ -27,7 +27,9 @@ class Ended:
         self.fails = fails
         self.session = TrainingSession()
         self.counters = SimpleNamespace(global_step=3, epoch=1)
-        self.manager = SimpleNamespace(wait=lambda: self.call("wait"))
+        self.manager = SimpleNamespace(
+            wait=lambda: self.call("wait"), wait_for_mirror=lambda: self.call("wait for mirror")
+        )
         self.saver = RunSaver(manager=lambda: self.manager, position=lambda: self.counters, state=dict)
         self.end = TrainingEnd(
             session=self.session,
@@ -65,14 +67,14 @@ class Ended:
 def test_a_training_that_comes_to_its_end_is_saved_exported_and_said() -> None:
     ended = Ended()
     ended.train()
-    assert ended.called == ["pending", "save", "export", "results", "wait", "Finished", "close"]
+    assert ended.called == ["pending", "save", "export", "results", "wait", "wait for mirror", "Finished", "close"]
 
 
 def test_what_is_saved_already_is_not_saved_again_and_a_stop_exports_nothing() -> None:
     ended = Ended()
     ended.saver.note_saved()
     ended.train(stop="stop")
-    assert ended.called == ["pending", "results", "wait", "Stopped", "close"]
+    assert ended.called == ["pending", "results", "wait", "wait for mirror", "Stopped", "close"]
 
 
 def test_a_failure_is_noted_said_and_goes_on_its_way() -> None:

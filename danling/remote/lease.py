@@ -1,0 +1,293 @@
+"""One writer for each run in a store: an object that says who writes, and until when.
+
+The object `lock` is created where there is none, and replaced only by whoever has read it last; both are conditions that the store
+checks. Some stores ignore them, which is found out at the start: then nothing keeps two writers apart but the run's id, and that is said.
+
+Whether a lease has run out is told by the store's own clock: when the store received the lock, against when it receives an object that
+is put now. The clocks of the machines do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from .errors import RemoteConflict, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
+from .store import RemoteStore
+
+logger = logging.getLogger("danling")
+
+SECONDS = 60.0
+"""How long a lease holds after it was renewed last."""
+
+_RENEWALS = 4
+"""How often it is renewed in that time."""
+
+_LOOK_SECONDS = 1.0
+_PROBE = ".probe-"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who writes.
+
+    Attributes:
+        token: Differs from that of any other writer, and changes with each renewal.
+        host: Name of the machine.
+        machine: Identity of the machine since it was started, and of the processes that see each other there.
+        pid: The process.
+        born: When it was started, as the system counts.
+        seconds: How long the lease holds.
+    """
+
+    token: str
+    host: str
+    machine: str
+    pid: int
+    born: str
+    seconds: float
+
+    @classmethod
+    def me(cls, seconds: float) -> Writer:
+        """Return what describes this process."""
+        return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _born(os.getpid()), seconds)
+
+    def text(self) -> bytes:
+        """Return what is stored."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, content: bytes) -> Writer | None:
+        """Read what `text` returns; `None` where it is something else."""
+        try:
+            found = json.loads(content)
+            return cls(**{name: kind(found[name]) for name, kind in _FIELDS.items()})
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it ran on this machine, and is seen to have ended."""
+        return bool(self.machine) and self.machine == _machine() and _born(self.pid) != self.born
+
+
+_FIELDS = {"token": str, "host": str, "machine": str, "pid": int, "born": str, "seconds": float}
+
+
+def _machine() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _born(pid: int) -> str:
+    try:
+        # The name of the program, which stands in parentheses, may hold spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+class Lease:
+    """The right to write a run in a store.
+
+    Args:
+        store: The store.
+        key: Key of the lock.
+        seconds: How long the lease holds without being renewed.
+    """
+
+    def __init__(self, store: RemoteStore, key: str, *, seconds: float = SECONDS) -> None:
+        self.store = store
+        self.key = key
+        self.seconds = seconds
+        self._tag: str | None = None
+        self._error: RemoteError | None = None
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.is_exclusive = False
+        """Whether the store keeps two writers apart."""
+
+    def acquire(self) -> None:
+        """Become the writer, and stay it until `release`. Waits for one that has gone silent, as long as its lease holds.
+
+        Raises:
+            RemoteConflict: If another process writes there.
+            RemoteError: If the store cannot be written.
+        """
+        self.is_exclusive = honours_conditions(self.store, self.key)
+        remove_probes(self.store, self.key)
+        if not self.is_exclusive:
+            logger.warning(
+                "%s does not keep two writers apart: it ignores the conditions If-None-Match and If-Match. Take care that no other process "
+                "writes this run.",
+                self.store.url,
+            )
+            return
+        waits: str | None = None
+        while not self._try():
+            try:
+                content, tag = self.store.get_tagged(self.key)
+                age = self._age()
+            except RemoteMissing:
+                continue
+            holder = Writer.parse(content)
+            if holder is None or holder.is_dead or age > holder.seconds:
+                if self._take_over(tag):
+                    break
+                continue
+            if waits is None:
+                waits = tag
+                logger.info(
+                    "%s/%s is held by process %d on %s, which may be gone: waiting until its lease ends, in %.0f s.",
+                    self.store.url,
+                    self.key,
+                    holder.pid,
+                    holder.host,
+                    max(holder.seconds - age, 0.0),
+                )
+            if tag != waits:
+                raise RemoteConflict(
+                    f"Expected to be the one process that writes {self.store.url}/{self.key.rpartition('/')[0]}. Received: another one, "
+                    f"process {holder.pid} on {holder.host}. End it, or give this run another lineage."
+                )
+            time.sleep(min(_LOOK_SECONDS, self.seconds / _RENEWALS))
+        self._thread = threading.Thread(target=self._renew, name="danling-lease", daemon=True)
+        self._thread.start()
+
+    def _try(self) -> bool:
+        try:
+            self._tag = self.store.put_if_absent(self.key, Writer.me(self.seconds).text())
+        except RemoteExists:
+            return False
+        return True
+
+    def _take_over(self, tag: str | None) -> bool:
+        try:
+            self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), str(tag))
+        except (RemoteConflict, RemoteMissing):
+            return False
+        return True
+
+    def _age(self) -> float:
+        """Return for how many seconds the lock was not renewed, by the clock of the store."""
+        return (_now_there(self.store, self.key) - self.store.head(self.key).modified).total_seconds()
+
+    def _renew(self) -> None:
+        while not self._end.wait(self.seconds / _RENEWALS):
+            try:
+                self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), str(self._tag))
+            except RemoteConflict as error:
+                self._error = RemoteConflict(
+                    f"Expected to be the one process that writes {self.store.url}/{self.key.rpartition('/')[0]}. Received: another one, "
+                    f"which has taken over while this one was silent ({error}). End one of them."
+                )
+                logger.error("%s", self._error)
+                return
+            except RemoteError:
+                # Such as a store that cannot be reached: the uploads say so. If somebody takes over meanwhile, the next renewal finds it.
+                continue
+
+    @property
+    def lost(self) -> RemoteError | None:
+        """Why nothing may be written any more; `None` while this process is the writer."""
+        return self._error
+
+    def release(self) -> None:
+        """Give the right back. A second call does nothing."""
+        thread, self._thread = self._thread, None
+        self._end.set()
+        if thread is None:
+            return
+        thread.join(self.store.settings.timeout_seconds)
+        if self._error is None and not thread.is_alive():
+            with suppress(RemoteError):
+                # Only what this process has put: another one may have taken over since.
+                if self.store.get_tagged(self.key)[1] == self._tag:
+                    self.store.delete(self.key)
+
+
+def _probe(key: str) -> str:
+    return f"{key}{_PROBE}{uuid.uuid4().hex}"
+
+
+def _now_there(store: RemoteStore, key: str) -> datetime:
+    probe = _probe(key)
+    store.put(probe, Writer.me(SECONDS).text())
+    try:
+        return store.head(probe).modified
+    finally:
+        with suppress(RemoteError):
+            store.delete(probe)
+
+
+def honours_conditions(store: RemoteStore, key: str) -> bool:
+    """Try whether a store creates an object only once, and replaces it only where it is the expected one.
+
+    Args:
+        store: The store.
+        key: A key; objects beside it are made and removed.
+
+    Raises:
+        RemoteError: If the store cannot be written at all.
+    """
+    probe = _probe(key)
+    try:
+        first = store.put_if_absent(probe, Writer.me(SECONDS).text())
+        return _refuses_second(store, probe) and _replaces_once(store, probe, str(first))
+    finally:
+        with suppress(RemoteError):
+            store.delete(probe)
+
+
+def _refuses_second(store: RemoteStore, probe: str) -> bool:
+    try:
+        store.put_if_absent(probe, Writer.me(SECONDS).text())
+    except RemoteExists:
+        return True
+    return False
+
+
+def _replaces_once(store: RemoteStore, probe: str, tag: str) -> bool:
+    try:
+        store.put_if_match(probe, Writer.me(SECONDS).text(), tag)
+    except RemoteUnavailable:
+        raise
+    except RemoteError:
+        return False
+    try:
+        store.put_if_match(probe, Writer.me(SECONDS).text(), tag)
+    except RemoteConflict:
+        return True
+    return False
+
+
+def remove_probes(store: RemoteStore, key: str) -> None:
+    """Remove the objects with which processes that were killed have tried a store.
+
+    Args:
+        store: The store.
+        key: Key of the lock that they lie beside.
+    """
+    found = [entry for entry in store.list(key.rpartition("/")[0], after=key) if entry.key.startswith(f"{key}{_PROBE}")]
+    now = _now_there(store, key) if found else None
+    for entry in found:
+        with suppress(RemoteMissing):
+            writer = Writer.parse(store.get(entry.key))
+            if (
+                writer is None
+                or writer.is_dead
+                or (now is not None and (now - entry.modified).total_seconds() > SECONDS)
+            ):
+                store.delete(entry.key)

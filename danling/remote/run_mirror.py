@@ -1,0 +1,120 @@
+"""The copy of a run in an object store: opened before the run is restored, begun after, and closed with its checkpoints."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from danling.checkpoints import storage
+from danling.checkpoints.base import CheckpointManager
+from danling.checkpoints.mirroring import Saved
+from danling.checkpoints.policy import Record
+from danling.checkpoints.target_store import SUMS, TargetStore
+
+from .contents import RemoteRun
+from .errors import RemoteError
+from .files import FileMirror
+from .layout import RunLayout
+from .lease import SECONDS, Lease
+from .mirror import CheckpointMirror, MirrorSettings
+from .store import RemoteStore
+
+
+class RunMirror:
+    """Copies a run to an object store. Constructed on all ranks; rank 0 alone holds the lease and makes saves visible.
+
+    Args:
+        store: The store.
+        layout: Keys of the run.
+        directory: The run directory.
+        manager: Writes the checkpoints.
+        settings: What is copied.
+        lease_seconds: How long the right to write holds without being renewed.
+
+    Raises:
+        RemoteError: If the store cannot be used, or another process writes this run.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        layout: RunLayout,
+        *,
+        directory: Path,
+        manager: CheckpointManager,
+        settings: MirrorSettings,
+        lease_seconds: float = SECONDS,
+    ) -> None:
+        self.run = RemoteRun(store, layout)
+        self._manager = manager
+        self._lease = Lease(store, layout.lock, seconds=lease_seconds)
+        rank, size = manager.domain.rank, manager.domain.size
+        self.mirror = CheckpointMirror(
+            manager.directory,
+            self.run,
+            rank=rank,
+            alone=size == 1 or not issubclass(manager.store_class, TargetStore),
+            settings=settings,
+            before_commit=FileMirror(store, layout, directory).copy,
+        )
+        self.mirror.lost = lambda: self._lease.lost
+        self.mirror.on_close = self._lease.release
+        manager.on_main(self._open)
+        manager.mirror = self.mirror
+
+    def _open(self) -> None:
+        self._lease.acquire()
+        try:
+            self.run.open()
+        except BaseException:
+            self._lease.release()
+            raise
+
+    def begin(self) -> None:
+        """Copy what lies on the disk and is not in the store yet: what the run goes on from is safe before its first save. On all ranks.
+
+        Raises:
+            RemoteError: If the run begins from scratch, and the store holds one of its name.
+        """
+        self._manager.on_main(self._begin)
+
+    def _begin(self) -> None:
+        here = [store for store in self._manager.stores if not store.is_elsewhere]
+        local = [(record, store) for store in here for record in store.records(complete=True)]
+        if not local and self.run.records:
+            newest = max(self.run.records, key=lambda record: record.sequence)
+            raise RemoteError(
+                f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {newest.step}. Set "
+                "auto_resume=true to go on from it, or give this run another lineage."
+            )
+        there = {record.name: record.sequence for record in self.run.records}
+        missing = sorted(
+            ((r, store) for r, store in local if r.sequence > there.get(r.name, -1) and not _is_target_name(r, store)),
+            key=lambda pair: (pair[0].sequence, pair[0].name == "latest"),
+        )
+        for _, group in groupby(missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))):
+            pairs = list(group)
+            record, store = pairs[0]
+            names = tuple(r.name for r, _ in pairs)
+            if isinstance(store, TargetStore):
+                target = store.target(store.path(record.name))
+                own = sorted(storage.names(target) - {SUMS})
+                self.mirror.saved(Saved(record.sequence, record.step, names, target.name, tuple(own)))
+            else:
+                self.mirror.saved(Saved(record.sequence, record.step, names))
+        newest_there = [r for r in self.run.records if r.name != "model"]
+        if newest_there and self.mirror.committed_step is None:
+            self.mirror.committed_step = max(newest_there, key=lambda record: record.sequence).step
+
+    def figures(self, step: int) -> dict[str, dict[str, float]]:
+        """Return what is logged of the copy, by group; see `CheckpointMirror.figures`.
+
+        Args:
+            step: Committed updates of the run.
+        """
+        return {"remote": self.mirror.figures(step)}
+
+
+def _is_target_name(record: Record, store: object) -> bool:
+    """Whether a record is of a target that no name leads to."""
+    return isinstance(store, TargetStore) and store.path(record.name).parent != store.directory

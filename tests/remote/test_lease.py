@@ -1,0 +1,104 @@
+"""One writer for each run in a store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from support.fault_proxy import FaultProxy
+from support.object_servers import ObjectServer
+
+from danling.remote import RemoteConflict, RemoteSettings, RemoteStore, open_store
+from danling.remote.lease import Lease, Writer, honours_conditions
+
+KEY = "line/run/lock"
+
+
+@pytest.fixture
+def store(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteStore]:
+    for name, value in moto.environment(proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
+    yield open_store(f"s3://{moto.make_bucket()}", settings=RemoteSettings(retries=0, timeout_seconds=20.0))
+
+
+def keys(store: RemoteStore) -> list[str]:
+    return [entry.key for entry in store.list()]
+
+
+def test_the_second_writer_is_refused_while_the_first_lives(store: RemoteStore) -> None:
+    first, second = Lease(store, KEY, seconds=2.0), Lease(store, KEY, seconds=2.0)
+    first.acquire()
+    assert first.is_exclusive and keys(store) == [KEY]
+    with pytest.raises(
+        RemoteConflict, match="Expected to be the one process that writes .*/line/run. Received: another one"
+    ):
+        second.acquire()
+    first.release()
+    assert keys(store) == []
+    second.acquire()
+    second.release()
+
+
+def test_one_that_was_killed_on_this_machine_is_followed_at_once(store: RemoteStore) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    writer = Writer.me(3600.0)
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    store.put(KEY, replace(writer, pid=child.pid, born=stat[19]).text())
+    store.put(f"{KEY}.probe-of-it", replace(writer, pid=child.pid, born=stat[19]).text())
+    child.kill()
+    child.wait()
+    lease = Lease(store, KEY)
+    lease.acquire()
+    assert keys(store) == [KEY], "what it tried the store with is removed too"
+    lease.release()
+
+
+def test_one_that_is_silent_elsewhere_is_followed_when_its_lease_has_ended(
+    store: RemoteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(KEY, replace(Writer.me(2.0), machine="another", host="far-away").text())
+    lease = Lease(store, KEY, seconds=1.0)
+    with caplog.at_level(logging.INFO, "danling"):
+        lease.acquire()
+    assert "far-away, which may be gone: waiting until its lease ends" in caplog.text
+    lease.release()
+
+
+def test_a_writer_that_was_taken_over_learns_of_it(store: RemoteStore) -> None:
+    lease = Lease(store, KEY, seconds=0.4)
+    lease.acquire()
+    assert lease.lost is None
+    store.put(KEY, Writer.me(60.0).text())
+    assert lease._thread is not None
+    lease._thread.join(30)
+    assert isinstance(lease.lost, RemoteConflict) and "taken over" in str(lease.lost)
+    lease.release()
+    assert keys(store) == [KEY], "the lock of the other one stays"
+
+
+@pytest.mark.parametrize("header", ["if-match", "if-none-match"])
+def test_a_store_that_ignores_a_condition_is_found_out(
+    store: RemoteStore, proxy: FaultProxy, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert honours_conditions(store, KEY)
+    proxy.change_headers(lambda headers: headers.pop(header, None))
+    lease = Lease(store, KEY)
+    with caplog.at_level(logging.WARNING, "danling"):
+        lease.acquire()
+    assert not lease.is_exclusive and "does not keep two writers apart" in caplog.text
+    lease.release()
+    assert keys(store) == []
+
+
+def test_a_lock_of_another_kind_is_taken_over(store: RemoteStore) -> None:
+    store.put(KEY, b"somebody's notes")
+    lease = Lease(store, KEY)
+    lease.acquire()
+    assert json.loads(store.get(KEY))["pid"] == asdict(Writer.me(1.0))["pid"]
+    lease.release()

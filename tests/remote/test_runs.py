@@ -1,0 +1,129 @@
+"""Runs whose saves go to an object store: what a user sees of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fault_proxy import FaultProxy
+from support.object_servers import ObjectServer
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.remote import RemoteDenied, RemoteError
+
+
+class Toy(dl.TorchRunner):
+    """Eight updates an epoch."""
+
+    def __init__(self, config: dl.RunnerConfig) -> None:
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(64, 3, generator=generator), torch.randint(2, (64,), generator=generator))
+        self.datasets = {"train": data, "val": data}
+        self.model = nn.Linear(3, 2)
+        self.criterion = nn.CrossEntropyLoss()
+
+
+def config(url: str, root: Path, **changes: Any) -> dl.RunnerConfig:
+    made = dl.RunnerConfig(epochs=3, seed=1, dataloader={"batch_size": 8}, optim={"type": "sgd", "lr": 0.1})
+    made.merge({"checkpoint.remote.url": url, "checkpoint.remote.retries": 0, "workspace_root": str(root), **changes})
+    return made
+
+
+@pytest.fixture
+def url(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in moto.environment(proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{moto.make_bucket()}/runs"
+
+
+def test_the_copy_has_what_the_run_directory_has(
+    moto: ObjectServer, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"checkpoint.keep_latest_k": 1, "log_interval": 1}
+    with caplog.at_level("INFO", "danling"), Toy(config(url, tmp_path, **settings)) as runner:
+        runner.train()
+        place = runner.workspace.dir
+    bucket = url.split("/")[2]
+    prefix = f"runs/{place.relative_to(tmp_path).as_posix()}/"
+    there = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
+    names = {key for key in there if key.endswith(".sha256")}
+    assert names == {
+        f"checkpoints/{name}.pth.sha256" for name in ("latest", "best", *(f"ckpt-e00000{n}" for n in (1, 2, 3)))
+    }
+    latest = (place / "checkpoints" / "latest.pth.sha256").read_bytes()
+    assert moto.read(bucket, f"{prefix}checkpoints/latest.pth.sha256") == latest
+    for file in ("metrics.jsonl", "results.json", "best.json", "metadata/config.full.yaml"):
+        assert moto.read(bucket, f"{prefix}files/{file}") == (place / file).read_bytes()
+    assert "lock" not in there and moto.unfinished_uploads(bucket) == 0
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    lags = [line["remote/lag_steps"] for line in lines if "remote/lag_steps" in line]
+    assert lags[0] == 1 and max(lags) <= 24 and any("remote/bytes" in line for line in lines)
+    assert "Step 24 is safe in" in caplog.text
+
+
+def test_the_copy_changes_no_bit_of_the_result_and_no_id(url: str, tmp_path: Path) -> None:
+    weights, ids = [], []
+    for place, named in (("with", url), ("without", None)):
+        with Toy(
+            config(url, tmp_path / place, **{"checkpoint.remote.url": named, "checkpoint.remote.retries": 5})
+        ) as runner:
+            runner.train()
+            weights.append([parameter.detach().clone() for parameter in runner.model.parameters()])
+            ids.append(runner.id)
+    assert ids[0] == ids[1] and all(torch.equal(a, b) for a, b in zip(*weights))
+
+
+def test_credentials_of_the_hook_are_used(url: str, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    class Renewing(Toy):
+        def remote_credentials(self) -> dict[str, Any]:
+            asked.append(1)
+            return {"access_key_id": "key", "secret_access_key": "secret", "token": None, "expires_at": None}
+
+    with Renewing(config(url, tmp_path)) as runner:
+        runner.train()
+    assert asked
+
+
+def test_a_store_that_may_not_be_written_is_told_before_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    proxy.answer(403, "AccessDenied")
+    with pytest.raises(RemoteDenied, match="AccessDenied"):
+        Toy(config(url, tmp_path))
+    proxy.heal()
+    with pytest.raises(RemoteError, match="Make the bucket"):
+        Toy(config("s3://nobody-has-this-bucket", tmp_path))
+    with pytest.raises(RemoteError, match="Expected the URL of an object store"):
+        Toy(config("ftp://host/runs", tmp_path))
+
+
+def test_denied_in_the_middle_training_goes_on_and_the_end_fails(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    runner = Toy(config(url, tmp_path))
+    proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
+    runner.train()
+    assert runner.state.train.global_step == 24
+    with pytest.raises(RemoteError, match="Expected the last save in"):
+        runner.close()
+
+
+def test_what_is_required_ends_the_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    runner = Toy(config(url, tmp_path, **{"checkpoint.remote.required": True, "epochs": 200}))
+    proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
+    with pytest.raises(RemoteError):
+        runner.train()
+    assert 0 < runner.state.train.global_step < 1600
+    with pytest.raises(RemoteError):
+        runner.close()
+
+
+def test_settings_are_checked_before_anything_begins(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 5242880 bytes"):
+        Toy(config("s3://bucket", tmp_path, **{"checkpoint.remote.part_size": 1000}))
+    with pytest.raises(ValueError, match=r"checkpoint\.remote\.url to be unset with ft\.enabled"):
+        Toy(config("s3://bucket", tmp_path, **{"ft.enabled": True, "stack": "ddp"}))
