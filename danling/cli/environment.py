@@ -112,7 +112,9 @@ def torch_cuda() -> str | None:
 
 
 def cuda_of_build(module: str) -> str | None:
-    """Return the CUDA version that torch, or a package of its family, was built for; empty for the CPU, `None` where that is not told.
+    """Return the CUDA version that torch, or a package of its family, was built for; empty for the CPU.
+
+    `None` is returned where that is not told, and for devices of AMD and Intel.
 
     Args:
         module: Its name. It is not imported, since that may fail.
@@ -129,6 +131,8 @@ def cuda_of_build(module: str) -> str | None:
         return found[1]
     if found := re.search(r"""^__version__ = ['"][^'"]*\+cu(\d+)(\d)['"]""", text, re.MULTILINE):
         return f"{found[1]}.{found[2]}"
+    if re.search(r"""^(?:hip|rocm|xpu)(?:: [^=]+)? = ['"]""", text, re.MULTILINE):
+        return None
     told = re.search(r"""^cuda(?:: [^=]+)? = None|^__version__ = ['"][^'"]*\+cpu['"]""", text, re.MULTILINE)
     return "" if told else None
 

@@ -205,5 +205,6 @@ def _mend(package: str, other: str) -> str:
         return f"Run `pip install --upgrade {package}`, or install numpy below 2."
     cuda = cuda_of_build("torch")
     index = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
-    place = f" --index-url https://download.pytorch.org/whl/{index}" if package in _OF_TORCH else ""
+    known = package in _OF_TORCH and cuda is not None
+    place = f" --index-url https://download.pytorch.org/whl/{index}" if known else ""
     return f"Run `pip install --force-reinstall --no-deps{place} {package}` in the version for torch {installed('torch')}, or uninstall it."

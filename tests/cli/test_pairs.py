@@ -82,12 +82,27 @@ def test_a_package_for_another_device_is_told_with_the_mend(place: Path, monkeyp
         ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n", "13.0"),
         ('__version__ = "0.29.2+cu126"\n', "12.6"),
         ("__version__ = '0.29.2'\n", None),
+        ("__version__ = '2.13.0+rocm7.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0.51831'\n", None),
+        (
+            "__version__ = '2.13.0+xpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = '20260000'\n",
+            None,
+        ),
     ],
 )
 def test_the_device_that_a_package_was_built_for(text: str, cuda: str | None, place: Path) -> None:
     make(place, "built_for_it", "raise RuntimeError", built=text)
     assert environment.cuda_of_build("built_for_it") == cuda
     assert environment.cuda_of_build("no_such_package") is None
+
+
+def test_no_build_for_the_cpu_is_advised_beside_a_torch_for_another_device(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(place, "torchaudio", "raise OSError('libtorchaudio.so')", version="2.12.0")
+    make(place, "torch", "", built="cuda: str | None = None\nhip: str | None = '7.0'\n", version="2.13.0")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    state, detail = judge("torchaudio", "torch", Import("OSError: libtorchaudio.so"))
+    assert state == "failed" and "--no-deps torchaudio` in the version for torch 2.13.0" in detail
 
 
 def test_old_numpy_and_complaints_of_an_import_that_works(place: Path) -> None:
