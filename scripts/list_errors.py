@@ -35,6 +35,7 @@ ROOMS = {
     "stream": "Streams",
     "reporting": "Logs and trackers",
     "supervision": "Signals, heartbeat, profiles",
+    "audit": "Checks of a run",
     "interop": "Libraries",
     "cli": "The command danling",
     "utils": "Files, names and numbers",

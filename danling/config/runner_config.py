@@ -30,6 +30,7 @@ from .own import OwnKeys
 from .parse import parse_into
 from .schema import (
     AccelerateConfig,
+    AuditConfig,
     CheckpointConfig,
     CommConfig,
     CompileConfig,
@@ -170,6 +171,7 @@ class RunnerConfig(ClosedSection):
     gc: Nested[GcConfig]
     profiling: Nested[ProfilingConfig]
     heartbeat: Nested[HeartbeatConfig]
+    audit: Nested[AuditConfig]
     ft: Nested[FtConfig]
     deepspeed: Nested[DeepSpeedConfig]
     accelerate: Nested[AccelerateConfig]

@@ -303,6 +303,15 @@ class HeartbeatConfig(ClosedSection):
     """Subdirectory of the run directory."""
 
 
+class AuditConfig(ClosedSection):
+    """Checks of a run while it trains."""
+
+    _path: ClassVar[str] = "audit"
+
+    digest_interval: PositiveInt | None = None
+    """Updates between digests of samples, loss, weights and optimizer state in digests.jsonl, compared between replicas; none: never."""
+
+
 class FtConfig(ClosedSection):
     """Fault tolerance by TorchFT."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ class StepTotals:
     requests: frozenset[str] = field(default_factory=frozenset)
 
 
+class Rider(Protocol):
+    """What has numbers of its own to sum over the ranks, now and then, and needs no collective of its own for it."""
+
+    def values(self) -> Tensor | None:
+        """Return them, float64 of one dimension, on the device of the collective; the same length on all ranks, or `None` on all."""
+
+    def take(self, sums: Tensor) -> None:
+        """Take their sums. Called on all ranks."""
+
+
 class StepSync:
     """Sums the values of an update over the ranks of a domain, in one collective.
 
@@ -46,6 +57,9 @@ class StepSync:
         reports: Whether the weight and loss of this rank count, and whether its samples do: if several ranks work on one micro-batch
             together, one of them reports it. Non-finite losses and requests always count.
     """
+
+    rider: Rider | None = None
+    """What travels with the collective; `None` where nothing does."""
 
     def __init__(self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)) -> None:
         self.domain = domain
@@ -79,6 +93,10 @@ class StepSync:
         if not self.reports_samples:
             samples = 0.0
         flags = [float(name in asked) for name in REQUESTS]
+        if self.rider is not None:
+            riding = self.rider.values()
+            if riding is not None:
+                return self._reduce_with(self.rider, riding, [weight, loss, samples, nonfinite], flags)
         if self.device.type == "cpu":
             return self._reduce_on_host([float(weight), float(loss), samples, float(nonfinite), *flags])
         return self._reduce_on_device([weight, loss, samples, nonfinite], flags)
@@ -88,11 +106,29 @@ class StepSync:
         weight, loss, samples, nonfinite = total[:4]
         return StepTotals(weight, loss, samples, nonfinite, _names(total[4:]))
 
-    def _reduce_on_device(self, values: list[float | Tensor], flags: list[float]) -> StepTotals:
+    def _reduce_with(
+        self, rider: Rider, riding: Tensor, values: list[float | Tensor], flags: list[float]
+    ) -> StepTotals:
+        if self.device.type != "cpu":
+            return self._reduce_on_device(values, flags, riding, rider)
+        own = torch.tensor([*map(float, values), *flags], dtype=torch.float64)
+        sums = self.domain.all_reduce(torch.cat([own, riding]))
+        total = sums[: len(own)].tolist()
+        weight, loss, samples, nonfinite = total[:4]
+        rider.take(sums[len(own) :])
+        return StepTotals(weight, loss, samples, nonfinite, _names(total[4:]))
+
+    def _reduce_on_device(
+        self, values: list[float | Tensor], flags: list[float], riding: Tensor | None = None, rider: Rider | None = None
+    ) -> StepTotals:
         heard = self.take_pending_requests()
         scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
         asked = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
-        total = self.domain.all_reduce(torch.cat([torch.stack(scalars), asked]))
+        own = torch.cat([torch.stack(scalars), asked])
+        total = self.domain.all_reduce(own if riding is None else torch.cat([own, riding]))
+        if rider is not None:
+            rider.take(total[len(own) :])
+            total = total[: len(own)]
         host = torch.empty(len(flags), dtype=torch.float64, pin_memory=True)
         host.copy_(total[4:], non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from danling.utils.tensors import shard_like
 
 from .axes import axes_with
 from .fsdp import reshard
-from .parameter_copies import equalize
+from .parameter_copies import divided_axes, equalize
 from .topology import Topology
 from .whole import wholly
 
@@ -48,6 +48,12 @@ class MeshPreparation(ModelPreparation):
         active = [axis for axis in axes_with(forward_communicates=True) if degrees[axis] > 1]
         listed = ", ".join(f"parallel.axes.{axis}={degrees[axis]}" for axis in active)
         return listed or super().forward_communicates(model)
+
+    def held_part(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+        """Return the axes that divide a tensor, and this rank's coordinates on them and on those that divide the model."""
+        divided = divided_axes(tensor)
+        axes = (*axes_with(cuts_modules=True), *divided)
+        return ",".join(divided) or "whole", tuple(self.topology.coordinate[axis] for axis in axes)
 
     def whole_parameters(self, named: NamedParameters) -> dict[str, bool] | None:
         """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline."""

@@ -151,9 +151,12 @@ class JsonlTracker:
     """
 
     def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
-        self.file = Path(file)
-        self.resume_step: int | None = resume_step or 0
-        self._stream: io.FileIO | None = None
+        self._lines = JsonLines(file, resume_step=resume_step)
+
+    @property
+    def file(self) -> Path:
+        """The file."""
+        return self._lines.file
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append one line.
@@ -167,26 +170,53 @@ class JsonlTracker:
                     "Expected names of metrics other than 'step' and 'time', which every line has. "
                     f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
                 )
-        if self._stream is None:
-            self._stream = self._open()
         line = {"step": int(step), "time": round(time.time(), 3), **{name: _finite(x) for name, x in values.items()}}
-        self._stream.write((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        self._lines.write(line)
 
     def flush(self) -> None:
         """Nothing is held back."""
 
     def close(self) -> None:
         """Close the file. A `log` after it opens it again and keeps what is there."""
+        self._lines.close()
+
+
+class JsonLines:
+    """A file of JSON objects with a `step`, one a line, which all attempts of a run share.
+
+    Args:
+        file: The file; its directory is created at the first `write`.
+        resume_step: Global step of the checkpoint that the run resumes from, after which lines are cut off; 0 or `None` starts the file
+            anew.
+    """
+
+    def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
+        self.file = Path(file)
+        self._resume_step: int | None = resume_step or 0
+        self._stream: io.FileIO | None = None
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Append an object; it is handed to the operating system before this returns.
+
+        Args:
+            line: Plain values; `step` is among them.
+        """
+        if self._stream is None:
+            self._stream = self._open()
+        self._stream.write((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file; a `write` after it opens it again and keeps what is there."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def _open(self) -> io.FileIO:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if self.file.exists() and self.resume_step is not None:
-            _cut_back(self.file, self.resume_step)
+        if self.file.exists() and self._resume_step is not None:
+            _cut_back(self.file, self._resume_step)
         # What this attempt has written is never cut.
-        self.resume_step = None
+        self._resume_step = None
         return io.FileIO(self.file, "ab")
 
 

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from danling.audit.inventory import entries
+from danling.audit.record import DigestFile, DigestLine
+from danling.audit.update_audit import UpdateAudit
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
 from danling.data import derive_seed
@@ -245,7 +248,7 @@ class TorchParts:
     def micro_batches(self) -> MicroBatches:
         """What runs single micro-batches."""
         runner = self.runner
-        return MicroBatches(
+        micro_batches = MicroBatches(
             runner,
             window=runner.window,
             weights=self.weights,
@@ -253,6 +256,8 @@ class TorchParts:
             reporter=runner._reporter,
             session=runner._session,
         )
+        micro_batches.audit = self.audit
+        return micro_batches
 
     @cached_property
     def forwards(self) -> Forwards:
@@ -309,16 +314,61 @@ class TorchParts:
         runner = self.runner
         placement = runner.placement
         counts = (placement.counts_loss, placement.counts_samples)
-        return UpdateStep(
+        sync = StepSync(placement.optimizer, runner.device, reports=counts)
+        sync.rider = self.audit
+        update = UpdateStep(
             runner,
             window=runner.window,
-            sync=StepSync(placement.optimizer, runner.device, reports=counts),
+            sync=sync,
             session=runner._session,
             preparation=runner.preparation,
             look=self.look_at_gradients,
             losses=self.losses,
             own_backward=runner._overrides("backward"),
         )
+        update.audit = self.audit
+        return update
+
+    @cached_property
+    def audit(self) -> UpdateAudit | None:
+        """What digests updates and compares replicas; `None` unless that is configured."""
+        runner = self.runner
+        every = runner.config.audit.digest_interval
+        if every is None:
+            return None
+        placement = runner.placement
+        return UpdateAudit(
+            every=every,
+            entries=lambda: entries(
+                named_parameters=runner.named_parameters(),
+                optimizer=runner.optimizer,
+                averages=runner.ema.weights if runner.ema is not None else {},
+                buffers=self._named_buffers(),
+            ),
+            part_of=runner.preparation.held_part,
+            domain=placement.optimizer,
+            device=runner.device,
+            step=lambda: runner.state.train.global_step,
+            counts_samples=placement.counts_samples,
+            write=self._write_digests,
+        )
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        criterion = self.runner.criterion
+        for name, buffer in self.runner.unwrapped_model.named_buffers():
+            yield canonical_name(name), buffer
+        for name, buffer in criterion.named_buffers() if isinstance(criterion, nn.Module) else ():
+            yield f"criterion.{name}", buffer
+
+    def _write_digests(self, line: DigestLine) -> None:
+        self._digest_file.write(line)
+
+    @cached_property
+    def _digest_file(self) -> DigestFile:
+        assert self.audit is not None
+        file = DigestFile(self.runner.workspace.digests_file, resume_step=self.audit.began_at)
+        self.runner._closers.callback(file.close)
+        return file
 
     def look_at_gradients(self) -> None:
         """Name what is trained and got no gradient, and let all ranks weigh alike where a model returns its loss."""

@@ -154,6 +154,8 @@ class TrainingDriver:
         if not runner.model.training:
             runner.model.train()
         enter_training(runner.optimizer)
+        if update.audit is not None:
+            update.audit.begin()
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""

@@ -57,6 +57,13 @@ class MicroBatchHooks(Protocol):
         """Return the tokens of a batch that was not moved yet."""
 
 
+class SampleAuditor(Protocol):
+    """What looks at samples; see `danling.audit.UpdateAudit`."""
+
+    def saw(self, data: object, *, first: bool) -> None:
+        """Take in a micro-batch on the device; `first` of its window."""
+
+
 class MicroBatches:
     """Runs single micro-batches.
 
@@ -67,6 +74,9 @@ class MicroBatches:
         loss: Is told what a `train_step` of the user's returned; `None` where it is the library's, which asks for the loss.
         reporter: Counts tokens, and the operations of the first one.
         session: Is told that a step is under way.
+
+    Attributes:
+        audit: Looks at the samples; `None` where nobody does.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class MicroBatches:
         self._loss = loss
         self._reporter = reporter
         self._session = session
+        self.audit: SampleAuditor | None = None
 
     def run(self, batch: Batch, step: Callable[[object], object] | None = None) -> None:
         """Run forward and backward of a micro-batch of the open window.
@@ -97,6 +108,8 @@ class MicroBatches:
         if window.count == 0:
             hooks.reduction.begin(first=window.is_first)
         data = hooks.to_device(batch.data)
+        if self.audit is not None and batch.samples != 0:
+            self.audit.saw(data, first=window.count == 0)
         weight, samples = self._weights.weigh(batch, data, hooks.batch_weight, training=True)
         window.begin_microbatch(weight, samples)
         if reporter.telemetry is not None and batch.samples != 0:

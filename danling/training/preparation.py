@@ -74,6 +74,16 @@ class ModelPreparation:
         """Return the user's module out of the model that training calls. May be called on one rank."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def held_part(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+        """Return how a tensor is divided over the ranks, and which part of it this rank holds; ranks of one part hold copies.
+
+        May be called on one rank.
+
+        Args:
+            tensor: A parameter, a buffer, or an entry of the optimizer's state.
+        """
+        return "whole", ()
+
     def note_wrapped(self, model: nn.Module) -> None:
         """Note how much of a model is trained when it is wrapped: the wrapper reduces that and nothing else."""
         self._trained_when_wrapped = _trained_count(model)

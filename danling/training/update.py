@@ -86,6 +86,19 @@ class UpdateHooks(Protocol):
         """Drop the gradient."""
 
 
+class Auditor(Protocol):
+    """What looks at updates; see `danling.audit.UpdateAudit`."""
+
+    def begin(self) -> None:
+        """Look at the state before a training. Called on all ranks."""
+
+    def updated(self, outcome: UpdateOutcome) -> None:
+        """Look at the state after an update. Called on all ranks."""
+
+    def settle(self) -> None:
+        """Compare now what was left to be compared. Called on all ranks."""
+
+
 class UpdateStep:
     """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does.
 
@@ -108,6 +121,7 @@ class UpdateStep:
         steps_scheduler: Whether each update advances the schedule.
         tells_place: Whether the schedule is told the number of the update then.
         rates: Learning rates of the update that is logged next: those it was made with.
+        audit: Looks at the state after updates; `None` where nobody does.
     """
 
     def __init__(
@@ -129,6 +143,7 @@ class UpdateStep:
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
+        self.audit: Auditor | None = None
         self._run = run
         self._session = session
         self._preparation = preparation
@@ -184,6 +199,8 @@ class UpdateStep:
             run.optimizer_step()
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
         self._conclude(outcome)
+        if self.audit is not None:
+            self.audit.updated(outcome)
         if agreed.requests:
             session.apply_requests(agreed.requests)
         return outcome
@@ -229,6 +246,9 @@ class UpdateStep:
 
         Raises:
             NonFiniteError: If the last update was not finite.
+            ReplicaDriftError: If digests were taken, and ranks that hold copies of a tensor differ.
         """
         self.read_samples()
         self.decision.raise_pending()
+        if self.audit is not None:
+            self.audit.settle()

@@ -8,7 +8,7 @@ import re
 import time
 from pathlib import Path
 
-_UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\.metrics\.jsonl\.tmp|\.rank-.+\.trace\.json\.tmp")
+_UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\.(metrics|digests)\.jsonl\.tmp|\.rank-.+\.trace\.json\.tmp")
 _DIRECTORIES = ("", "metadata", "heartbeats", "profiles")
 _YOUNG_SECONDS = 60.0
 

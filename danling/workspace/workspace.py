@@ -47,6 +47,7 @@ class Workspace:
         results_file: All metrics by completed epoch or global step, then by split.
         latest_file: Metrics of the last evaluation.
         best_file: Metrics of the best evaluation.
+        digests_file: Digests of updates; only of a run with `audit.digest_interval`.
         streams_file: How far the streams are that the run fills or trains on; only of a run that has some.
 
     Args:
@@ -92,6 +93,7 @@ class Workspace:
         self.results_file = self.dir / "results.json"
         self.latest_file = self.dir / "latest.json"
         self.best_file = self.dir / "best.json"
+        self.digests_file = self.dir / "digests.jsonl"
         self.streams_file = self.dir / "streams.json"
 
     def latest_tensorboard_dir(self) -> Path | None:
@@ -114,7 +116,14 @@ class Workspace:
         make_directory(self.dir)
         described = [self.metadata_dir / name for name in _DESCRIPTION]
         clear_places(directories=[self.metadata_dir, self.dir / "logs"])
-        written = [self.jsonl_file, self.results_file, self.latest_file, self.best_file, self.streams_file]
+        written = [
+            self.jsonl_file,
+            self.results_file,
+            self.latest_file,
+            self.best_file,
+            self.streams_file,
+            self.digests_file,
+        ]
         clear_places(files=[*written, *described])
 
     def has_metadata(self) -> bool:

@@ -1,0 +1,211 @@
+"""Digests of tensors: 64 bits over every bit of a tensor, exact, computed on its device, and the same however it is divided over ranks.
+
+The bits of each element, as a signed integer, are multiplied by an odd key of its place in the last dimension; the upper half of the
+64-bit product is folded into the lower one; the results of a row are added, multiplied by an odd key of the row, and added again. All of
+it is integer arithmetic modulo 2^64, in which the order of a sum does not matter: shards of a tensor, each hashed at its place in the
+whole, add up to the digest of the whole, exactly, on every layout.
+
+A single element that changes always changes the digest, since each step is a bijection of that element. Several that change cancel out by
+chance in about one of 2^58 cases: the sum over rows loses up to six bits, where differences are even. This is a bound for faults and
+not for an adversary, who can compute the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.utils.tensors import is_sharded, local_part
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LONGEST_ROW = 1 << 16
+"""Elements of a vector that are keyed as one row; a longer one is keyed as rows of so many."""
+_AT_ONCE = {"cpu": 1 << 17}
+_AT_ONCE_ELSEWHERE = 1 << 23
+"""Elements that are hashed at once; 8 bytes for each are needed meanwhile. On the CPU they stay in its cache."""
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def key_of(*words: object) -> int:
+    """Return the odd key of some words, such as the name of a tensor: an integer of 64 bits with a sign, the same in every process."""
+    text = "\0".join(map(str, words)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) | 1
+
+
+class Hasher:
+    """Computes digests on a device. Nothing waits for the device, and nothing is communicated.
+
+    Args:
+        device: Where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables: dict[bool, Tensor] = {}
+        self._places: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._other: Hasher | None = None
+        self._at_once = _AT_ONCE.get(device.type, _AT_ONCE_ELSEWHERE)
+
+    @torch.no_grad()
+    def digest(self, tensor: Tensor) -> Tensor:
+        """Return the share of the digest of a tensor that this rank's part of it has: 0-dim int64 on the device
+        of the tensor; 0 where it holds none.
+
+        Args:
+            tensor: Of any dtype and shape; a DTensor is hashed at its place in the whole.
+        """
+        shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+        local = local_part(tensor.detach())
+        if is_sharded(tensor):
+            offset = self._offset(tensor)
+        if local.device != self.device:
+            # What is in host memory is digested there: to send it tensor by tensor would wait for the device each time.
+            return self._elsewhere(local.device).digest(tensor)
+        if local.numel() == 0:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        if local.is_complex():
+            local, shape, offset = torch.view_as_real(local), (*shape, 2), (*offset, 0)
+        bits = local.view(_BITS[local.element_size()])
+        if bits.dim() < 2:
+            return self._of_vector(bits.reshape(-1), offset[0] if offset else 0)
+        rows = self._rows(shape[:-1], offset[:-1], tuple(bits.shape[:-1]))
+        columns = self._keys(False, offset[-1] + bits.shape[-1])[offset[-1] :]
+        return self._of_rows(bits.reshape(-1, bits.shape[-1]), rows, columns)
+
+    def _elsewhere(self, device: torch.device) -> Hasher:
+        if self._other is None or self._other.device != device:
+            self._other = Hasher(device)
+        return self._other
+
+    def _offset(self, tensor: Any) -> tuple[int, ...]:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        known = tuple(tensor.shape), tensor.placements, id(tensor.device_mesh)
+        if known not in self._places:
+            found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            self._places[known] = tuple(found[0]), tuple(found[1])
+        return self._places[known][1]
+
+    def _rows(self, whole: Sequence[int], offset: Sequence[int], local: Sequence[int]) -> Tensor:
+        """Return the keys of the rows of a part, by their numbers in the whole."""
+        keys = self._keys(True, math.prod(whole))
+        if tuple(whole) == tuple(local):
+            return keys[: math.prod(whole)]
+        return (
+            keys.reshape(-1)[: math.prod(whole)]
+            .reshape(tuple(whole))[tuple(slice(start, start + length) for start, length in zip(offset, local))]
+            .reshape(-1)
+        )
+
+    def _of_vector(self, bits: Tensor, start: int) -> Tensor:
+        # Rows of a fixed length of the whole, whatever part of it this is: what is left of a row, whole rows, the beginning of one.
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        done = 0
+        while done < len(bits):
+            row, column = divmod(start + done, _LONGEST_ROW)
+            left = len(bits) - done
+            whole = left // _LONGEST_ROW if column == 0 else 0
+            number, length = (whole, _LONGEST_ROW) if whole else (1, min(left, _LONGEST_ROW - column))
+            piece = bits[done : done + number * length].reshape(number, length)
+            rows = self._keys(True, row + number)[row : row + number]
+            total = total + self._of_rows(piece, rows, self._keys(False, column + length)[column:])
+            done += number * length
+        return total
+
+    def _of_rows(self, bits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        number, length = bits.shape
+        columns = columns[:length]
+        at_once = max(1, self._at_once // length)
+        total: Tensor | None = None
+        for start in range(0, number, at_once):
+            sums = self._row_sums(bits[start : start + at_once], columns)
+            part = (sums * rows[start : start + at_once]).sum()
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _row_sums(self, bits: Tensor, columns: Tensor) -> Tensor:
+        terms = torch.empty(bits.shape, dtype=torch.int64, device=self.device)
+        torch.mul(bits, columns, out=terms)
+        halves = terms.view(torch.int32).view(*bits.shape, 2)
+        # Without it a difference in high bits alone, such as that of signs, would keep most bits of the sum as they are.
+        halves[..., 0].bitwise_xor_(halves[..., 1])
+        return terms.sum(-1)
+
+    def _keys(self, of_rows: bool, number: int) -> Tensor:
+        """Return at least so many keys of rows or columns: odd, pseudo-random, the same on every device."""
+        known = self._tables.get(of_rows)
+        if known is None or len(known) < number:
+            places = torch.arange(max(number, 1024), dtype=torch.int64, device=self.device)
+            known = self._tables[of_rows] = mixed(2 * places + of_rows) | 1
+        return known
+
+    # Samples
+
+    @torch.no_grad()
+    def digest_samples(self, data: object) -> Tensor:
+        """Return the digest of the samples of a batch, 0-dim int64: the same in whatever order, and in however many batches they come.
+
+        Rows of tensors of the same length are taken for parts of one sample each. What is no tensor, number or text is left out.
+
+        Args:
+            data: A batch on the device: tensors in mappings, sequences and data classes.
+        """
+        by_length: dict[int, Tensor] = {}
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for name, leaf in _leaves(data):
+            if not isinstance(leaf, Tensor):
+                total = total + key_of(name, repr(leaf))
+            elif is_sharded(leaf) or leaf.layout is not torch.strided or leaf.dim() == 0:
+                total = total + (self.digest(leaf) * key_of(name) if leaf.layout is torch.strided else 0)
+            elif leaf.numel():
+                part = leaf.to(self.device)
+                part = torch.view_as_real(part) if part.is_complex() else part
+                bits = part.reshape(len(leaf), -1).view(_BITS[part.element_size()])
+                sums = self._row_sums(bits, self._keys(False, bits.shape[1])[: bits.shape[1]]) * key_of(name)
+                by_length[len(leaf)] = by_length[len(leaf)] + sums if len(leaf) in by_length else sums
+        for sums in by_length.values():
+            total = total + mixed(sums).sum()
+        return total
+
+
+def mixed(values: Tensor) -> Tensor:
+    """Return integers of 64 bits whose bits all depend on all bits of the given ones: the finalizer of SplitMix64, a bijection.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+
+    Args:
+        values: int64 of any shape.
+    """
+    values = (values + 1) * _signed(_GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ _shifted(values, shift)) * _signed(factor)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    # The shift of signed integers fills with the sign.
+    return (values >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _leaves(data: object, name: str = "") -> list[tuple[str, object]]:
+    if isinstance(data, (Tensor, bool, int, float, str, bytes)):
+        return [(name, data)]
+    items: list[tuple[object, object]] = []
+    if isinstance(data, Mapping):
+        items = list(data.items())
+    elif isinstance(data, (list, tuple)):
+        items = list(enumerate(data))
+    elif is_dataclass(data) and not isinstance(data, type):
+        items = [(field.name, getattr(data, field.name)) for field in fields(data)]
+    return [leaf for key, value in items for leaf in _leaves(value, f"{name}.{key}")]

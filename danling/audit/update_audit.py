@@ -1,0 +1,292 @@
+"""Digests of a run while it trains, and whether ranks that hold copies agree: in the collective of the next update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from danling.utils.protocols import ReductionDomain
+
+from .errors import ReplicaDriftError
+from .hashing import Hasher, key_of
+from .inventory import Entry
+from .record import DigestLine
+from .table import LOCAL, OWN, DigestTable, Drift
+
+PartOf = Callable[[Tensor], tuple[str, tuple[int, ...]]]
+"""Returns how a tensor is divided, such as `shard`, and which part of tensors that are divided so this rank has."""
+
+
+class AuditedUpdate(Protocol):
+    """What became of an update."""
+
+    committed: bool
+    grad_norm: float | Tensor | None
+
+    @property
+    def loss(self) -> float | Tensor:
+        """The mean loss, 0-dim."""
+
+
+@dataclass
+class _Taken:
+    """Digests of an update that the ranks have not compared yet.
+
+    Attributes:
+        step: Updates committed.
+        cells: What this rank puts into the table.
+        tensors: Kind, column and name of each tensor of this rank.
+        digests: The digest of each of them, int64 on the device.
+        figures: Loss and gradient norm, float64 on the device.
+        has_norm: Whether there is a gradient norm.
+    """
+
+    step: int
+    cells: Tensor
+    tensors: list[tuple[str, str, str]]
+    digests: Tensor
+    figures: Tensor
+    has_norm: bool
+
+
+class UpdateAudit:
+    """Digests the state after every so many updates, on the device, without waiting for it.
+
+    What was computed travels with the collective that the next update makes anyway, and is read one update later still on an accelerator;
+    before anything is evaluated or saved it is compared at once, in a collective of its own.
+
+    Args:
+        every: Updates between digests.
+        entries: Returns what is digested.
+        part_of: Says how a tensor is divided, and which part this rank has.
+        domain: Ranks that train together.
+        device: Where losses live.
+        step: Returns the updates committed.
+        counts_samples: Whether the samples of this rank count: of several ranks that read the same, one does.
+        write: Takes the digests of an update; called on the main process.
+
+    Attributes:
+        began_at: Updates committed when the first training of this process began.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int,
+        entries: Callable[[], Iterable[Entry]],
+        part_of: PartOf,
+        domain: ReductionDomain,
+        device: torch.device,
+        step: Callable[[], int],
+        counts_samples: bool,
+        write: Callable[[DigestLine], None],
+    ) -> None:
+        self.every = every
+        self._entries = entries
+        self._part_of = part_of
+        self._domain = domain
+        self._device = device
+        self._step = step
+        self._counts_samples = counts_samples
+        self._write = write
+        self.began_at = 0
+        self._hasher = Hasher(device)
+        self._samples: Tensor | None = None
+        self._table: DigestTable | None = None
+        self._groups: set[str] = set()
+        self._written: set[str] = set()
+        self._begun: dict[str, Tensor] = {}
+        self._waiting: _Taken | None = None
+        self._sent: _Taken | None = None
+        self._landed: tuple[_Taken, Tensor, torch.cuda.Event | None] | None = None
+
+    # Within an update
+
+    def begin(self) -> None:
+        """Look at the buffers before a training: those that change in it are written by forwards. No communication."""
+        if self._table is None and not self._begun:
+            self.began_at = self._step()
+            found = (entry for entry in self._entries() if entry.column == "buffers")
+            self._begun = {entry.name: self._hasher.digest(entry.tensor) for entry in found}
+
+    def saw(self, data: object, *, first: bool) -> None:
+        """Take in the samples of a micro-batch, where its update is digested. No communication.
+
+        Args:
+            data: The batch on the device.
+            first: Whether it is the first one of its window.
+        """
+        if first:
+            self._samples = None
+        if self._counts_samples and (self._step() + 1) % self.every == 0:
+            found = self._hasher.digest_samples(data)
+            self._samples = found if self._samples is None else self._samples + found
+
+    def updated(self, outcome: AuditedUpdate) -> None:
+        """Digest the state after an update, where that is due. Called on all ranks.
+
+        Raises:
+            ReplicaDriftError: On all ranks, if ranks that hold copies differed at the digest before.
+        """
+        self._read_landed()
+        if not outcome.committed or self._step() % self.every:
+            return
+        self.settle()
+        self._waiting = self._take(outcome)
+        if self._domain.size == 1:
+            self._sent, self._waiting = self._waiting, None
+            self.take(self._packed(self._sent))
+
+    def _take(self, outcome: AuditedUpdate) -> _Taken:
+        found = list(self._entries())
+        tensors, values = [], []
+        for entry in found:
+            tensors.append((self._part_of(entry.tensor)[0] if entry.is_shared else OWN, entry.column, entry.name))
+            values.append(self._hasher.digest(entry.tensor))
+        digests = self._together(values)
+        table = self._agreed_table(found, digests)
+        tensors = [
+            (kind if kind in table.kinds else OWN, self._column(column, name), name) for kind, column, name in tensors
+        ]
+        places = [table.place(kind, column) for kind, column, _ in tensors]
+        keys = [key_of(name, str(e.tensor.dtype), tuple(e.tensor.shape)) for (_, _, name), e in zip(tensors, found)]
+        cells = torch.zeros(table.width, dtype=torch.int64, device=self._device)
+        if values:
+            cells.index_add_(0, self._on_device(places), digests * self._on_device(keys))
+        if self._samples is not None:
+            cells[-1] = self._samples
+        norm = outcome.grad_norm
+        pair = [outcome.loss, 0.0 if norm is None else norm]
+        figures = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device).detach() for x in pair])
+        return _Taken(self._step(), cells, tensors, digests, figures, norm is not None)
+
+    def _together(self, values: Sequence[Tensor]) -> Tensor:
+        """Return single digests as one tensor on the device; those of tensors in host memory, such as counts of steps, go there at once."""
+        stacked = torch.zeros(len(values), dtype=torch.int64, device=self._device)
+        for device in {value.device for value in values}:
+            here = [index for index, value in enumerate(values) if value.device == device]
+            found = torch.stack([values[index] for index in here]).to(self._device, non_blocking=True)
+            stacked = stacked.index_copy(0, self._on_device(here), found)
+        return stacked
+
+    def _on_device(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    def _column(self, column: str, name: str) -> str:
+        return column + LOCAL if column in ("buffers", "ema") and name in self._written else column
+
+    def _agreed_table(self, found: Sequence[Entry], digests: Tensor) -> DigestTable:
+        """Return the table; it is made at the first digest, and where parameter groups were added. A collective then."""
+        groups = {entry.column for entry in found if entry.column.startswith("weights.")}
+        if self._table is not None and groups <= self._groups:
+            return self._table
+        changed = {
+            entry.name
+            for entry, digest in zip(found, digests.tolist())
+            if entry.column == "buffers" and entry.name in self._begun and digest != int(self._begun[entry.name])
+        }
+        kinds = {OWN: (self._domain.rank,), **dict(self._part_of(entry.tensor) for entry in found if entry.is_shared)}
+        told = self._domain.gather_objects((groups, changed, kinds))
+        self._groups = set().union(*(groups for groups, _, _ in told))
+        self._written |= set().union(*(changed for _, changed, _ in told))
+        self._begun = {}
+        numbered = sorted(self._groups, key=lambda name: (len(name), name))
+        states = [name.replace("weights.", "optimizer.", 1) for name in numbered if name != "weights.rest"]
+        columns = [*numbered, *states, "ema", "buffers", f"ema{LOCAL}", f"buffers{LOCAL}"]
+        self._table = DigestTable(columns, [kinds for _, _, kinds in told])
+        return self._table
+
+    # What travels with the collective of an update
+
+    def values(self) -> Tensor | None:
+        """Return what is to be summed over the ranks with the collective of this update, float64; `None` where nothing waits."""
+        self._sent, self._waiting = self._waiting, None
+        return None if self._sent is None else self._packed(self._sent)
+
+    def _packed(self, taken: _Taken) -> Tensor:
+        assert self._table is not None
+        return self._table.packed(taken.cells, self._domain.rank)
+
+    def take(self, sums: Tensor) -> None:
+        """Take the sum over the ranks of what `values` returned. Called on all ranks.
+
+        Raises:
+            ReplicaDriftError: On all ranks, if ranks that hold copies differ; on an accelerator it is raised one update later.
+        """
+        taken, self._sent = self._sent, None
+        assert taken is not None
+        together = torch.cat([sums.to(self._device), taken.figures])
+        if self._device.type == "cpu":
+            self._conclude(taken, together)
+            return
+        host = torch.empty(together.shape, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        host.copy_(together, non_blocking=True)
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._landed = taken, host, event
+
+    def _read_landed(self) -> None:
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            if landed[2] is not None:
+                landed[2].synchronize()
+            self._conclude(landed[0], landed[1])
+
+    def settle(self) -> None:
+        """Compare what has not been compared yet. Called on all ranks, before anything is evaluated or saved.
+
+        Raises:
+            ReplicaDriftError: On all ranks, if ranks that hold copies differ.
+        """
+        self._read_landed()
+        values = self.values()
+        if values is not None:
+            self.take(self._domain.all_reduce(values))
+            self._read_landed()
+
+    # What was found
+
+    def _conclude(self, taken: _Taken, together: Tensor) -> None:
+        assert self._table is not None
+        values = together.tolist()
+        rows = self._table.unpacked(values[:-2])
+        drifted = self._table.drifted(rows)
+        if drifted:
+            raise self._error(taken, drifted)
+        if self._domain.rank == 0:
+            loss, norm = values[-2:]
+            totals = self._table.totals(rows)
+            # What no tensor stands in has no digest.
+            shown = {name: value for name, value in totals.items() if value or name == "samples"}
+            self._write(DigestLine(taken.step, loss, norm if taken.has_norm else None, shown))
+
+    def _error(self, taken: _Taken, drifted: Sequence[Drift]) -> ReplicaDriftError:
+        """Return the error that names the ranks and the first tensor. Called on all ranks: they exchange the digests of single tensors."""
+        first = drifted[0]
+        mine = {
+            name: digest
+            for (kind, column, name), digest in zip(taken.tensors, taken.digests.tolist())
+            if (kind, column) == (first.kind, first.column)
+        }
+        told = self._domain.gather_objects(mine)
+        reference, rank = told[first.others[0]], first.ranks[0]
+        names = [name for name in reference if told[rank].get(name) != reference[name]]
+        ranks = f"rank {rank}" if len(first.ranks) == 1 else f"ranks {list(first.ranks)}"
+        others = f"rank {first.others[0]}" if len(first.others) == 1 else f"ranks {list(first.others)}"
+        unsure = (
+            " Which of the two is wrong cannot be told from two copies."
+            if len(first.others) == len(first.ranks) == 1
+            else ""
+        )
+        return ReplicaDriftError(
+            f"Expected ranks that hold copies of a tensor to hold the same after update {taken.step}. Received: {ranks} differs from "
+            f"{others} in {names[0]!r} and {len(names) - 1} more of {len(reference)} in {first.column!r}.{unsure} No checkpoint of this "
+            "state was published. Check the machine of that rank, and code that writes to weights on one rank alone; go on with "
+            "auto_resume."
+        )

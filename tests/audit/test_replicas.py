@@ -1,0 +1,169 @@
+"""One bit that flips on one rank is found at the next digest, named, and not saved; runs in order raise no alarm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_outcomes, run_processes
+from support.toys import NoisyPoints
+from torch import Tensor, nn
+
+import danling as dl
+from danling.audit.errors import ReplicaDriftError
+from danling.audit.record import read_digests
+from danling.utils.tensors import local_part, whole
+
+
+class Small(dl.Runner):
+    """A network with a constant buffer and statistics of its own; flips a bit of something where it is told.
+
+    Args:
+        config: The configuration.
+        flip: What is flipped: `weight`, `moment`, `buffer`; `None` for nothing.
+        at: The update after which it is.
+        rank: The rank on which it is.
+    """
+
+    def __init__(self, config: dict[str, Any], flip: str | None = None, at: int = 4, rank: int = 1) -> None:
+        super().__init__(config)
+        self.flip, self.flip_at, self.flip_rank = flip, at, rank
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.model.register_buffer("scale", torch.full((3,), 1.5))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": NoisyPoints(64)}
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Leave the index out."""
+        return super().train_step((data["input"], data["target"]))
+
+    def optimizer_step(self) -> None:
+        """Step, and flip the bit."""
+        super().optimizer_step()
+        if self.flip is None or self.state.train.global_step + 1 != self.flip_at or self.rank != self.flip_rank:
+            return
+        weight = dict(self.named_parameters())["3.weight"]
+        flipped = {
+            "weight": lambda: weight,
+            "moment": lambda: self.optimizer.state[weight]["exp_avg_sq"],
+            "buffer": lambda: self.unwrapped_model.scale,
+        }[self.flip]()
+        with torch.no_grad():
+            local_part(flipped.detach()).view(torch.int32).view(-1)[0] ^= 1
+
+
+def settings(root: Path | str, **more: Any) -> dict[str, Any]:
+    config = {
+        "seed": 1,
+        "steps": 8,
+        "dir": str(root),
+        "log_interval": 4,
+        "checkpoint.interval": 2,
+        "audit.digest_interval": 2,
+    }
+    return config | {"optim": {"type": "adamw", "lr": 0.01}, "dataloader": {"batch_size": 4}} | more
+
+
+def train(root: str, more: dict[str, Any], *flip: Any) -> dict[str, Tensor]:
+    with Small(settings(root, **more), *flip) as runner:
+        runner.train()
+        moments = {
+            f"{name}/{key}": whole(value).clone()
+            for name, parameter in runner.named_parameters()
+            for key, value in runner.optimizer.state[parameter].items()
+        }
+        with runner.whole_weights():
+            return moments | {name: value.detach().clone() for name, value in runner.named_parameters()}
+
+
+HSDP = {"stack": "parallel", "parallel.axes.replicate": 2, "parallel.axes.shard": 2, "fsdp.enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("weight", "'3.weight' .* in 'weights.0'"),
+        ("moment", "'3.weight/exp_avg_sq' .* in 'optimizer.0'"),
+        ("buffer", "'scale' .* in 'buffers'"),
+    ],
+)
+def test_a_flipped_bit_on_one_of_two_ranks_is_named_and_not_saved(what: str, named: str, tmp_path: Path) -> None:
+    outcomes = run_outcomes(train, str(tmp_path), {}, what, 4, 1, world_size=2)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
+        with pytest.raises(ReplicaDriftError, match=f"after update 4. Received: rank 1 differs from rank 0 in {named}"):
+            raise outcome.error
+    # That of update 4 is the one that the error kept from being published.
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("ckpt-*.pth")) == ["ckpt-s000000000002.pth"]
+    assert list(read_digests(tmp_path)) == [2]
+
+
+def test_between_saves_it_is_found_in_the_collective_of_the_next_update(tmp_path: Path) -> None:
+    outcomes = run_outcomes(
+        train, str(tmp_path), {"checkpoint.interval": 8, "evaluate_interval": 8}, "weight", 3, 1, world_size=2
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ReplicaDriftError) and "after update 4. " in str(outcome.error)
+        assert "_reduce_with" in outcome.traceback  # not in a collective of its own
+
+
+def test_of_replicas_of_shards_the_rank_is_named_that_differs_from_its_copy(tmp_path: Path) -> None:
+    outcomes = run_outcomes(train, str(tmp_path), HSDP, "weight", 4, 3, world_size=4)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
+        assert "rank 3 differs from rank 1 in '3.weight' and 0 more" in str(outcome.error)
+
+
+def test_digests_are_those_of_the_weights_whatever_the_layout(tmp_path: Path) -> None:
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {
+        "ddp": (2, {}),
+        "replicate": (2, {"stack": "parallel", "parallel.axes.replicate": 2}),
+        "shard": (2, {"stack": "parallel", "parallel.axes.shard": 2, "fsdp.enabled": True}),
+        "hsdp": (4, {**HSDP, "dataloader": {"batch_size": 2}}),
+    }
+    found = {}
+    for name, (size, more) in layouts.items():
+        tensors = run_processes(train, str(tmp_path / name), more, world_size=size)[0]
+        found[name] = tensors, read_digests(tmp_path / name)
+        assert list(found[name][1]) == [2, 4, 6, 8]
+    for name, (tensors, digests) in found.items():
+        for column, slashes in (("weights.0", 0), ("optimizer.0", 1)):
+            same = all(torch.equal(tensors[k], found["ddp"][0][k]) for k in tensors if k.count("/") == slashes)
+            assert same == (digests[8].digests[column] == found["ddp"][1][8].digests[column]), (name, column)
+        assert digests[2].digests["samples"] == found["ddp"][1][2].digests["samples"]
+    assert found["shard"][1][8].digests["weights.0"] == found["ddp"][1][8].digests["weights.0"]
+
+
+def test_a_run_that_resumes_writes_the_digests_that_it_would_have_written(tmp_path: Path) -> None:
+    train(str(tmp_path / "whole"), {})
+    train(str(tmp_path / "parts"), {"steps": 5})
+    train(str(tmp_path / "parts"), {"auto_resume": True})
+    whole, parts = read_digests(tmp_path / "whole"), read_digests(tmp_path / "parts")
+    assert list(whole) == [2, 4, 6, 8] and whole == parts
+    assert {*whole[2].digests} == {"weights.0", "optimizer.0", "buffers", "buffers.local", "samples"}
+
+
+def test_trained_weights_and_checkpoints_are_those_of_a_run_without(tmp_path: Path) -> None:
+    with_it = train(str(tmp_path / "with"), {})
+    without = train(str(tmp_path / "without"), {"audit.digest_interval": None})
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    assert not (tmp_path / "without" / "digests.jsonl").exists()
+
+
+def test_nothing_of_the_room_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "/danling/audit/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    with Small(settings(tmp_path, **{"audit.digest_interval": None})) as runner:
+        sys.setprofile(profile)
+        try:
+            runner.train()
+        finally:
+            sys.setprofile(None)
+    assert called == []
