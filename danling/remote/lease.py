@@ -114,6 +114,7 @@ class Lease:
         self.seconds = seconds
         self._tag: str | None = None
         self._error: RemoteError | None = None
+        self._renewed = 0.0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self.is_exclusive = False
@@ -163,6 +164,7 @@ class Lease:
                     f"process {holder.pid} on {holder.host}. End it, or give this run another lineage."
                 )
             time.sleep(min(_LOOK_SECONDS, self.seconds / _RENEWALS))
+        self._renewed = time.monotonic()
         self._thread = threading.Thread(target=self._renew, name="danling-lease", daemon=True)
         self._thread.start()
 
@@ -187,7 +189,9 @@ class Lease:
     def _renew(self) -> None:
         while not self._end.wait(self.seconds / _RENEWALS):
             try:
+                begun = time.monotonic()
                 self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), str(self._tag))
+                self._renewed = begun
             except RemoteConflict as error:
                 self._error = RemoteConflict(
                     f"Expected to be the one process that writes {self.store.url}/{self.key.rpartition('/')[0]}. Received: another one, "
@@ -201,7 +205,12 @@ class Lease:
 
     @property
     def lost(self) -> RemoteError | None:
-        """Why nothing may be written any more; `None` while this process is the writer."""
+        """Why nothing may be written now, or any more; `None` while this process is the writer."""
+        if self._error is None and self._thread is not None and time.monotonic() - self._renewed > self.seconds:
+            return RemoteUnavailable(
+                f"Expected the right to write {self.store.url}/{self.key.rpartition('/')[0]} to be renewed in {self.seconds:.0f} s. "
+                "Received: no answer of the store. Look whether it can be reached."
+            )
         return self._error
 
     def release(self) -> None:

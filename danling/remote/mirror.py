@@ -21,7 +21,7 @@ from danling.utils.numbers import Paced
 
 from .contents import RemoteRun
 from .digests import digest_file
-from .errors import RemoteError
+from .errors import RemoteError, RemoteUnavailable
 from .layout import FILE_SUMS, SUMS, TARGETS
 from .store import RemoteStore
 
@@ -29,6 +29,8 @@ logger = logging.getLogger("danling")
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 2.0
+_PATIENCE = 10
+"""So many times the longest time of a request a rank may take for a file."""
 
 
 @dataclass(frozen=True)
@@ -394,26 +396,20 @@ class CheckpointMirror:
         """Wait until the store lists every file of a target as the manifest has it: other ranks put theirs at their own pace."""
         manifest = upload.manifests[target]
         missing = {name: size for name, (size, _) in manifest.files.items() if name not in upload.parts}
-        delay, said, begun = _FIRST_LOOK, False, time.monotonic()
+        delay, end = _FIRST_LOOK, time.monotonic() + _PATIENCE * self.store.settings.timeout_seconds
         prefix = f"{self.run.layout.checkpoints}/{TARGETS}/{target}"
         while missing:
             there = {entry.key.removeprefix(f"{prefix}/"): entry.size for entry in self.store.list(prefix)}
             missing = {name: size for name, size in missing.items() if there.get(name) != size}
             if not missing:
                 break
-            if not said and time.monotonic() - begun > self.store.settings.timeout_seconds:
-                said = True
-                logger.warning(
-                    "Other ranks have not put %s of step %d into %s yet; the save is not visible there until they have.",
-                    ", ".join(sorted(missing)[:4]),
-                    upload.saved.step,
-                    self.run.url,
-                )
             with self._changed:
-                if self._changed.wait_for(lambda: self._closed, delay):
-                    raise RemoteError(
-                        f"Expected all ranks to put their files. Received: none of {', '.join(sorted(missing)[:4])}."
-                    )
+                closed = self._changed.wait_for(lambda: self._closed, delay)
+            if closed or time.monotonic() > end:
+                raise RemoteUnavailable(
+                    f"Expected the other ranks to put their files of step {upload.saved.step}. Received: not yet "
+                    f"{', '.join(sorted(missing)[:4])}. See what these ranks say."
+                )
             delay = min(2 * delay, _LONGEST_LOOK)
         for name in manifest.files:
             self.run.note(self.run.layout.target_file(target, name), self.run.layout.digests(target, name))

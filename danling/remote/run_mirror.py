@@ -87,6 +87,10 @@ class RunMirror:
                 f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {newest.step}. Set "
                 "auto_resume=true to go on from it, or give this run another lineage."
             )
+        # All that is asked of the store is asked before the thread begins, which follows what is there from then on.
+        newest_there = [r for r in self.run.records if r.name != "model"]
+        if newest_there:
+            self.mirror.committed_step = max(newest_there, key=lambda record: record.sequence).step
         there = {record.name: record.sequence for record in self.run.records}
         missing = sorted(
             ((r, store) for r, store in local if r.sequence > there.get(r.name, -1) and not _is_target_name(r, store)),
@@ -102,9 +106,6 @@ class RunMirror:
                 self.mirror.saved(Saved(record.sequence, record.step, names, target.name, tuple(own)))
             else:
                 self.mirror.saved(Saved(record.sequence, record.step, names))
-        newest_there = [r for r in self.run.records if r.name != "model"]
-        if newest_there and self.mirror.committed_step is None:
-            self.mirror.committed_step = max(newest_there, key=lambda record: record.sequence).step
 
     def figures(self, step: int) -> dict[str, dict[str, float]]:
         """Return what is logged of the copy, by group; see `CheckpointMirror.figures`.

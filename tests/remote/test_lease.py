@@ -6,7 +6,8 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -102,3 +103,22 @@ def test_a_lock_of_another_kind_is_taken_over(store: RemoteStore) -> None:
     lease.acquire()
     assert json.loads(store.get(KEY))["pid"] == asdict(Writer.me(1.0))["pid"]
     lease.release()
+
+
+def test_who_cannot_renew_the_lease_writes_nothing_until_it_is_renewed(store: RemoteStore, proxy: FaultProxy) -> None:
+    lease = Lease(store, KEY, seconds=0.4)
+    lease.acquire()
+    proxy.answer(503, "SlowDown")
+    until(lambda: lease.lost is not None)
+    assert "to be renewed" in str(lease.lost)
+    proxy.heal()
+    until(lambda: lease.lost is None)
+    lease.release()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

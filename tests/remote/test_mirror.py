@@ -316,6 +316,18 @@ def test_a_file_that_changed_on_the_disk_does_not_go_up(place: Place, caplog: py
         manager.close()
 
 
+def test_who_was_taken_over_writes_nothing_any_more(place: Place) -> None:
+    manager = place.manager()
+    save(manager, 1)
+    manager.wait_for_mirror()
+    mirror_of(manager).lost = lambda: RemoteError("Another process writes there.")
+    place.proxy.forget()
+    save(manager, 2)
+    with pytest.raises(RemoteError, match="Another process writes there"):
+        manager.close()
+    assert not [r for r in place.proxy.requests if is_object(r) or is_manifest(r)] and place.step("latest") == 1
+
+
 # The begin
 
 

@@ -1,0 +1,164 @@
+"""Saves of several processes: each uploads its own files, and the save becomes visible when all are there."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import AnyStackRunner, needs_deepspeed
+from support.fault_proxy import FaultProxy
+from support.object_servers import ObjectServer
+from support.processes import run_processes
+from support.toys import differences
+
+from danling.checkpoints.manifest import Manifest
+from danling.checkpoints.mirroring import Saved
+from danling.checkpoints.policy import Record
+from danling.remote import RemoteSettings, RunLayout, open_store
+from danling.remote.contents import RemoteRun
+from danling.remote.digests import ChunkDigests
+from danling.remote.mirror import CheckpointMirror, MirrorSettings, Upload
+
+LAYOUT = RunLayout("line", "run")
+FILES = {0: ["__0_0.distcp", ".metadata", "index.json"], 1: ["__1_0.distcp"]}
+
+
+@pytest.fixture
+def url(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in moto.environment(proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{moto.make_bucket()}/runs"
+
+
+def write_target(directory: Path, sequence: int, names: tuple[str, ...]) -> list[Saved]:
+    """Write a target as two ranks would, and return what each of them tells its mirror."""
+    name = f"{sequence:08d}-{sequence:08x}"
+    target = directory / "targets" / name
+    target.mkdir(parents=True)
+    sums = {}
+    for file in (*FILES[0], *FILES[1]):
+        content = f"{file} of {sequence}".encode() * 100
+        (target / file).write_bytes(content)
+        sums[file] = (len(content), hashlib.sha256(content).hexdigest())
+    record = Record(name, sequence, 0, (), "run", sequence, 0)
+    (target / "manifest.sha256").write_text(Manifest(record, sums).text())
+    return [Saved(sequence, sequence, names, name, tuple(FILES[rank])) for rank in (0, 1)]
+
+
+def two_mirrors(url: str, directory: Path) -> list[CheckpointMirror]:
+    store = open_store(url, settings=RemoteSettings(retries=0, timeout_seconds=20.0))
+    return [
+        CheckpointMirror(directory, RemoteRun(store, LAYOUT), rank=rank, alone=False, settings=MirrorSettings())
+        for rank in (0, 1)
+    ]
+
+
+def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServer, url: str, tmp_path: Path) -> None:
+    first, second = two_mirrors(url, tmp_path)
+    bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/"
+    of_first, of_second = write_target(tmp_path, 1, ("ckpt-s000000000001", "latest"))
+    first.saved(of_first)
+    first.wait(0.5)
+    there = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
+    assert there == {f"{kind}/{of_first.target}/{file}" for kind in ("targets", "digests") for file in FILES[0]}
+    second.saved(of_second)
+    second.close()
+    first.close()
+    there = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
+    assert {"latest", "ckpt-s000000000001", f"targets/{of_first.target}/manifest.sha256"} <= there
+    assert moto.read(bucket, f"{prefix}latest").decode() == f"{of_first.target}\n"
+    for file in (*FILES[0], *FILES[1]):
+        content = (tmp_path / "targets" / str(of_first.target) / file).read_bytes()
+        assert moto.read(bucket, f"{prefix}targets/{of_first.target}/{file}") == content
+        digests = ChunkDigests.parse(moto.read(bucket, f"{prefix}digests/{of_first.target}/{file}").decode())
+        digests.check(0, content)
+
+
+def test_the_manifest_goes_before_the_pointers_and_after_all_else(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    first, second = two_mirrors(url, tmp_path)
+    for mirror, saved in zip((second, first), reversed(write_target(tmp_path, 1, ("best", "latest")))):
+        mirror.saved(saved)
+        mirror.close()
+    puts = [request.path.partition("/checkpoints/")[2] for request in proxy.requests if request.method == "PUT"]
+    puts = [path.partition("?")[0].rpartition("/")[2] for path in puts]
+    assert puts[-3:] == ["manifest.sha256", "best", "latest"] and len(puts) == 3 + 2 * 4
+
+
+def test_what_no_name_leads_to_any_more_is_removed_and_what_is_coming_is_not(
+    moto: ObjectServer, url: str, tmp_path: Path
+) -> None:
+    first, second = two_mirrors(url, tmp_path)
+    bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/"
+    of_first, of_second = write_target(tmp_path, 1, ("latest",))
+    first.saved(of_first), second.saved(of_second)
+    first.wait(), second.wait()
+    later = write_target(tmp_path, 3, ("latest",))
+    second.saved(later[1])  # this rank is ahead
+    second.wait()
+    for mirror, saved in zip((first, second), write_target(tmp_path, 2, ("latest",))):
+        mirror.saved(saved)
+    second.wait(), first.wait()
+    first.run.forget()
+    first._retire(_upload_of(2))
+    keys = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
+    targets = {key.split("/")[1] for key in keys if "/" in key}
+    assert targets == {"00000002-00000002", str(later[1].target)}
+    first.saved(later[0])
+    first.close(), second.close()
+    assert moto.read(bucket, f"{prefix}latest").decode().strip() == later[0].target
+
+
+def _upload_of(sequence: int) -> Upload:
+    return Upload(Saved(sequence, sequence, ("latest",), "target"), {})
+
+
+def settings(root: str, url: str | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "steps": 8,
+        "dataloader": {"batch_size": 2, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "seed": 3,
+        "auto_resume": True,
+        "workspace_root": root,
+        "checkpoint": {"interval": 2, "remote.url": url},
+        **changes,
+    }
+
+
+def lose_machine(root: str, url: str, changes: dict[str, Any]) -> list[str]:
+    """Train alone, on a machine that is lost, and on an empty one; return the weights and updates that differ at the end."""
+
+    def train(place: str, url: str | None, stop_at: int | None = None) -> tuple[int, dict[str, Any]]:
+        with AnyStackRunner(settings(f"{root}/{place}", url, **changes), stop_at=stop_at) as runner:
+            begun = runner.state.train.global_step
+            runner.train()
+            weights = runner.unwrapped_model.state_dict()
+            whole = {
+                name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in weights.items()
+            }
+            return begun, {"trace": runner.trace[-3:], **{name: value.clone() for name, value in whole.items()}}
+
+    alone, lost, resumed = train("alone", None), train("lost", url, stop_at=5), train("empty", url)
+    assert (lost[0], resumed[0]) == (0, 5)
+    return differences(resumed[1], alone[1])
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "ddp": {"stack": "ddp"},
+    "parallel": {"stack": "parallel", "parallel": {"axes": {"shard": 2}}},
+    "deepspeed": {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 2}}},
+}
+
+
+@pytest.mark.parametrize("stack", ["ddp", "parallel", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_two_ranks_go_on_bitwise_on_an_empty_machine(moto: ObjectServer, url: str, tmp_path: Path, stack: str) -> None:
+    assert run_processes(lose_machine, str(tmp_path), url, STACKS[stack], timeout=170.0) == [[], []]
+    bucket = url.split("/")[2]
+    keys = list(moto.objects(bucket))
+    assert not [key for key in keys if "/lock" in key] and moto.unfinished_uploads(bucket) == 0
+    of_targets = {key.split("/targets/")[1].split("/")[0] for key in keys if "/targets/" in key}
+    complete = {key.split("/targets/")[1].split("/")[0] for key in keys if key.endswith("/manifest.sha256")}
+    assert of_targets == complete and bool(complete) == (stack != "ddp")
+    assert any("__1_0.distcp" in key for key in keys) == (stack == "parallel")
