@@ -54,6 +54,11 @@ class Sources(Protocol):
     def bring_file(self, url: str) -> Path | None:
         """Bring what another program wrote, and return where it lies now; `None` for the URL of a run."""
 
+    @property
+    def resumed(self) -> Record | None:
+        """The checkpoint of this run that it goes on from; `None` from scratch, and from another run."""
+        return self._resumed
+
     def release(self) -> None:
         """Remove what was brought of other runs."""
 
@@ -107,6 +112,7 @@ class CheckpointManager(ABC):
         self._alone: set[Path] = set()
         self._sources: Sources | None = None
         self._brought: dict[Path, int] = {}
+        self._damaged: set[Path] = set()
         self.mirror: Mirror | None = None
         """Copies what is saved to another place in the background; on all ranks or on none."""
         self.before_save: Callable[[], None] = _nothing
@@ -260,24 +266,59 @@ class CheckpointManager(ABC):
             CheckpointDamaged: If it is not what was written.
             CheckpointMismatch: If it lies in this run's directory and belongs to another run, or has a format that is not known.
         """
-        path = self.fetch(source)
-        return self.on_all(lambda: read_payload(path, template=template, sections=sections, trust=self.settings.trust))
+        return self._read(self._fetched(source), template=template, sections=sections)
 
-    def fetch(self, source: str | Path) -> Path:
-        """Return the verified file or target of a checkpoint, which every rank can read. Call on all ranks.
-
-        Args:
-            source: As in `load_checkpoint`.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointDamaged: If it is not what was written.
-        """
+    def _fetched(self, source: str | Path) -> tuple[Path, CheckpointStore | None]:
+        """Return the verified file or target of a checkpoint, which every rank can read, and the store that it was brought from, if any."""
         self.wait()
         number, path = self.on_main(lambda: self._verified(source))
-        if number >= 0:
-            self.on_all(lambda: self._stores_of(source)[number].bring(path))
-        return path
+        if number < 0:
+            return path, None
+        store = self._stores_of(source)[number]
+        self.on_all(lambda: store.bring(path))
+        return path, store
+
+    def _read(
+        self,
+        found: tuple[Path, CheckpointStore | None],
+        *,
+        template: Mapping[str, object] | None,
+        sections: Iterable[str] | None,
+    ) -> dict[str, Any]:
+        path, store = found
+
+        def read() -> dict[str, Any]:
+            pieces = store.pieces(path) if store is not None else None
+            try:
+                trust = self.settings.trust
+                return read_payload(path, template=template, sections=sections, trust=trust, pieces=pieces)
+            finally:
+                if pieces is not None:
+                    pieces.close()
+
+        return self.on_all(read)
+
+    def pass_over(self, source: str | Path, error: Exception) -> bool:
+        """Leave a checkpoint out from now on that `find_latest` has found, and whose parts turned out to be damaged as they were read.
+
+        Call on all ranks.
+
+        Args:
+            source: What `find_latest` returned.
+            error: Why it does not count.
+
+        Returns:
+            Whether it is one that was read in parts; others were verified before, and an older one would not help.
+        """
+        return self.on_main(lambda: self._pass_over(Path(source), error))
+
+    def _pass_over(self, path: Path, error: Exception) -> bool:
+        number = self._brought.get(path, -1)
+        if number < 0 or path in self._damaged:
+            return False
+        self._damaged.add(path)
+        self.stores[number].pass_over(path, error)
+        return True
 
     def _verified(self, source: str | Path) -> tuple[int, Path]:
         """Return the number of a store that has to bring a checkpoint to every machine, else -1, and the verified file or target."""
@@ -297,6 +338,10 @@ class CheckpointManager(ABC):
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
         named = self._sources.named(source) if self._sources is not None else None
         stores, wanted = (self.stores, source) if named is None else named
+        number = self._brought.get(Path(source), -1)
+        if number >= 0 and self.stores[number].pieces(Path(source)) is not None:
+            # It stayed where it is, and what lies at its path is another one, or damaged.
+            return self.stores[number], Path(source)
         for store in stores:
             found = store.find(wanted)
             if found is not None:
@@ -329,6 +374,8 @@ class CheckpointManager(ABC):
         line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
         for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
             path = store.path(record.name)
+            if path in self._damaged:
+                continue
             try:
                 store.verify(path, self.settings.verify)
             except (CheckpointError, OSError) as error:

@@ -24,7 +24,6 @@ from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .exchange import export_weights
 from .manifest import Manifest
 from .policy import Record
-from .reading import read_payload
 from .snapshot import count_bytes, to_host
 from .target_store import RUNNER_FILE, SUMS, TargetStore, is_engine_target
 
@@ -145,11 +144,10 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
 
         In a checkpoint of an engine `model` and `optimizer` are an `EngineTag`, which the engine reads, unless sections are named.
         """
-        path = self.fetch(source)
+        found = self._fetched(source)
+        path = found[0]
         if sections is not None or not self.on_main(lambda: is_engine_target(path)):
-            return self.on_all(
-                lambda: read_payload(path, template=template, sections=sections, trust=self.settings.trust)
-            )
+            return self._read(found, template=template, sections=sections)
         payload = self.on_all(lambda: read_runner_file(path))
         if "model" in payload:
             raise CheckpointMismatch(

@@ -29,6 +29,7 @@ from .layout import RunLayout
 from .ranged import without_tensors
 from .store import RemoteStore, is_url, open_store
 from .stored_files import bring_files
+from .stored_pieces import StoredPieces
 from .stored_run import Described, StoredRun, chosen, place_of
 
 logger = logging.getLogger("danling")
@@ -227,11 +228,24 @@ class RemoteTargets(TargetStore):
         return path
 
     def verify(self, path: Path, level: str) -> None:
-        """Bring a target here; names that lead to it in the store lead to it here as well."""
+        """Bring a target here, and the names that lead to it; or compare sizes alone, where it is read in parts that are verified then."""
         found = self._described(path)
         problems = self.run.problems(found)
         if problems:
             raise CheckpointDamaged("; ".join(problems))
+        if not self.run.is_divisible(found):
+            self._stage(found, path)
+
+    def pieces(self, path: Path) -> StoredPieces | None:
+        """Return the files of a target, which stays in the store where every rank can read its own part of it."""
+        found = self._described(path)
+        return StoredPieces(self.run, found) if self.run.is_divisible(found) else None
+
+    def bring_whole(self, path: Path) -> None:
+        """Bring all of a target here, whether or not it could be read in parts."""
+        self._stage(self._described(path), path)
+
+    def _stage(self, found: Described, path: Path) -> None:
         storage.make_directory(self.directory / TARGETS)
         storage.require_space(self.directory, sum(size for size, _ in found.manifest.files.values()))
         self._make_way(path)
@@ -261,7 +275,7 @@ class RemoteTargets(TargetStore):
     def bring(self, path: Path) -> None:
         """Bring a target to this machine, where the directory is not that of the main process."""
         if _is_first_here() and storage.size_of(path / SUMS) is None:
-            self.verify(path, "full")
+            self.verify(path, "full")  # nothing where it is read in parts
 
     def pass_over(self, path: Path, error: Exception) -> None:
         """Say that a checkpoint does not count."""
@@ -416,6 +430,8 @@ class RemoteSources:
             if found is not None:
                 if outline and isinstance(store, RemoteFiles):
                     store.bring_outline(found)
+                elif isinstance(store, RemoteTargets):
+                    store.bring_whole(found)
                 else:
                     store.verify(found, "full")
                 return found

@@ -81,7 +81,7 @@ class RunMirror:
     def _begin(self) -> None:
         here = [store for store in self._manager.stores if not store.is_elsewhere]
         local = [(record, store) for store in here for record in store.records(complete=True)]
-        if not local and self.run.records:
+        if not local and self._manager.resumed is None and self.run.records:
             newest = max(self.run.records, key=lambda record: record.sequence)
             raise RemoteError(
                 f"Expected {self.run.url} to hold no run, since this one begins from scratch. Received: one at step {newest.step}. Set "

@@ -37,6 +37,9 @@ class Manager(Protocol):
     def refuse_lost(self) -> None:
         """Refuse to start from scratch where checkpoints were damaged."""
 
+    def pass_over(self, source: str | Path, error: Exception) -> bool:
+        """Leave out what `find_latest` has found; return whether an older checkpoint may help."""
+
 
 class RestoredRun(Protocol):
     """What is asked of a run that begins. It is looked up anew each time, since a user may override it."""
@@ -103,9 +106,15 @@ class RunRestorer:
         config = self._run.config
         manager: Manager = self._run.checkpoint_manager
         source = config.resume or (manager.find_latest() if config.auto_resume else None)
-        if source:
-            self._run.load_checkpoint(source)
-            return
+        while source:
+            try:
+                self._run.load_checkpoint(source)
+                return
+            except CheckpointDamaged as error:
+                # What was read in parts is verified as it is read, and nothing of it has been taken over yet.
+                if config.resume or not manager.pass_over(source, error):
+                    raise
+            source = manager.find_latest()
         if config.auto_resume:
             manager.refuse_lost()
             logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)

@@ -8,10 +8,13 @@ from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.policy import is_name
 from danling.remote import RemoteStore, RunLayout
+from danling.remote.digests import digest_file
 from danling.remote.layout import FILE_SUMS, SUMS, TARGETS
 
 
-def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
+def upload_run(
+    directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints", digests: bool = True
+) -> None:
     """Copy a run directory as it lies now: contents first, then manifests, then pointers, then the other files.
 
     Args:
@@ -19,6 +22,7 @@ def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkp
         store: A client.
         layout: Keys of the run.
         checkpoints: Name of its directory of checkpoints.
+        digests: Put digests of chunks as well, so that sharded checkpoints can be read in parts.
     """
     place = directory / checkpoints
     for sums in sorted(place.glob(f"*{FILE_SUMS}")):
@@ -29,6 +33,8 @@ def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkp
         store.put(layout.manifest(name), sums)
     for target in sorted((place / TARGETS).glob("*")):
         files = sorted(target.iterdir(), key=lambda path: path.name == SUMS)
+        for file in files if digests else ():
+            store.put(layout.digests(target.name, file.name), digest_file(file)[1].text().encode())
         for file in files:
             store.put(layout.target_file(target.name, file.name), file)
     for pointer in sorted(place.iterdir()):
