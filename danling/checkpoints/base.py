@@ -54,11 +54,6 @@ class Sources(Protocol):
     def bring_file(self, url: str) -> Path | None:
         """Bring what another program wrote, and return where it lies now; `None` for the URL of a run."""
 
-    @property
-    def resumed(self) -> Record | None:
-        """The checkpoint of this run that it goes on from; `None` from scratch, and from another run."""
-        return self._resumed
-
     def release(self) -> None:
         """Remove what was brought of other runs."""
 
@@ -484,6 +479,11 @@ class CheckpointManager(ABC):
         self._resumed = self.on_main(lambda: self._describe(source))
         self._line = None
         self.release()
+
+    @property
+    def resumed(self) -> Record | None:
+        """The checkpoint of this run that it goes on from; `None` from scratch, and from another run."""
+        return self._resumed
 
     def release(self) -> None:
         """Remove what was brought of other runs, since it has been read. Call on all ranks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged
 
-CHUNK = 1 << 20
+CHUNK = 256 << 10
 """Bytes of a chunk."""
 
 
