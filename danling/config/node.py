@@ -33,6 +33,7 @@ _INTERNAL = frozenset(
         "default_factory",
         "_own_keys",
         "_command_line",
+        "_purpose",
     }
 )
 _PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")

@@ -1040,6 +1040,13 @@ class TestIdentity:
     def test_semantic(self, key: str) -> None:
         assert RunnerConfig({key: SEMANTIC[key]}).config_id() != RunnerConfig().config_id()
 
+    def test_a_copy_of_what_was_set_apart_is_set_apart(self) -> None:
+        config = RunnerConfig({"epochs": 1})
+        usual = config.config_id()
+        config.set_apart("produce")
+        copies = [copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config | {"epochs": 2}]
+        assert {twin.config_id() for twin in copies} == {config.config_id()} != {usual}
+
     def test_form(self) -> None:
         config = RunnerConfig({"optim.lr": 1e-3})
         assert len(config.config_id()) == 16
