@@ -140,3 +140,16 @@ class RemoteRun:
 
     def _short(self, key: str) -> str:
         return key.removeprefix(f"{self.layout.checkpoints}/")
+
+
+def runs_of_family(store: RemoteStore, family: str) -> list[str]:
+    """Return the names of the runs of a family that have a checkpoint or a file in a store; a lock alone is no run.
+
+    Args:
+        store: The store.
+        family: `RunLayout.family`.
+
+    Raises:
+        RemoteError: If the store cannot be read.
+    """
+    return [name for name in store.directories(family) if store.directories(f"{family}/{name}")]

@@ -45,6 +45,7 @@ from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
 from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
 from danling.remote.checkpoints import RemoteSources, local_copy
+from danling.remote.contents import runs_of_family
 from danling.remote.mirror import MirrorSettings
 from danling.remote.run_mirror import RunMirror
 from danling.reporting import (
@@ -229,6 +230,7 @@ class BaseRunner(metaclass=MetaRunner):
             world=self.world,
             replicas=self.placement.data_replicas,
             part=lambda: workspace_part(self.config),
+            elsewhere=self._runs_elsewhere,
         )
         self._closers.callback(place.release)
         self.id, self.timestamp = place.id, place.timestamp
@@ -314,19 +316,24 @@ class BaseRunner(metaclass=MetaRunner):
     @cached_property
     def _sources_elsewhere(self) -> RemoteSources:
         remote, place = self.config.checkpoint.remote, self.workspace
-        settings = RemoteSettings(
-            part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
-        )
-
-        def connect(url: str) -> RemoteStore:
-            return open_store(url, settings=settings, credentials=lambda: self.remote_credentials())
-
         return RemoteSources(
             place.checkpoints,
             run_id=self.id,
-            connect=connect,
+            connect=self._connect,
             home=(remote.url, RunLayout(self._run_place.family, self._run_place.instance)) if remote.url else None,
         )
+
+    def _connect(self, url: str) -> RemoteStore:
+        remote = self.config.checkpoint.remote
+        settings = RemoteSettings(
+            part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
+        )
+        return open_store(url, settings=settings, credentials=lambda: self.remote_credentials())
+
+    def _runs_elsewhere(self, family: str) -> list[str]:
+        """Return the names of the runs of a family that the store of the run has; on the main process."""
+        url = self.config.checkpoint.remote.url
+        return runs_of_family(self._connect(url), family) if url is not None else []
 
     def _bring_files(self) -> None:
         """Bring the metrics and other files of the run from its store, so that its curves go on where its machine was lost."""
@@ -914,8 +921,9 @@ class BaseRunner(metaclass=MetaRunner):
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
 
-        Override it where credentials expire: it is called whenever new ones are needed, in threads of its own and at any time, so it must
-        not touch the model or communicate. Called on all ranks that upload or read.
+        Override it where credentials expire: it is called whenever new ones are needed, in threads of its own and at any time, first within
+        `super().__init__()`, so it must not need what your `__init__` sets, touch the model or communicate. Called on all ranks that upload
+        or read.
 
         Returns:
             For S3 `access_key_id`, `secret_access_key`, `token` and `expires_at`, a `datetime` with a time zone or `None`; for Google

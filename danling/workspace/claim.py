@@ -11,7 +11,17 @@ from pathlib import Path
 
 from danling.utils.locks import FileLock
 
-from .series import LOCK, background_writers, holds_checkpoint, holds_figures, member, natural_key, numbers, parts
+from .series import (
+    LOCK,
+    background_writers,
+    holds_checkpoint,
+    holds_figures,
+    member,
+    natural_key,
+    number_of,
+    numbers,
+    parts,
+)
 
 logger = logging.getLogger("danling")
 
@@ -46,6 +56,7 @@ class Wish:
         own_id: Returns the id under which the run can go on in a run directory, `None` where that holds another run.
         differences: Returns how the configuration of the run in a run directory differs in what changes the result, a line for each key.
         older: Returns a run directory of the family that an older version made for this configuration under another id.
+        elsewhere: Returns the numbers of the runs of this id that an object store has; asked only where no directory is named.
         again: Whether the program may make the same run again, as a cell of a notebook does: a start from scratch takes the next free name
             beside a directory that is named and holds a run, and a directory that an earlier runner of this process has is taken over.
     """
@@ -63,6 +74,7 @@ class Wish:
     own_id: Callable[[Path], str | None] = lambda directory: None
     differences: Callable[[Path], list[str]] = lambda directory: []
     older: Callable[[], Path | None] = lambda: None
+    elsewhere: Callable[[], list[int]] = list
     again: bool = False
 
     def checkpoints(self, run: Path) -> Path:
@@ -291,6 +303,10 @@ def _unnamed(wish: Wish) -> Claim:
 
 def _newest(wish: Wish, existing: list[Path]) -> Path | None:
     with_run = [run for run in existing if wish.holds_run(run) or is_in_use(run)]
+    there = max(wish.elsewhere(), default=0)
+    if there > max((number_of(run.name, wish.id) or 0 for run in with_run), default=0):
+        # Its machine was lost: it goes on here.
+        return wish.family / member(wish.id, there)
     if with_run:
         return with_run[-1]
     older = wish.older()
@@ -299,13 +315,14 @@ def _newest(wish: Wish, existing: list[Path]) -> Path | None:
 
 def _from_scratch(wish: Wish) -> Claim:
     _refuse_checkpoints(wish)
+    there = wish.elsewhere()
     while True:
         taken = numbers(wish.family, wish.id)
-        if taken:
+        if taken and taken[-1] not in there:
             claimed = _adopt(wish, wish.family / member(wish.id, taken[-1]))
             if claimed is not None:
                 return _with_notice(wish, claimed, taken[-1])
-        number = taken[-1] + 1 if taken else 1
+        number = max([*taken, *there], default=0) + 1
         run = wish.family / member(wish.id, number)
         claimed = Claim(run, wish.id, wish=wish)
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class RunPlace:
         world: All ranks of the job, or of this replica group.
         replicas: Ranks that read different samples.
         part: Returns the directory below the run directory that this replica group writes into, `None` where there is one group.
+        elsewhere: Returns the names of the runs that an object store has in a family, by the name of the family; on the main process.
 
     Raises:
         ValueError: If the directory that the configuration names holds another run.
@@ -49,8 +51,10 @@ class RunPlace:
         world: Domain,
         replicas: int,
         part: Callable[[], str | None],
+        elsewhere: Callable[[str], Iterable[str]] = lambda family: (),
     ) -> None:
         self._settings, self._world, self._replicas, self._part = settings, world, replicas, part
+        self._elsewhere = elsewhere
         self._claim: Claim | None = None
         self.code = CodeIdentity.of_directory() if world.rank == 0 else None
         named = (self.code.code_id if self.code else None, make_timestamp(), settings().config_id(replicas=replicas))
@@ -175,8 +179,12 @@ class RunPlace:
 
     def _claimed(self) -> tuple[Path, str, str | None]:
         wish = wish_of(self._settings(), id=self.id, code_id=self.code_id, part=self._part(), replicas=self._replicas)
-        self._claim = claim(wish)
+        self._claim = claim(replace(wish, elsewhere=self._numbers_elsewhere))
         return self._claim.dir, self._claim.id, self._claim.notice
+
+    def _numbers_elsewhere(self) -> list[int]:
+        found = (number_of(name, self.id) for name in self._elsewhere(self.family))
+        return sorted(number for number in found if number is not None)
 
     def _entered(self) -> str:
         assert self._claim is not None

@@ -127,3 +127,17 @@ def test_settings_are_checked_before_anything_begins(tmp_path: Path) -> None:
         Toy(config("s3://bucket", tmp_path, **{"checkpoint.remote.part_size": 1000}))
     with pytest.raises(ValueError, match=r"checkpoint\.remote\.url to be unset with ft\.enabled"):
         Toy(config("s3://bucket", tmp_path, **{"ft.enabled": True, "stack": "ddp"}))
+
+
+def test_machines_without_a_common_disk_number_their_runs_as_one(url: str, tmp_path: Path) -> None:
+    def begin(machine: str, **changes: Any) -> tuple[str, int]:
+        with Toy(config(url, tmp_path / machine, **{"epochs": 1, **changes})) as runner:
+            begun = runner.state.train.global_step
+            runner.train()
+            return runner.workspace.dir.name, begun
+
+    first, _ = begin("a")
+    assert begin("b") == (f"{first}-2", 0), "what another machine has begun is not written over"
+    assert begin("a", epochs=2, auto_resume=True) == (f"{first}-2", 8), "the newest is gone on in, wherever it was"
+    assert begin("c", epochs=3, auto_resume=True) == (f"{first}-2", 16)
+    assert begin("a") == (f"{first}-3", 0)
