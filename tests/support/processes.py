@@ -37,7 +37,6 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
-from .chaos import ASKED
 from .patience import patience
 from .process_tree import die_with_parent, kill_tree
 
@@ -64,8 +63,8 @@ _CONTEXT.set_forkserver_preload(
         "sklearn.datasets",
         "sklearn.metrics",
         "torchmetrics.classification",
-        # Some seconds too, which `make chaos` would spend in each process that it kills.
-        *(["deepspeed"] if ASKED else []),
+        # A second and a half in every process of an engine.
+        "deepspeed",
     ]
 )
 
