@@ -2,7 +2,8 @@
 
 Exit codes:
     0  done, and what was looked at is in order.
-    1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed.
+    1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed,
+       or the runs of `diff` part.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.
@@ -26,6 +27,7 @@ SUBCOMMANDS = {
     "env": ("environment", "print what a bug report should say"),
     "doctor": ("doctor", "train, save, kill and resume on two local processes, and say what works here"),
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
+    "diff": ("diff", "say where two runs part: settings, versions, code, and the first step that differs"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
     "inspect": ("inspection", "show what is in a checkpoint without loading it"),
     "verify": ("verify", "compare checkpoints with their SHA-256 checksums"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from danling.audit.environment import write_environment
 from danling.audit.inventory import entries
 from danling.audit.record import DigestFile, DigestLine
 from danling.audit.update_audit import UpdateAudit
@@ -366,6 +367,7 @@ class TorchParts:
     @cached_property
     def _digest_file(self) -> DigestFile:
         assert self.audit is not None
+        write_environment(self.runner.workspace.metadata_dir)
         file = DigestFile(self.runner.workspace.digests_file, resume_step=self.audit.began_at)
         self.runner._closers.callback(file.close)
         return file

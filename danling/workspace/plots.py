@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .runs import Curve, Run, labels
@@ -65,6 +65,27 @@ def draw_curves(
             axes.set_yscale("log")
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7, framealpha=0.6)
+    return canvas
+
+
+def draw_differences(curves: Mapping[str, Curve]) -> Figure:
+    """Draw by how much figures of two runs differ, one panel for each, with a logarithmic vertical axis.
+
+    Args:
+        curves: Steps and absolute differences by name; what is 0 is left out.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    canvas = _new_figure(len(curves), 3)
+    for axes, (name, (steps, values)) in zip(canvas.axes, curves.items()):
+        shown = [(x, y) for x, y in zip(steps, values) if y]
+        axes.plot([x for x, _ in shown], [y for _, y in shown], marker=".")
+        axes.set_title(f"difference of {name}", fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.set_yscale("log")
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
     return canvas
 
 

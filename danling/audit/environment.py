@@ -1,0 +1,87 @@
+"""What a run was made with besides its settings and its code: versions, devices, threads, switches of torch, variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from danling.utils.files import json_text, write_atomically
+from danling.utils.nesting import parse_json
+from danling.utils.plain import flatten
+
+FILE = "environment.json"
+"""Its name among the metadata of a run."""
+_VARIABLES = re.compile(
+    r"((OMP|MKL|OPENBLAS|CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH)_[A-Z0-9_]+|WORLD_SIZE|PYTHONHASHSEED)"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+# They are other ones at each start, and change nothing.
+_ADDRESSES = re.compile(r"TORCHELASTIC_.*|TORCH_FR_.*|.*_(PORT|ADDR|ID|FILE|DIR)")
+
+
+def environment_of_run() -> dict[str, Any]:
+    """Return the facts as plain values, nested."""
+    import torch  # what only reads the facts starts without it
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if _VARIABLES.fullmatch(name) and not _SECRET.search(name) and not _ADDRESSES.fullmatch(name)
+    }
+    versions = {
+        str(found.metadata["Name"]).lower(): found.version for found in distributions() if found.metadata["Name"]
+    }
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "gpus": gpus,
+        "torch": {
+            "cuda": torch.version.cuda,
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "versions": dict(sorted(versions.items())),
+        "variables": variables,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def write_environment(metadata: Path) -> None:
+    """Write the facts among the metadata of a run.
+
+    Args:
+        metadata: The directory.
+    """
+    metadata.mkdir(parents=True, exist_ok=True)
+    write_atomically(metadata / FILE, json_text(environment_of_run()))
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """Return what a run was made with, by dotted key; empty where it was not noted.
+
+    Args:
+        run: The run directory.
+    """
+    file = run / "metadata" / FILE
+    try:
+        found = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return flatten(found, keeps_empty=True) if isinstance(found, Mapping) else {}

@@ -1,0 +1,186 @@
+"""Where two runs part: in their settings, what they were made with, their code, and the first step at which their figures differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from danling.workspace.runs import Curve, Run, config_differences
+
+from .environment import read_environment
+from .record import DigestLine, read_digests
+
+_CODE = ("code_id", "sha", "branch", "dirty", "diff_sha")
+_ORDER = ("samples", "loss", "grad_norm", "optimizer", "weights", "buffers", "ema")
+_REPEATABLE = frozenset({"loss", "grad_norm", "learning_rate"})
+"""Metrics of single updates that are the same when a run is made again; others tell of its pace."""
+
+Pair = tuple[object, object]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step at which a figure of two runs differs.
+
+    Attributes:
+        figure: Its name: a column of the digests, or a metric.
+        step: The step.
+        last_equal: The last step before it at which both have it, and have the same; `None` where there is none.
+        values: The figure of each run; digests as hexadecimal texts.
+        difference: The second less the first; `None` for digests.
+    """
+
+    figure: str
+    step: int
+    last_equal: int | None
+    values: Pair
+    difference: float | None
+
+    @property
+    def what(self) -> str:
+        """What parted: `data`, `loss`, `gradients`, `optimizer`, `weights`, or the name of the figure."""
+        names = {
+            "samples": "data",
+            "loss": "loss",
+            "train/loss": "loss",
+            "grad_norm": "gradients",
+            "train/grad_norm": "gradients",
+        }
+        return names.get(self.figure, self.figure.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        settings: By dotted key, the value of each run, where they differ; those that do not change the result too.
+        environment: The same of what they were made with; empty where one has not noted it.
+        has_environment: Whether both have noted it.
+        code: The same of the state of their code.
+        compared: Steps at which both have digests.
+        partings: The first step of each figure that differs, the first one first; of one step, what comes first within an update.
+    """
+
+    settings: Mapping[str, Pair]
+    environment: Mapping[str, Pair]
+    has_environment: bool
+    code: Mapping[str, Pair]
+    compared: Sequence[int]
+    partings: Sequence[Parting]
+
+
+def compare_runs(first: Run, second: Run) -> Comparison:
+    """Return how two runs differ.
+
+    Args:
+        first: A run.
+        second: The run that it is compared with.
+    """
+    settings = {
+        key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
+    }
+    environments = read_environment(first.path), read_environment(second.path)
+    digests = read_digests(first.path), read_digests(second.path)
+    figures = [_of_digests(run) for run in digests], [_of_metrics(run) for run in (first, second)]
+    found = [
+        parting
+        for of_first, of_second in figures
+        for name in of_first.keys() & of_second.keys()
+        if (parting := first_difference(name, of_first[name], of_second[name])) is not None
+    ]
+    both = all(environments)
+    return Comparison(
+        settings,
+        _differences(*environments) if both else {},
+        both,
+        _differences(*({key: run.git.get(key) for key in _CODE} for run in (first, second))),
+        sorted(digests[0].keys() & digests[1].keys()),
+        sorted(found, key=lambda parting: (parting.step, _rank(parting.figure), parting.figure)),
+    )
+
+
+def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Parting]:
+    """Return where the digests of two runs part, the first one first.
+
+    Args:
+        first: Digests by step.
+        second: Those that they are compared with.
+    """
+    ours, theirs = _of_digests(first), _of_digests(second)
+    found = [first_difference(name, ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
+    return sorted((p for p in found if p is not None), key=lambda p: (p.step, _rank(p.figure), p.figure))
+
+
+def first_difference(name: str, first: Mapping[int, object], second: Mapping[int, object]) -> Parting | None:
+    """Return where a figure of two runs parts, `None` where it is the same at all steps that both have.
+
+    Args:
+        name: The figure.
+        first: Its values by step.
+        second: Those that they are compared with.
+    """
+    last = None
+    for step in sorted(first.keys() & second.keys()):
+        values = first[step], second[step]
+        if not _same(*values):
+            numbers = [value for value in values if isinstance(value, (int, float))]
+            return Parting(name, step, last, values, numbers[1] - numbers[0] if len(numbers) == 2 else None)
+        last = step
+    return None
+
+
+def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
+    """Return by how much the figures of two runs differ over steps, those without any difference left out.
+
+    Args:
+        first: A run.
+        second: The run that it is compared with.
+    """
+    digests = [_of_digests(read_digests(run.path)) for run in (first, second)]
+    metrics = [_of_metrics(run) for run in (first, second)]
+    curves = {}
+    for ours, theirs in (digests, metrics):
+        for name in sorted(ours.keys() & theirs.keys()):
+            pairs = [(step, ours[name][step], theirs[name].get(step)) for step in sorted(ours[name])]
+            points = [
+                (s, abs(a - b)) for s, a, b in pairs if isinstance(a, (int, float)) and isinstance(b, (int, float))
+            ]
+            if any(y for _, y in points):
+                curves[name] = [float(x) for x, _ in points], [float(y) for _, y in points]
+    return curves
+
+
+def _of_digests(lines: Mapping[int, DigestLine]) -> dict[str, dict[int, object]]:
+    found: dict[str, dict[int, object]] = {}
+    for step, line in lines.items():
+        values = {"loss": line.loss, "grad_norm": line.grad_norm, **{n: f"{x:016x}" for n, x in line.digests.items()}}
+        for name, value in values.items():
+            found.setdefault(name, {})[step] = value
+    return found
+
+
+def _of_metrics(run: Run) -> dict[str, dict[int, object]]:
+    found: dict[str, dict[int, object]] = {}
+    for record in run.records:
+        for name, value in record.items():
+            split, slash, quantity = name.partition("/")
+            if slash and (split != "train" or quantity.split("/")[0] in _REPEATABLE):
+                found.setdefault(name, {})[int(record["step"])] = value
+    return found
+
+
+def _rank(figure: str) -> int:
+    name = figure.removeprefix("train/").partition(".")[0]
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+def _same(first: object, second: object) -> bool:
+    both_nan = all(isinstance(value, float) and math.isnan(value) for value in (first, second))
+    return both_nan or first == second
+
+
+def _differences(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Pair]:
+    keys = sorted(first.keys() | second.keys())
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}

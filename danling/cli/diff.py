@@ -1,0 +1,101 @@
+"""Say where two runs part: settings, versions, code, and the first step at which losses and digests differ, and by how much.
+
+Runs with audit.digest_interval have digests of data, gradients, optimizer and weights; of others the metrics are compared.
+Ends with 1 if figures of the runs differ, with 0 if all that both have are the same.
+
+Example: danling diff experiments/lin/first experiments/lin/second --output parting.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from danling.audit.parting import Comparison, Pair, Parting, compare_runs, loss_differences
+from danling.utils.files import write_atomically
+from danling.workspace.plots import draw_differences, png
+from danling.workspace.runs import Run, is_run
+
+from .output import DAMAGED, OK, add_json, name_problems, print_json, print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument("first", help="a run directory")
+    parser.add_argument("second", help="the run directory to compare it with")
+    parser.add_argument("--output", "-o", type=Path, help="also draw the differences over steps, as a .png file")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print where the runs part."""
+    if options.output is not None and options.output.suffix.lower() != ".png":
+        raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
+    runs = [run_at(options.first), run_at(options.second)]
+    found = compare_runs(*runs)
+    if options.output is not None:
+        curves = loss_differences(*runs)
+        if curves:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(options.output, png(draw_differences(curves)))
+    if options.json:
+        print_json({**asdict(found), "partings": [{**asdict(p), "what": p.what} for p in found.partings]})
+    else:
+        show(found, names=(options.first, options.second))
+    return max(name_problems(runs), DAMAGED if found.partings else OK)
+
+
+def run_at(path: str) -> Run:
+    """Return the run of a directory.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    if not is_run(path):
+        raise FileNotFoundError(
+            f"Expected a run directory. Received: {path!r}, which is none. Name one of `danling runs`."
+        )
+    return Run(Path(path), Path(path).resolve().name)
+
+
+def show(found: Comparison, *, names: tuple[str, str]) -> None:
+    """Print a comparison.
+
+    Args:
+        found: The comparison.
+        names: What the runs are called.
+    """
+    _print_pairs("settings that differ", found.settings, names)
+    _print_pairs("code that differs", found.code, names)
+    _print_pairs("environment that differs", found.environment, names)
+    if not found.has_environment:
+        print("environments are not compared: a run notes its own with audit.digest_interval\n")
+    show_partings(found.partings, names=names)
+    if not found.partings:
+        steps = f"{len(found.compared)} digests" if found.compared else "no digests"
+        print(f"no figure that both runs have differs ({steps} compared)")
+
+
+def show_partings(partings: Sequence[Parting], *, names: tuple[str, str]) -> None:
+    """Print a table of figures that part, the first one first."""
+    if not partings:
+        return
+    first = partings[0]
+    print(f"first difference at step {first.step}: {first.what}")
+    head = ("figure", "first differs at", "last equal at", *names, "difference")
+    rows = [(p.figure, p.step, p.last_equal, *map(_exact, p.values), p.difference) for p in partings]
+    print_table(head, rows)
+
+
+def _print_pairs(title: str, pairs: Mapping[str, Pair], names: tuple[str, str]) -> None:
+    if pairs:
+        print(title)
+        print_table(("", *names), [(key, *map(_exact, values)) for key, values in pairs.items()])
+        print()
+
+
+def _exact(value: object) -> str | None:
+    # Two floats that differ in the last digit must not look alike.
+    return None if value is None else str(value)

@@ -1,0 +1,140 @@
+"""`danling diff` on runs that were really trained: alike, with another rate, and with one thing disturbed in one update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from support.recorded import danling
+from support.toys import TracingRunner
+
+from danling.audit.parting import compare_runs, first_difference
+from danling.cli.main import main
+from danling.workspace.runs import Run
+
+
+class Disturbed(TracingRunner):
+    """Disturbs one thing in its fifth update.
+
+    Args:
+        config: The configuration.
+        what: `data`, `loss`, `gradients`, `optimizer`, `weights`; `None` for nothing.
+    """
+
+    def __init__(self, config: dict[str, Any], what: str | None) -> None:
+        super().__init__(config)
+        self.what = what
+
+    def disturbs(self, what: str) -> bool:
+        return self.what == what and self.state.train.global_step == 4
+
+    def to_device(self, data: Any) -> Any:
+        data = super().to_device(data)
+        return {**data, "input": data["input"] + 1e-3} if self.mode == "train" and self.disturbs("data") else data
+
+    def compute_loss(self, pred: Any, target: Any) -> Any:
+        loss = super().compute_loss(pred, target)
+        return loss * 1.0001 if self.mode == "train" and self.disturbs("loss") else loss
+
+    def complete_gradients(self) -> None:
+        super().complete_gradients()
+        if self.disturbs("gradients"):
+            next(self.model.parameters()).grad.mul_(1.01)
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        parameter = next(self.model.parameters())
+        with torch.no_grad():
+            if self.disturbs("optimizer"):
+                self.optimizer.state[parameter]["exp_avg"].view(torch.int32)[0, 0] ^= 1
+            if self.disturbs("weights"):
+                parameter.view(torch.int32)[0, 0] ^= 1
+
+
+def train(directory: Path, what: str | None = None, **more: Any) -> Path:
+    config = {
+        "seed": 3,
+        "steps": 8,
+        "dir": str(directory),
+        "log_interval": 1,
+        "audit.digest_interval": 1,
+        "evaluate_interval": 8,
+    }
+    with Disturbed(
+        {**config, "optim": {"type": "adamw", "lr": 0.01}, "dataloader": {"batch_size": 4}, **more}, what
+    ) as runner:
+        runner.train()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("usual") / "run")
+
+
+def test_runs_that_are_alike_have_no_parting(usual: Path, tmp_path: Path) -> None:
+    done = danling("diff", usual, train(tmp_path / "again"), "-o", "none.png", warm=True)
+    assert done.returncode == 0 and "no figure that both runs have differs (8 digests compared)" in done.stdout
+    assert "environment" not in done.stdout and not Path("none.png").exists()
+
+
+@pytest.mark.parametrize("what", ["data", "loss", "gradients", "optimizer", "weights"])
+def test_what_parted_first_is_named_with_its_update(what: str, usual: Path, tmp_path: Path) -> None:
+    found = compare_runs(Run(usual, "usual"), Run(train(tmp_path / what, what), what))
+    first = found.partings[0]
+    assert (first.what, first.step, first.last_equal) == (what, 5, 4)
+
+
+def test_another_rate_is_a_setting_and_shows_in_the_optimizer(
+    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = train(tmp_path / "other", optim={"type": "adamw", "lr": 0.02}, **{"checkpoint.interval": 4})
+    assert main(["diff", str(usual), str(other), "-o", "parting.png"]) == 1
+    text = capsys.readouterr().out
+    assert "optim.lr" in text and "0.02" in text and "checkpoint.interval" in text
+    # Moments know no rate: the weights of the first update differ, and its loss does not.
+    assert "first difference at step 1: weights" in text
+    with Image.open("parting.png") as picture:
+        assert picture.format == "PNG"
+    assert main(["diff", str(usual), str(other), "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["settings"]["optim.lr"] == [0.01, 0.02]
+    loss = next(p for p in facts["partings"] if p["figure"] == "loss")
+    assert loss["step"] == 2 and loss["difference"] == loss["values"][1] - loss["values"][0] != 0
+
+
+def test_without_digests_metrics_are_compared_and_environments_are_not(
+    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = train(tmp_path / "plain", "loss", **{"audit.digest_interval": None})
+    assert main(["diff", str(usual), str(plain)]) == 1
+    text = capsys.readouterr().out
+    assert "first difference at step 5: loss" in text and "environments are not compared" in text
+
+
+def test_the_environment_is_noted_and_compared(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = train(tmp_path / "other")
+    file = other / "metadata" / "environment.json"
+    facts = json.loads(file.read_text())
+    assert facts["versions"]["torch"] == torch.__version__ and facts["torch"]["threads"] == torch.get_num_threads()
+    facts["versions"]["numpy"] = "0.1"
+    file.write_text(json.dumps(facts))
+    assert main(["diff", str(usual), str(other)]) == 0
+    assert "versions.numpy" in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(usual), str(tmp_path / "none")]) == 3
+    assert "Expected a run directory" in capsys.readouterr().err
+    assert main(["diff", str(usual), str(usual), "-o", "a.pdf"]) == 2
+
+
+def test_a_first_difference_is_between_steps_that_both_have() -> None:
+    nan = float("nan")
+    assert first_difference("loss", {1: 1.0, 2: nan, 4: 2.0}, {1: 1.0, 2: nan, 3: 5.0, 4: 2.0}) is None
+    found = first_difference("loss", {1: 1.0, 2: 1.5, 3: 9.0}, {1: 1.0, 3: 8.0})
+    assert found is not None and (found.step, found.last_equal, found.difference) == (3, 1, -1.0)
