@@ -278,9 +278,11 @@ def _next_free(wish: Wish, run: Path) -> Claim:
         number += 1
     claimed = _chosen(wish, free, from_scratch=True)
     if number > 1:
+        here = f"this one, from scratch, is {free}."
         claimed.notice = (
-            f"{run} holds an earlier run, which stays as it is: this one, from scratch, is {free}. "
-            "auto_resume=true goes on in the earlier one."
+            f"{run} holds an earlier run, which stays as it is: {here} auto_resume=true goes on in the earlier one."
+            if wish.holds_run(run)
+            else f"{run} is in use by another runner: {here}"
         )
     return claimed
 

@@ -130,6 +130,14 @@ def test_a_cell_that_is_run_again_takes_the_next_free_name_beside_a_named_direct
     assert claim(wish).dir == tmp_path / "run-4"
 
 
+def test_a_cell_that_is_run_again_before_it_has_trained_is_told_that_the_directory_is_in_use(tmp_path: Path) -> None:
+    wish = Wish(tmp_path, "id", named=tmp_path / "run", wait_seconds=0.0, again=True)
+    first = claim(wish)
+    first.enter()
+    notice = claim(wish).notice or ""
+    assert notice == f"{tmp_path}/run is in use by another runner: this one, from scratch, is {tmp_path}/run-2."
+
+
 def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:
     wish = Wish(tmp_path, "id", named=tmp_path / "run", auto_resume=True, wait_seconds=0.0, again=True)
     first, second = claim(wish), claim(wish)
