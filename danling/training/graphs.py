@@ -62,13 +62,17 @@ def keywords_of_graphs(data: Any, forward: object) -> dict[str, object] | None:
 
 
 def nodes_of_graphs(data: Any) -> list[int] | None:
-    """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs or does not tell.
+    """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs.
 
     Args:
-        data: Any batch. One of graphs has an attribute `ptr`, `(graphs + 1,)`, where the nodes of each graph begin.
+        data: Any batch. One of graphs has an attribute `ptr`, `(graphs + 1,)`, where the nodes of each graph begin; one without, such as
+            of graphs with several types of nodes, is told to have none.
     """
-    begins = getattr(data, "ptr", None) if count_graphs(data) is not None else None
-    return begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else None
+    graphs = count_graphs(data)
+    if graphs is None:
+        return None
+    begins = getattr(data, "ptr", None)
+    return begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else [0] * graphs
 
 
 @lru_cache(maxsize=64)

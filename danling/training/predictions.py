@@ -19,7 +19,8 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
     A tensor is taken apart along its first dimension, into plain numbers where a sample has a single one; a list by its items; a tuple
     of such, several outputs of a model, into a tuple for each sample; a mapping into one for each sample, of the entries that have as
     many items as the batch has samples. Anything else is one item for the whole batch. Where each sample has several parts, as a graph
-    has nodes, a tensor with a row for each part is taken apart into a tensor for each sample.
+    has nodes, a tensor with a row for each part is taken apart into a tensor for each sample, and one with as many rows as neither, such as
+    one for each edge, is left whole.
 
     Args:
         pred: What the step returned.
@@ -34,6 +35,8 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
         whole = pred.detach().cpu()
         of_samples: list[object] = [whole[end - count : end] for count, end in zip(parts, accumulate(parts))]
         return of_samples[:samples]
+    if isinstance(pred, Tensor) and parts is not None and pred.ndim and len(pred) != len(parts):
+        return [pred.detach().cpu()]
     if isinstance(pred, Tensor):
         rows = pred.detach().cpu()[:samples]
         has_single_number = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)

@@ -81,3 +81,10 @@ def test_rows_of_parts_are_taken_apart_by_sample() -> None:
     assert [row["graphs"] for row in rows] == [0, 1, 2]
     assert all(map(torch.equal, (row["nodes"] for row in rows), nodes.split([2, 1, 4])))
     assert len(split_by_sample(nodes, 2, [2, 1, 4])) == 2
+    assert split_by_sample(torch.arange(3), 2, [2, 1, 4]) == [0, 1]  # one of the three is padding
+
+
+def test_rows_of_what_is_neither_a_sample_nor_a_part_are_left_whole() -> None:
+    edges = torch.arange(9.0)
+    (whole,) = split_by_sample(edges, 3, [2, 1, 4])
+    assert torch.equal(whole, edges)
