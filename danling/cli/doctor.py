@@ -1,10 +1,13 @@
 """Train, save, kill and resume on two local processes, and say what works on this machine.
 
+With --determinism: make many operations again and again, and say which give other bits, and what to set.
+
 Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from each kind of checkpoint
 that a stack writes by default (a file, a sharded one). What they end with must be bitwise the same: weights, optimizer,
 schedule, random streams. Then the compiler, torch.compile, nccl, the optional packages, and those packages are tried that
 fit some versions of torch or numpy only. With --remote URL an object store is tried instead: put, get,
-range, list, an upload in parts, create, match, the clock, delete. Exit code 1 says that something that is installed does not work.
+range, list, an upload in parts, create, match, the clock, delete. Exit code 1 says that something that is installed does not work,
+or that an operation gives other bits even with deterministic=true.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +34,7 @@ from danling.graph.compiler import cxx_command, cxx_version
 from .environment import EXTRAS, installed, module_of
 from .output import DAMAGED, OK, add_json, print_json
 from .pairs import examine_pairs
+from .repeatability import examine_repeatability
 
 RANKS = 2
 
@@ -89,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=_seconds, default=180.0, help="seconds that one check may take (default: 180)"
     )
     parser.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
+    parser.add_argument(
+        "--determinism", action="store_true", help="only say which operations give other bits when they are made again"
+    )
     add_json(parser)
 
 
@@ -106,13 +113,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the checks one after the other; print each as it ends."""
     checks = []
     with _ended_by_sigterm():
-        examined = (
-            examine(set(options.skip), options.timeout) if options.remote is None else _examine_store(options.remote)
-        )
-        for check in examined:
+        for check in _checks(options):
             checks.append(check)
             if not options.json:
-                print(f"{check.state:7} {check.name:24} {check.detail}  ({check.seconds:.1f} s)", flush=True)
+                took = f"  ({check.seconds:.1f} s)" if check.seconds else ""
+                print(f"{check.state:7} {check.name:24} {check.detail}{took}", flush=True)
     rule = _rule_of(options.remote) if options.remote is not None else {}
     if options.json:
         print_json({"checks": [asdict(check) for check in checks], **rule})
@@ -121,6 +126,14 @@ def run(options: argparse.Namespace) -> int:
             f"\nParts that a killed upload leaves, which no listing shows, are removed by a rule of the store:\n{text}"
         )
     return DAMAGED if any(check.state == "failed" for check in checks) else OK
+
+
+def _checks(options: argparse.Namespace) -> Iterator[Check]:
+    if options.remote is not None:
+        return _examine_store(options.remote)
+    if options.determinism:
+        return (Check(*found) for found in examine_repeatability(partial(_output, timeout=options.timeout)))
+    return examine(set(options.skip), options.timeout)
 
 
 class _Sigterm:
@@ -218,7 +231,7 @@ def _extra(package: str, timeout: float) -> tuple[str, str]:
     found = installed(package)
     if found is None:
         return "absent", "not installed"
-    _output(f"import {module_of(package)}", timeout)
+    _output(["-c", f"import {module_of(package)}"], timeout)
     return "ok", f"{found}, imports"
 
 
@@ -230,14 +243,14 @@ def _compiler() -> tuple[str, str]:
 
 
 def _probe(name: str, timeout: float) -> tuple[str, str]:
-    said = _output(_PROBES[name], timeout)
+    said = _output(["-c", _PROBES[name]], timeout)
     return ("absent", "no CUDA device with nccl") if said == "absent" else ("ok", said)
 
 
-def _output(program: str, timeout: float) -> str:
-    """Run a Python program and return what it prints."""
+def _output(arguments: Sequence[str], timeout: float) -> str:
+    """Run Python with these arguments and return what it prints."""
     try:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end in {timeout:g} s") from None
     if done.returncode:
