@@ -382,12 +382,13 @@ class CheckpointMirror:
         key = layout.object(name) if target is None else layout.target_file(target, name)
         if target is not None and self.run.has(key):
             return 0
-        digest, chunks = digest_file(part.file)
+        # Only a sharded checkpoint is read in parts.
+        digest, chunks = digest_file(part.file) if target is not None else (storage.hash_file(part.file), None)
         if part.digest is not None and digest != part.digest:
             raise CheckpointDamaged(
                 f"Expected {part.file} as it was written. Received: another SHA-256, as read to be uploaded. The disk may be failing."
             )
-        if target is not None:
+        if target is not None and chunks is not None:
             self.run.put(layout.digests(target, name), chunks.text().encode())
         self.run.put(key, part.file)
         return part.size
