@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .optimizers import OPTIMIZERS
 from .param_groups import build_param_groups
@@ -107,7 +108,7 @@ def scheduler_interval(settings: Mapping[str, object], scheduler: object = None,
 
 
 def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: bool, monitors: bool) -> None:
-    """Refuse a schedule that goes by a metric which is never computed.
+    """Refuse a schedule that goes by a metric which is never computed, or that it is not told, as timm's.
 
     Args:
         scheduler: The schedule, or `None`.
@@ -118,9 +119,14 @@ def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: boo
     Raises:
         ValueError: If it is such a one.
     """
+    kind = type(scheduler).__name__
+    if is_told_its_place(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+        raise ValueError(
+            f"Expected a schedule by a metric as torch makes it. Received: a {kind}, which leaves the learning rate as it is where it is "
+            "told an epoch without a metric. Take torch.optim.lr_scheduler.ReduceLROnPlateau."
+        )
     if scheduler is None or not needs_metric(scheduler):
         return
-    kind = type(scheduler).__name__
     if interval == "step":
         raise ValueError(
             f"Expected scheduler.interval to be 'epoch' or 'validation' for {kind}, which follows a metric of evaluation. "

@@ -21,7 +21,7 @@ import danling as dl
 import_or_skip("timm")
 
 from timm.data import Mixup  # noqa: E402
-from timm.scheduler import CosineLRScheduler, StepLRScheduler  # noqa: E402
+from timm.scheduler import CosineLRScheduler, PlateauLRScheduler, StepLRScheduler  # noqa: E402
 
 
 def images() -> TensorDataset:
@@ -104,6 +104,12 @@ def test_an_interval_in_another_unit_is_refused(tmp_path: Path) -> None:
         ) as runner,
     ):
         runner.train()
+
+
+@pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")
+def test_its_schedule_by_a_metric_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a PlateauLRScheduler.*Take torch.optim.lr_scheduler.ReduceLROnPlateau"):
+        Timm(settings(tmp_path, epochs=1), PlateauLRScheduler)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -96,3 +96,21 @@ def test_a_schedule_by_a_metric_needs_one() -> None:
     for scheduler in (None, cosine):
         check_metric_of_schedule(scheduler, interval="step", evaluates=False, monitors=False)
     check_metric_of_schedule(plateau, interval="epoch", evaluates=False, monitors=True)
+
+
+def test_a_schedule_by_a_metric_that_is_told_its_epoch_alone_is_refused() -> None:
+    class PlateauLRScheduler:
+        """Has the methods of the one of timm."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+        def step(self, epoch: int, metric: float | None = None) -> None:
+            """Advance by the metric, if there is one."""
+
+        def step_update(self, num_updates: int, metric: float | None = None) -> None:
+            """Do nothing."""
+
+    scheduler = PlateauLRScheduler(torch.optim.SGD(model().parameters(), lr=1.0))
+    with pytest.raises(ValueError, match="a PlateauLRScheduler, which leaves the learning rate as it is"):
+        check_metric_of_schedule(scheduler, interval="epoch", evaluates=True, monitors=False)
