@@ -1,0 +1,352 @@
+"""G2 with nothing left: a run that is killed at any instant, and whose disk is gone, goes on from the object store and ends bitwise.
+
+`make chaos N=1000` kills that often over all of these; here it is 20 times.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chaos import SEED, report, share
+from support.fault_proxy import FaultProxy, When, fault_proxy
+from support.object_servers import ObjectServer, moto_server
+from support.patience import patience
+from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
+from support.saves import litter
+from support.toys import TracingRunner, differences, whole_state
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from danling.checkpoints.manifest import Manifest
+from danling.cli.verify import verify
+from danling.remote.layout import listed
+from danling.runners.parallel_runner import ParallelRunner
+from danling.utils.tensors import whole
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+STEPS, INTERVAL = 12, 2
+
+
+class SlowRunner(TracingRunner):
+    """Takes its time over a step, so that a kill meets it at work, and writes down where the disk does not go with the machine."""
+
+    place: str = ""
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Wait, then train."""
+        time.sleep(0.03)
+        return super().train_step(data)
+
+    def step(self) -> Any:
+        """Note the step that was made."""
+        outcome = super().step()
+        if self.is_main_process:
+            with Path(self.place).open("a") as notes:
+                notes.write(f"made {self.state.train.global_step}\n")
+        return outcome
+
+
+class SlowParallelRunner(SlowRunner, ParallelRunner):
+    """The same on a mesh."""
+
+
+def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | None, **changes: Any) -> dict[str, Any]:
+    """Return a configuration of a few steps that saves in every other one."""
+    layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
+    return {
+        **layout,
+        "steps": STEPS,
+        "seed": 3,
+        "accum_steps": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+        "dataloader": {"batch_size": 2, "drop_last": False},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "evaluate_interval": 6,
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "checkpoint": {"backend": backend, "interval": INTERVAL, "keep_latest_k": 2, "remote.url": url, **changes},
+        "log_interval": 1000,
+    }
+
+
+def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, Any]:
+    """Train to the end and return the whole state.
+
+    Args:
+        config: The configuration.
+        notes: A file that does not go with the machine.
+        wait: Wait after each step until what was saved is in the store.
+    """
+    kind = SlowParallelRunner if config.get("stack") == "parallel" else SlowRunner
+    with kind(config) as runner:
+        runner.place = notes
+        if runner.is_main_process:
+            with Path(notes).open("a") as file:
+                file.write(f"begun {runner.state.train.global_step}\n")
+        if wait:
+            made = runner.step
+
+            def step() -> Any:
+                runner.checkpoint_manager.wait()
+                runner.checkpoint_manager.wait_for_mirror()
+                return made()
+
+            runner.step = step
+        runner.train()
+        return tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, whole_state(runner))
+
+
+class LostMachines:
+    """A run in a store, whose machines are killed and their disks emptied, and the run that is left alone.
+
+    Args:
+        place: An empty directory.
+        server: Where the store is.
+        endpoint: By which address it is reached.
+        backend: Kind of checkpoints.
+        world_size: Number of processes.
+        axes: Layout of the mesh.
+        changes: Further settings of checkpoints.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        server: ObjectServer,
+        endpoint: str | None = None,
+        *,
+        backend: str,
+        world_size: int = 1,
+        axes: dict[str, int] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.server, self.place, self.notes = server, place, place / "notes"
+        self.bucket = server.make_bucket()
+        self._environment = server.environment(endpoint)
+        self._how = (backend, axes)
+        self._changes = changes
+        self._world_size = world_size
+        self._machines = 0
+        run_processes(free_port, world_size=world_size)  # what the first processes of a session have to load
+        start = time.monotonic()
+        alone = settings(place / "alone", None, *self._how, **changes)
+        self.alone = run_processes(train, alone, str(place / "nobody"), world_size=world_size, timeout=300)
+        self.lasted = time.monotonic() - start
+
+    def attempt(
+        self, *, timeout: float = 300, stop: threading.Event | None = None, wait: bool = False
+    ) -> list[Any] | None:
+        """Begin on an empty machine; return the states at the end, or `None` where it was killed, and empty its disk.
+
+        Args:
+            timeout: Seconds until it is killed.
+            stop: Kills it when it is set.
+            wait: As in `train`.
+        """
+        self._machines += 1
+        root = self.place / f"machine-{self._machines}"
+        config = settings(root, f"s3://{self.bucket}/runs", *self._how, **self._changes)
+        outcomes = run_outcomes(
+            train,
+            config,
+            str(self.notes),
+            wait,
+            world_size=self._world_size,
+            timeout=timeout,
+            stop=stop,
+            environment=self._environment,
+        )
+        if all(outcome.error is None for outcome in outcomes):
+            self._look_at(root)
+            return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+        assert all(outcome.error is None or isinstance(outcome.error, ProcessFailure) for outcome in outcomes), outcomes
+        shutil.rmtree(root, ignore_errors=True)
+        return None
+
+    def _look_at(self, root: Path) -> None:
+        assert litter(root) == []
+        (checkpoints,) = root.rglob("checkpoints")
+        assert not [verdict for verdict in verify(checkpoints, "full") if verdict["problems"]]
+
+    def ends_bitwise(self, states: list[Any] | None) -> bool:
+        """Whether the states are those of the run that was left alone."""
+        assert states is not None
+        return all(differences(ended, alone) == [] for ended, alone in zip(states, self.alone, strict=True))
+
+    def saved(self) -> int:
+        """Return the step of the newest complete save in the store; 0 before the first."""
+        manifests = [key for key in self.server.objects(self.bucket) if key.endswith(".sha256")]
+        return max((self._manifest(key).record.step for key in manifests), default=0)
+
+    def _manifest(self, key: str) -> Manifest:
+        return Manifest.parse(self.server.read(self.bucket, key).decode())
+
+    def begun(self) -> list[int]:
+        """Return the steps from which machines went on."""
+        return [int(line.split()[1]) for line in self._lines() if line.startswith("begun")]
+
+    def made(self) -> int:
+        """Return the last step that was made."""
+        return int(self._lines()[-1].split()[1])
+
+    def _lines(self) -> list[str]:
+        return self.notes.read_text().splitlines() if self.notes.exists() else []
+
+    def remote_litter(self) -> list[str]:
+        """Return objects that nothing leads to, and locks and probes of those who are gone."""
+        keys = list(self.server.objects(self.bucket))
+        found = listed(key.partition("/checkpoints/")[2] for key in keys if "/checkpoints/" in key)
+        prefix = next(key.partition("/checkpoints/")[0] for key in keys if "/checkpoints/" in key)
+        manifests = [self._manifest(f"{prefix}/checkpoints/{name}.pth.sha256") for name in found.manifests]
+        digests = {digest for manifest in manifests for _, digest in manifest.files.values()}
+        targets = {
+            self.server.read(self.bucket, f"{prefix}/checkpoints/{name}").decode().strip() for name in found.pointers
+        }
+        left = [f"objects/{digest}" for digest in found.objects ^ digests]
+        left += [f"targets/{target}" for target in (found.parts.keys() | found.complete) ^ targets]
+        return left + [key for key in keys if key.startswith(f"{prefix}/lock")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("part", "few", "backend", "world_size", "axes"),
+    [(0.12, 14, "file", 1, None), (0.08, 6, "dcp", 2, {"shard": 2})],
+    ids=["file", "dcp on 2"],
+)
+def test_killed_at_random_instants_and_the_disk_emptied_each_time(
+    part: float,
+    few: int,
+    backend: str,
+    world_size: int,
+    axes: dict[str, int] | None,
+    tmp_path: Path,
+    server: ObjectServer,
+) -> None:
+    kills = share(part, otherwise=few)
+    instants = random.Random(f"{backend} {SEED}")
+    done = ends = 0
+    gone_on = False
+    while done < kills:
+        lost = LostMachines(tmp_path / str(ends), server, backend=backend, world_size=world_size, axes=axes)
+        states = None
+        while done < kills and states is None:
+            safe = lost.saved()
+            states = lost.attempt(timeout=instants.uniform(0.3, 1.2) * lost.lasted / patience(1))
+            done += states is None
+            # Nothing that was complete in the store is lost.
+            assert not lost.begun() or lost.begun()[-1] >= safe or len(lost.begun()) < lost._machines
+        states = lost.attempt() if states is None else states
+        assert lost.ends_bitwise(states) and lost.remote_litter() == []
+        gone_on |= any(lost.begun())
+        # None of these files is large enough to go up in parts.
+        assert server.unfinished_uploads(lost.bucket) == 0
+        shutil.rmtree(lost.place)
+        ends += 1
+        report(f"at random instants, the disk emptied: {backend}, {world_size} processes", done, 1)
+    assert done == kills and gone_on
+
+
+def killed_where_it_waits(lost: LostMachines, proxy: FaultProxy, when: When, *, after: int) -> None:
+    """Let a machine wait in a request for good, and kill it there.
+
+    Args:
+        lost: The run.
+        proxy: What its requests go through.
+        when: The request.
+        after: So many of these requests go through before.
+    """
+    seen: list[object] = []
+
+    def counted(request: Any) -> bool:
+        if not when(request):
+            return False
+        seen.append(request)
+        return len(seen) > after
+
+    fault, stop = proxy.hold(when=counted), threading.Event()
+
+    def kill() -> None:
+        fault.came.wait(120)
+        stop.set()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert lost.attempt(stop=stop, wait=True) is None and fault.hit >= 1
+    killer.join()
+    # It never comes: whoever sent it is dead.
+    fault.status = 500
+    proxy.heal()
+
+
+def is_pointer(request: Any) -> bool:
+    return request.is_upload and request.path.endswith("/checkpoints/latest")
+
+
+def is_manifest(request: Any) -> bool:
+    return request.is_upload and request.path.endswith((".sha256",))
+
+
+@pytest.mark.parametrize(
+    ("backend", "when", "loses"),
+    [("file", is_manifest, True), ("dcp", is_manifest, True), ("dcp", is_pointer, False)],
+    ids=["file: contents, manifest", "dcp: contents, manifest", "dcp: manifest, pointer"],
+)
+def test_killed_between_the_parts_of_a_save(
+    backend: str, when: When, loses: bool, tmp_path: Path, server: ObjectServer
+) -> None:
+    with fault_proxy(server.endpoint) as proxy:
+        lost = LostMachines(tmp_path, server, proxy.endpoint, backend=backend)
+        killed_where_it_waits(lost, proxy, when, after=2)
+        safe, made = lost.saved(), lost.made()
+        states = lost.attempt()
+        # It went on from what was complete: at most one interval was lost, and nothing where only the name was missing.
+        assert lost.begun() == [0, safe] and safe > 0
+        assert made - safe <= INTERVAL if loses else safe == made
+        assert lost.ends_bitwise(states) and lost.remote_litter() == []
+
+
+def test_killed_in_an_upload_in_parts_leaves_parts_alone(tmp_path: Path, server: ObjectServer) -> None:
+    """They are seen by the server alone; the rule that `danling doctor --remote` prints removes them."""
+    with fault_proxy(server.endpoint) as proxy:
+        lost = LostMachines(tmp_path, server, proxy.endpoint, backend="file")
+        fault = proxy.hold(when=lambda request: "partNumber" in request.query)
+        stop = threading.Event()
+        killer = threading.Thread(target=lambda: (fault.came.wait(120), stop.set()))
+        killer.start()
+        root = tmp_path / "large"
+        config = settings(root, f"s3://{lost.bucket}/runs", "file", None, **{"remote.part_size": 5 << 20})
+        outcomes = run_outcomes(
+            save_much, config, world_size=1, stop=stop, environment=server.environment(proxy.endpoint)
+        )
+        killer.join()
+        assert outcomes[0].error is not None and fault.hit >= 1
+        fault.status = 500
+        proxy.heal()
+        assert server.unfinished_uploads(lost.bucket) == 1
+        assert not [key for key in server.objects(lost.bucket) if "/objects/" in key or key.endswith(".sha256")]
+
+
+def save_much(config: dict[str, Any]) -> None:
+    """Save more than fits into one part."""
+    import torch
+
+    with TracingRunner(config) as runner:
+        runner.model.register_buffer("much", torch.zeros(4_000_000))
+        runner.save_checkpoint()
+        runner.checkpoint_manager.wait()
+        runner.checkpoint_manager.wait_for_mirror()
