@@ -69,13 +69,18 @@ def show(found: Comparison, *, names: tuple[str, str]) -> None:
     """
     _print_pairs("settings that differ", found.settings, names)
     _print_pairs("code that differs", found.code, names)
-    _print_pairs("environment that differs", found.environment, names)
-    if not found.has_environment:
-        print("environments are not compared: a run notes its own with audit.digest_interval\n")
+    show_environment(found, names=names)
     show_partings(found.partings, names=names)
     if not found.partings:
         steps = f"{len(found.compared)} digests" if found.compared else "no digests"
         print(f"no figure that both runs have differs ({steps} compared)")
+
+
+def show_environment(found: Comparison, *, names: tuple[str, str]) -> None:
+    """Print in what the environments differ, or that one was not noted."""
+    _print_pairs("environment that differs", found.environment, names)
+    if not found.has_environment:
+        print("environments are not compared: a run notes its own with audit.digest_interval\n")
 
 
 def show_partings(partings: Sequence[Parting], *, names: tuple[str, str]) -> None:

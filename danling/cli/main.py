@@ -3,7 +3,8 @@
 Exit codes:
     0  done, and what was looked at is in order.
     1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed,
-       or the runs of `diff` part.
+       the runs of `diff`
+       part, or `audit` found another end.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.
@@ -27,6 +28,7 @@ SUBCOMMANDS = {
     "env": ("environment", "print what a bug report should say"),
     "doctor": ("doctor", "train, save, kill and resume on two local processes, and say what works here"),
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
+    "audit": ("audit", "train a stretch of a run again, and say whether its end is bitwise the stored one"),
     "diff": ("diff", "say where two runs part: settings, versions, code, and the first step that differs"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
     "inspect": ("inspection", "show what is in a checkpoint without loading it"),
@@ -35,6 +37,8 @@ SUBCOMMANDS = {
     "estimate": ("estimate", "estimate the memory on each rank in a layout"),
 }
 """By name: the module, and what it does in one line."""
+WITH_PROGRAM = frozenset({"audit"})
+"""Those that start a program, which stands behind `--`; they find it under `options.program`."""
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -70,8 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A file may have a name that is no text.
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # What stands behind `--` is a program with its arguments, of which none is one of this command.
+    end = words.index("--") if "--" in words else len(words)
     # The root has no option with a value, so the first word without a dash is the subcommand.
-    options = parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
+    chosen = next((word for word in words[:end] if not word.startswith("-")), "")
+    options = parser(chosen).parse_args(words[:end] if chosen in WITH_PROGRAM else words)
+    options.program = words[end + 1 :]
     try:
         code: int = options.run(options)
         sys.stdout.flush()

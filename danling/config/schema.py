@@ -310,6 +310,8 @@ class AuditConfig(ClosedSection):
 
     digest_interval: PositiveInt | None = None
     """Updates between digests of samples, loss, weights and optimizer state in digests.jsonl, compared between replicas; none: never."""
+    until: list[int] | None = None
+    """Updates and completed epochs at which a checkpoint is saved and the run ends, as `danling audit` asks for; none: the budget."""
 
 
 class FtConfig(ClosedSection):

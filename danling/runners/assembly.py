@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from danling.audit.environment import write_environment
 from danling.audit.inventory import entries
 from danling.audit.record import DigestFile, DigestLine
+from danling.audit.until import Until
 from danling.audit.update_audit import UpdateAudit
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
@@ -328,6 +329,11 @@ class TorchParts:
             own_backward=runner._overrides("backward"),
         )
         update.audit = self.audit
+        target = runner.config.audit.until
+        if target is not None:
+            until = Until(target, at=lambda: runner.saver.at, session=runner._session, inner=self.audit)
+            runner.saver.saved.append(until.saved)
+            update.audit = until
         return update
 
     @cached_property

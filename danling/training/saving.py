@@ -39,6 +39,7 @@ class RunSaver:
         before: Called in this order before every save; what they raise refuses it.
         writes: Whether full checkpoints are for these ranks to write; agreed among them. Another replica group may do it.
         instead: Called where they are not, so that all replica groups go on alike.
+        saved: Called in this order after every save.
         loaded: Called in this order after the run was restored from a checkpoint.
         is_scored: Tells whether the state is that of the last score, of which a best checkpoint is made.
         saved_at: Updates and epochs that the last save, or the checkpoint resumed from, stands at.
@@ -60,6 +61,7 @@ class RunSaver:
         self.writes: Callable[[], bool] = _yes
         self.is_scored: Callable[[], bool] = _yes
         self.instead: list[Callable[[], None]] = []
+        self.saved: list[Callable[[], None]] = []
         self.loaded: list[Callable[[], None]] = []
         self.saved_at: tuple[int, int] | None = None
         self.best_elsewhere: int | None = None
@@ -94,6 +96,8 @@ class RunSaver:
                 for action in self.instead:
                     action()
             self.note_saved()
+            for action in self.saved:
+                action()
 
     def leave_out(self) -> None:
         """Skip the write of a save, but do everything else that belongs to it, such as flushing the trackers. Called on all ranks."""

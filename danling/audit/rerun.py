@@ -1,0 +1,238 @@
+"""Trains a stretch of a run again, by the user's own program, and compares the end with the checkpoint that the run has there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danling.checkpoints.backends import locate
+from danling.checkpoints.reading import read_payload
+from danling.workspace.claim import is_in_use
+from danling.workspace.runs import Run, is_run
+
+from .parting import Comparison, compare_runs
+from .program import run_program
+from .record import read_digests
+
+_NOT_COMPARED = frozenset({"runner", "format_version"})
+_NOT_COMPARED_OF_STATE = frozenset({"elastic", "attempts"})
+_TRACKERS = ("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint of a run.
+
+    Attributes:
+        path: Where it lies.
+        step: Updates committed.
+        epoch: Epochs completed.
+    """
+
+    path: Path
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What came of training a stretch of a run again.
+
+    Attributes:
+        start: The checkpoint that it was begun from; `None` where it was begun from scratch.
+        end: The checkpoint that the end was compared with.
+        differing: Paths of what is not bitwise the same in the checkpoints, such as `model/0.weight`.
+        comparison: The run beside the stretch that was trained again: settings, environments, figures.
+    """
+
+    start: Stored | None
+    end: Stored
+    differing: Sequence[str]
+    comparison: Comparison
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the end is bitwise the stored one, and all figures on the way are."""
+        return not self.differing and not self.comparison.partings
+
+
+class ProgramFailed(ValueError):
+    """The program did not come to the end of the stretch."""
+
+
+def checkpoints_of(run: Path) -> list[Stored]:
+    """Return the checkpoints of a run by position, the first one first.
+
+    Args:
+        run: The run directory.
+
+    Raises:
+        FileNotFoundError: If it is none, or has no checkpoint.
+        ValueError: If a process writes into it.
+    """
+    if not is_run(run):
+        raise FileNotFoundError(
+            f"Expected a run directory. Received: {str(run)!r}, which is none. Name one of `danling runs`."
+        )
+    if is_in_use(run):
+        raise ValueError(
+            f"Expected a run that nobody writes to. Received: {str(run)!r}, whose writer is running. Stop it, or wait until it has ended."
+        )
+    directory = run / "checkpoints"
+    names = sorted(path.name for path in directory.glob("ckpt-*") if path.suffix in ("", ".pth"))
+    found: dict[tuple[int, int], Stored] = {}
+    for name in [*names, "latest", "latest.pth"]:
+        path = directory / name
+        if path.exists():
+            store, place = locate(path)
+            record = store.record(place)
+            found.setdefault((record.step, record.epoch), Stored(path.absolute(), record.step, record.epoch))
+    if not found:
+        raise FileNotFoundError(
+            f"Expected checkpoints in {str(directory)!r}. Received: none. Audit a run that has saved."
+        )
+    return [found[position] for position in sorted(found)]
+
+
+def stretch_of(stored: Sequence[Stored], start: int | None, end: int | None) -> tuple[Stored | None, Stored]:
+    """Return the checkpoints between which a run is trained again.
+
+    Args:
+        stored: Those of the run, the first one first.
+        start: Updates at the first of them; 0 begins from scratch, `None` takes the last one before the end.
+        end: Updates at the last of them; `None` takes the newest.
+
+    Raises:
+        ValueError: If there is none at this update, or the end does not come after the start.
+    """
+    last = stored[-1] if end is None else _at(stored, end)
+    earlier = [
+        found for found in stored if (found.step, found.epoch) < (last.step, last.epoch) and found.step < last.step
+    ]
+    first = None if start == 0 else (earlier[-1] if earlier else None) if start is None else _at(stored, start)
+    if first is not None and first.step >= last.step:
+        raise ValueError(f"Expected FROM before TO. Received: {first.step}..{last.step}. Exchange them.")
+    return first, last
+
+
+def _at(stored: Sequence[Stored], step: int) -> Stored:
+    found = [each for each in stored if each.step == step]
+    if not found:
+        raise ValueError(
+            f"Expected an update at which the run has a checkpoint: {sorted({each.step for each in stored})}. Received: {step}. Name one "
+            "of them, or 0 to begin from scratch."
+        )
+    return found[-1]
+
+
+def audit_run(
+    run: Path,
+    command: Sequence[str],
+    *,
+    scratch: Path,
+    start: int | None = None,
+    end: int | None = None,
+    timeout: float | None = None,
+) -> AuditResult:
+    """Train a stretch of a run again and compare its end with the stored one.
+
+    The code is that of the program; nothing of a checkpoint is run. Nothing is written into the directory of the run.
+
+    Args:
+        run: The run directory.
+        command: The program that trained it, and its arguments, as one would type them.
+        scratch: Directory to train in, which does not hold a run.
+        start: See `stretch_of`.
+        end: See `stretch_of`.
+        timeout: Seconds that the program may take; `None` for any number.
+
+    Raises:
+        FileNotFoundError: If there is no run, or it has no checkpoint.
+        ValueError: If it is written to, the stretch cannot be, or the program failed.
+    """
+    first, last = stretch_of(checkpoints_of(run), start, end)
+    again = scratch.absolute() / "run"
+    of_run = Run(run, "stored")
+    every = of_run.config.get("audit.digest_interval") or (None if read_digests(run) else 1)
+    settings: dict[str, object] = {
+        "dir": os.fspath(again),
+        "checkpoint_dir": os.fspath(again / "checkpoints"),
+        "log_file": None,
+        "auto_resume": False,
+        "resume": None if first is None else os.fspath(first.path),
+        "audit.until": [last.step, last.epoch],
+        "audit.digest_interval": every,
+        "checkpoint.load_only": False,
+        "checkpoint.keep_latest_k": 0,
+        **dict.fromkeys(_TRACKERS, False),
+    }
+    if of_run.config.get("seed") is not None:
+        settings["seed"] = of_run.config["seed"]
+    ended = run_program(command, settings, log=scratch / "output.log", timeout=timeout)
+    made = checkpoints_of(again) if is_run(again) and not is_in_use(again) and _has_checkpoint(again) else []
+    reached = [each for each in made if (each.step, each.epoch) == (last.step, last.epoch)]
+    if ended.code != 0 or not reached:
+        how = "no end in time" if ended.code is None else f"exit code {ended.code}"
+        there = "a checkpoint there" if reached else "no checkpoint there"
+        raise ProgramFailed(
+            f"Expected the program to train to update {last.step}, as the run did, and to end. Received: {how}, and {there}; the end of "
+            f"what it printed:\n{ended.tail}\nStart it with the settings of the run; --scratch keeps all that it left."
+        )
+    stored, trained = (read_payload(_target(each.path)) for each in (last, reached[-1]))
+    return AuditResult(first, last, differing_paths(stored, trained), compare_runs(of_run, Run(again, "audited")))
+
+
+def _has_checkpoint(run: Path) -> bool:
+    return any((run / "checkpoints").glob("latest*"))
+
+
+def _target(path: Path) -> Path:
+    store, found = locate(path)
+    store.verify(found, "full")
+    return store.target(found)
+
+
+def differing_paths(stored: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
+    """Return the paths of what two checkpoints do not have bitwise alike, less what says by whom and how they were made.
+
+    Args:
+        stored: Contents of a checkpoint.
+        trained: Those that they are compared with.
+    """
+    return [path.lstrip("/") for path in _differences(_compared(stored), _compared(trained), "")]
+
+
+def _compared(payload: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in payload.items() if name not in _NOT_COMPARED}
+    state = kept.get("state")
+    if isinstance(state, Mapping):
+        kept["state"] = {name: value for name, value in state.items() if name not in _NOT_COMPARED_OF_STATE}
+    return kept
+
+
+def _differences(first: Any, second: Any, path: str) -> list[str]:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return [] if _same_bits(first, second) else [path]
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        keys = [*first, *(key for key in second if key not in first)]
+        missing = [f"{path}/{key}" for key in keys if key not in first or key not in second]
+        both = [key for key in keys if key in first and key in second]
+        return missing + [found for key in both for found in _differences(first[key], second[key], f"{path}/{key}")]
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
+        return [found for i, (a, b) in enumerate(zip(first, second)) for found in _differences(a, b, f"{path}/{i}")]
+    return [] if first == second or (first != first and second != second) else [path]
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    # Zeros of two signs are equal, and NaNs are not.
+    return torch.equal(
+        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
+    )

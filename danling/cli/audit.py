@@ -1,0 +1,98 @@
+"""Train a stretch of a run again, and say whether its end is bitwise the stored one; if not, at which update what parted first.
+
+The program is started as it is, with DANLING_SETTINGS in its environment, which has it begin from the checkpoint at FROM and train in a
+scratch directory to the update TO. Nothing is written into the run. No code is taken from a checkpoint.
+
+Ends with 0 if the end is bitwise the stored one and all figures on the way are, with 1 if not, with 2 if the program failed.
+
+Example: danling audit experiments/lin/run:1000..2000 -- torchrun --nproc-per-node 2 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from .output import DAMAGED, OK, add_json, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument(
+        "stretch",
+        metavar="RUN[:FROM..TO]",
+        help="a run directory; updates at which it has checkpoints, by default the last two; FROM 0: scratch",
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
+    )
+    parser.add_argument("--timeout", type=float, help="seconds that the program may take")
+    add_json(parser)
+    parser.epilog = "Behind `--` stands the program that trained the run, as you start it."
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train again and compare."""
+    from danling.audit.rerun import audit_run  # torch
+
+    place, start, end = stretch(options.stretch)
+    with tempfile.TemporaryDirectory(prefix="danling-audit-") as temporary:
+        scratch = options.scratch or Path(temporary)
+        found = audit_run(place, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
+    first = 0 if found.start is None else found.start.step
+    if options.json:
+        partings = [
+            {"figure": p.figure, "what": p.what, "step": p.step, "values": p.values} for p in found.comparison.partings
+        ]
+        facts = {
+            "from": first,
+            "to": found.end.step,
+            "same": found.is_same,
+            "differing": found.differing,
+            "partings": partings,
+        }
+        print_json({**facts, "environment": found.comparison.environment, "settings": found.comparison.settings})
+    else:
+        show(found, first)
+    return OK if found.is_same else DAMAGED
+
+
+def show(found: object, first: int) -> None:
+    """Print the result."""
+    from danling.audit.rerun import AuditResult
+
+    from .diff import show_environment, show_partings
+
+    assert isinstance(found, AuditResult)
+    names = ("stored", "trained again")
+    stretch = f"updates {first + 1} to {found.end.step}"
+    if found.is_same:
+        print(f"{stretch}: bitwise the same as {found.end.path}")
+        return
+    print(f"{stretch}: not the same as {found.end.path}")
+    if found.differing:
+        shown = ", ".join(found.differing[:5])
+        print(
+            f"{len(found.differing)} entries of the checkpoints differ: {shown}{', ...' if len(found.differing) > 5 else ''}"
+        )
+    show_partings(found.comparison.partings, names=names)
+    print()
+    show_environment(found.comparison, names=names)
+
+
+def stretch(text: str) -> tuple[Path, int | None, int | None]:
+    """Return the run and the updates that `RUN[:FROM..TO]` names; `None` for one that is left out.
+
+    Raises:
+        ValueError: If what stands behind the colon is no stretch.
+    """
+    place, colon, updates = text.rpartition(":")
+    if not colon or Path(text).is_dir():
+        return Path(text), None, None
+    start, dots, end = updates.partition("..")
+    if not dots or not all(part.isdigit() or not part for part in (start, end)):
+        raise ValueError(
+            f"Expected RUN:FROM..TO, such as run:1000..2000. Received: {text!r}. Write two updates, or leave one out."
+        )
+    return Path(place), int(start) if start else None, int(end) if end else None

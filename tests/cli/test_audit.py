@@ -1,0 +1,161 @@
+"""`danling audit` of runs that a user's own program has trained: bitwise again, parted on purpose, and what cannot be audited."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from danling.audit.rerun import Stored, differing_paths, stretch_of
+from danling.audit.until import Until
+from danling.cli.audit import stretch
+from danling.cli.main import main
+from danling.utils.locks import FileLock
+
+PROGRAM = """
+import os, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+
+class Program(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        points = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        target = points[:, :3].argmax(1)
+        self.datasets = {"train": TensorDataset(points, target), "val": TensorDataset(points[:9], target[:9])}
+
+    def complete_gradients(self):
+        super().complete_gradients()
+        if str(self.state.train.global_step + 1) == os.environ.get("DISTURB"):
+            next(self.model.parameters()).grad.mul_(1.01)
+
+budget = {"epochs": 3} if "epochs" in sys.argv else {"steps": 12}
+interval = 1 if "epochs" in sys.argv else 4
+with Program({"dir": sys.argv[1], "seed": 5, **budget, "checkpoint.interval": interval, "log_interval": 1, "dataloader": {"batch_size": 8},
+              "audit.digest_interval": 1, "optim": {"type": "adamw", "lr": float(os.environ.get("RATE", 0.01))}}) as runner:
+    runner.train()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("audited")
+    (place / "train.py").write_text(PROGRAM)
+    for name, words in (("run", []), ("epochs", ["epochs"])):
+        subprocess.run([sys.executable, "train.py", name, *words], cwd=place, check=True, capture_output=True)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def audit(run: str, *words: str) -> int:
+    return main(["audit", run, "--json", "--", sys.executable, "train.py", run.split(":")[0], *words])
+
+
+def files(run: str) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(run).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("run", "words"), [("run", []), ("run:0..8", []), ("epochs:6..", ["epochs"])])
+def test_a_stretch_that_is_trained_again_is_bitwise_the_stored_one(
+    run: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(run.split(":")[0])
+    assert audit(run, *words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["same"] and facts["differing"] == [] and facts["partings"] == [] and facts["environment"] == {}
+    assert (facts["from"], facts["to"]) == {"run": (8, 12), "run:0..8": (0, 8), "epochs:6..": (6, 18)}[run]
+    assert files(run.split(":")[0]) == before
+
+
+def test_a_stretch_that_parts_says_at_which_update_and_what_parted_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTURB", "7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert main(["audit", "run:4..8", "--", sys.executable, "train.py", "run"]) == 1
+    text = capsys.readouterr().out
+    assert "updates 5 to 8: not the same as" in text and "first difference at step 7: gradients" in text
+    assert "model/0.weight" in text and "variables.OMP_NUM_THREADS" in text
+
+
+def test_another_program_and_one_that_fails_are_refused_with_what_they_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RATE", "0.5")
+    assert audit("run") == 2
+    assert "optim.lr" in capsys.readouterr().err
+    assert main(["audit", "run", "--", sys.executable, "-c", "print('no runner here')"]) == 2
+    assert "no checkpoint there; the end of what it printed:\nno runner here" in capsys.readouterr().err
+
+
+def test_what_cannot_be_audited_is_refused_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit("none") == 3 and audit("run:1..3") == 2 and audit("run:8..4") == 2 and audit("run:a..b") == 2
+    assert main(["audit", "run"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "[4, 8, 12]. Received: 3" in said
+        and "FROM before TO" in said
+        and "RUN:FROM..TO" in said
+        and "behind `--`" in said
+    )
+    lock = FileLock(Path("run", ".lock").absolute())
+    assert lock.acquire() and audit("run") == 2
+    assert "a run that nobody writes to" in capsys.readouterr().err
+    del lock
+
+
+def test_parts_of_a_command_line_and_stretches() -> None:
+    assert stretch("a:b:1..2") == (Path("a:b"), 1, 2) and stretch("a:..2") == (Path("a"), None, 2)
+    stored = [Stored(Path(), 4, 0), Stored(Path(), 8, 0), Stored(Path(), 8, 1)]
+    assert stretch_of(stored, None, None) == (stored[0], stored[2]) and stretch_of(stored, 0, 4) == (None, stored[0])
+    assert stretch_of(stored[:1], None, None) == (None, stored[0])
+
+
+def test_differences_are_those_of_bits() -> None:
+    first = {
+        "runner": 1,
+        "model": {"a": torch.zeros(2), "b": torch.tensor([float("nan")])},
+        "state": {"elastic": 1, "x": [1, 2]},
+    }
+    second = {
+        "runner": 2,
+        "model": {"a": -torch.zeros(2), "b": torch.tensor([float("nan")])},
+        "state": {"elastic": 2, "x": [1, 3]},
+    }
+    assert differing_paths(first, first) == [] and differing_paths(first, second) == ["model/a", "state/x/1"]
+    assert differing_paths({"model": {}}, {"model": {}, "ema": {}}) == ["ema"]
+
+
+class Session:
+    save_requested = False
+    stop_reason: str | None = None
+
+
+def test_a_run_saves_at_the_position_and_ends_once_it_has() -> None:
+    session, at = Session(), [3, 0]
+    until = Until([4, 1], at=lambda: (at[0], at[1]), session=session)
+    outcome = type("Outcome", (), {"committed": True, "grad_norm": None, "loss": 0.0})()
+    until.updated(outcome)
+    assert not session.save_requested
+    at[0] = 4
+    until.updated(outcome)
+    until.saved()
+    assert session.save_requested and session.stop_reason is None  # the epoch is not over
+    at[1] = 1
+    until.saved()
+    assert session.stop_reason == "stop"
+    session.stop_reason, at[0] = None, 5
+    until.updated(outcome)
+    assert session.stop_reason == "stop"
