@@ -75,9 +75,19 @@ class Writer:
             return None
 
     @property
+    def is_here(self) -> bool:
+        """Whether it ran, or runs, where this process can see it."""
+        return bool(self.machine) and self.machine == _machine()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is seen to run."""
+        return self.is_here and _born(self.pid) == self.born
+
+    @property
     def is_dead(self) -> bool:
-        """Whether it ran on this machine, and is seen to have ended."""
-        return bool(self.machine) and self.machine == _machine() and _born(self.pid) != self.born
+        """Whether it is seen to have ended."""
+        return self.is_here and not self.is_alive
 
 
 _FIELDS = {"token": str, "host": str, "machine": str, "pid": int, "born": str, "seconds": float}
@@ -106,9 +116,11 @@ class Lease:
         store: The store.
         key: Key of the lock.
         seconds: How long the lease holds without being renewed.
+        again: Whether a lease of this very process is taken over, as where a cell of a notebook makes the same run again.
     """
 
-    def __init__(self, store: RemoteStore, key: str, *, seconds: float = SECONDS) -> None:
+    def __init__(self, store: RemoteStore, key: str, *, seconds: float = SECONDS, again: bool = False) -> None:
+        self._again = again
         self.store = store
         self.key = key
         self.seconds = seconds
@@ -144,11 +156,12 @@ class Lease:
             except RemoteMissing:
                 continue
             holder = Writer.parse(content)
-            if holder is None or holder.is_dead or age > holder.seconds:
+            follows = self._again and holder is not None and holder.is_alive and holder.pid == os.getpid()
+            if holder is None or holder.is_dead or age > holder.seconds or follows:
                 if self._take_over(tag):
                     break
                 continue
-            if waits is None:
+            if waits is None and not holder.is_alive:
                 waits = tag
                 logger.info(
                     "%s/%s is held by process %d on %s, which may be gone: waiting until its lease ends, in %.0f s.",

@@ -10,6 +10,7 @@ from danling.checkpoints.base import CheckpointManager
 from danling.checkpoints.mirroring import Saved
 from danling.checkpoints.policy import Record
 from danling.checkpoints.target_store import SUMS, TargetStore
+from danling.utils.notebook import in_notebook
 
 from .contents import RemoteRun
 from .errors import RemoteError
@@ -47,7 +48,7 @@ class RunMirror:
     ) -> None:
         self.run = RemoteRun(store, layout)
         self._manager = manager
-        self._lease = Lease(store, layout.lock, seconds=lease_seconds)
+        self._lease = Lease(store, layout.lock, seconds=lease_seconds, again=in_notebook())
         rank, size = manager.domain.rank, manager.domain.size
         self.mirror = CheckpointMirror(
             manager.directory,

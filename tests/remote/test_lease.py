@@ -15,6 +15,7 @@ import pytest
 from support.fault_proxy import FaultProxy
 from support.object_servers import ObjectServer
 
+import danling.remote.lease as lease_module
 from danling.remote import RemoteConflict, RemoteSettings, RemoteStore, open_store
 from danling.remote.lease import Lease, Writer, honours_conditions
 
@@ -32,17 +33,37 @@ def keys(store: RemoteStore) -> list[str]:
     return [entry.key for entry in store.list()]
 
 
+REFUSED = "Expected to be the one process that writes .*/line/run. Received: another one"
+
+
 def test_the_second_writer_is_refused_while_the_first_lives(store: RemoteStore) -> None:
-    first, second = Lease(store, KEY, seconds=2.0), Lease(store, KEY, seconds=2.0)
+    first, second = Lease(store, KEY), Lease(store, KEY)
     first.acquire()
     assert first.is_exclusive and keys(store) == [KEY]
-    with pytest.raises(
-        RemoteConflict, match="Expected to be the one process that writes .*/line/run. Received: another one"
-    ):
+    with pytest.raises(RemoteConflict, match=REFUSED):
         second.acquire()
     first.release()
     assert keys(store) == []
     second.acquire()
+    second.release()
+
+
+def test_one_elsewhere_that_renews_its_lease_lives(store: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "_machine", lambda: "")
+    first, second = Lease(store, KEY, seconds=2.0), Lease(store, KEY, seconds=2.0)
+    first.acquire()
+    with pytest.raises(RemoteConflict, match=REFUSED):
+        second.acquire()
+    first.release()
+
+
+def test_a_notebook_makes_the_same_run_again(store: RemoteStore) -> None:
+    first, second = Lease(store, KEY, seconds=0.4), Lease(store, KEY, again=True)
+    first.acquire()
+    second.acquire()
+    until(lambda: first.lost is not None)
+    first.release()
+    assert keys(store) == [KEY]
     second.release()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,43 @@ def test_machines_without_a_common_disk_number_their_runs_as_one(url: str, tmp_p
     assert begin("a", epochs=2, auto_resume=True) == (f"{first}-2", 8), "the newest is gone on in, wherever it was"
     assert begin("c", epochs=3, auto_resume=True) == (f"{first}-2", 16)
     assert begin("a") == (f"{first}-3", 0)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from remote.test_runs import Toy, config
+
+with Toy(config({url!r}, Path({root!r}), **{{"epochs": 40, "checkpoint.remote.timeout_seconds": 2.0, **{changes!r}}})) as runner:
+    print("begins", flush=True)
+    sys.stdin.readline()
+    runner.train()
+    print("ended at", runner.state.train.global_step, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "ends"),
+    [
+        ("denies", {}, True),
+        pytest.param("hangs", {}, True, marks=pytest.mark.slow),
+        ("denies", {"required": True}, False),
+    ],
+)
+def test_the_exit_code_says_that_the_last_save_is_not_there(
+    proxy: FaultProxy, url: str, tmp_path: Path, fault: str, changes: dict[str, Any], ends: bool
+) -> None:
+    named = {f"checkpoint.remote.{name}": value for name, value in changes.items()}
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), url=url, root=str(tmp_path), changes=named)
+    program = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None and program.stdout.readline() == "begins\n"
+    if fault == "denies":
+        proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
+    else:
+        proxy.hold(when=lambda request: request.is_upload)
+    out, errors = program.communicate("\n", timeout=120)
+    assert program.returncode == 1 and ("ended at 320" in out) == ends
+    assert ("Expected the last save in s3://" in errors) and "is not safe in" in errors
