@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.patience import patience
 from support.process_tree import descendants
+from support.warm import interpreter
 
 SWEEPS = Path(__file__).parents[2] / "examples" / "sweeps"
 
@@ -38,7 +39,11 @@ def test_a_job_that_is_preempted_is_requeued_and_ends_as_one_that_was_left_alone
     monkeypatch.syspath_prepend(str(SWEEPS))
     jobs: Any = importlib.import_module("jobs")
     cloudpickle.register_pickle_by_value(jobs)  # as of a program of one's own, which the job could not import either
-    executor = jobs.make_executor(tmp_path)
+    with (
+        monkeypatch.context() as warm
+    ):  # tasks are forks that have torch loaded; of the controller its own process id is asked for
+        warm.setattr(sys, "executable", interpreter())
+        executor = jobs.make_executor(tmp_path)
     whole, parts = (jobs.settings_of(tmp_path / name, 1e-2, 16) for name in ("whole", "parts"))
     preempted, left_alone = executor.submit(jobs.Training(), parts), executor.submit(jobs.Training(), whole)
     end = time.monotonic() + patience(100)

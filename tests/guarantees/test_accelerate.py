@@ -12,6 +12,7 @@ import torch
 from support.job import Job
 from support.processes import run_outcomes, run_processes
 from support.toys import TracingRunner, differences, whole_state
+from support.warm import interpreter
 from torch import Tensor, nn
 
 import danling as dl
@@ -271,7 +272,7 @@ with Toy(config) as runner:
 
 def launched(*options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str]:
     Path("script.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *options]
+    launcher = [interpreter(), "-m", "accelerate.commands.launch", "--cpu", *options]
     with Job([*launcher, "script.py", *arguments]) as job:
         return job.wait()
 
