@@ -276,7 +276,7 @@ class UpdateAudit:
         }
         told = self._domain.gather_objects(mine)
         reference, rank = told[first.others[0]], first.ranks[0]
-        names = [name for name in reference if told[rank].get(name) != reference[name]]
+        names = [name for name in reference if told[rank].get(name) != reference[name]] or ["its kind"]
         ranks = f"rank {rank}" if len(first.ranks) == 1 else f"ranks {list(first.ranks)}"
         others = f"rank {first.others[0]}" if len(first.others) == 1 else f"ranks {list(first.others)}"
         unsure = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from support.toys import TracingRunner
 from torch import nn
 
 import danling as dl
-from danling.config.imposed import VARIABLE, imposed, imposing
+from danling.config.imposed import VARIABLE, impose, imposed, imposing
 
 
 def test_what_is_imposed_is_read_back_and_nothing_is_imposed_by_default() -> None:
@@ -31,6 +32,14 @@ def test_a_run_takes_them_above_its_own(
     given.checkpoint.interval = 5
     for name, value in imposing({"dir": str(tmp_path / "scratch"), "checkpoint.interval": 2}).items():
         monkeypatch.setenv(name, value)
+    # Other tests of a session may have opened logs of runs, which keep what they say to themselves.
+    logger = logging.getLogger("danling")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger="danling"):
+            impose(dl.RunnerConfig())
+    finally:
+        logger.removeHandler(caplog.handler)
     with TracingRunner(given) as runner:
         assert runner.workspace.dir == tmp_path / "scratch" and runner.config.checkpoint.interval == 2
         assert runner.config.steps == 9
