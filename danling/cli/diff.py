@@ -19,11 +19,12 @@ from danling.workspace.plots import draw_differences, png
 from danling.workspace.runs import Run, is_run
 
 from .output import DAMAGED, OK, add_json, name_problems, print_json, print_table
+from .source import is_url, runs_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("first", help="a run directory")
+    parser.add_argument("first", help="a run directory, or the URL of one")
     parser.add_argument("second", help="the run directory to compare it with")
     parser.add_argument("--output", "-o", type=Path, help="also draw the differences over steps, as a .png file")
     add_json(parser)
@@ -33,7 +34,24 @@ def run(options: argparse.Namespace) -> int:
     """Print where the runs part."""
     if options.output is not None and options.output.suffix.lower() != ".png":
         raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
-    runs = [run_at(options.first), run_at(options.second)]
+    urls = [path for path in (options.first, options.second) if is_url(path)]
+    with runs_at(*urls) as brought:
+        there = dict(zip(urls, brought))
+        first, second = (
+            _only(there[path], path) if path in there else run_at(path) for path in (options.first, options.second)
+        )
+        return _compare(options, first, second)
+
+
+def _only(runs: list[Run], url: str) -> Run:
+    if len(runs) != 1:
+        raise FileNotFoundError(
+            f"Expected the URL of one run. Received: {url!r}, below which there are {len(runs)}. Name one of `danling runs`."
+        )
+    return runs[0]
+
+
+def _compare(options: argparse.Namespace, *runs: Run) -> int:
     found = compare_runs(*runs)
     if options.output is not None:
         curves = loss_differences(*runs)

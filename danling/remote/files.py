@@ -12,7 +12,7 @@ from .layout import RunLayout
 from .store import RemoteStore
 
 _DIRECTORIES = ("metadata", "logs", "tensorboard")
-_FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json")
+_FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
 
 
 class FileMirror:

@@ -13,7 +13,7 @@ from .store import RemoteStore
 from .stored_files import bring_object
 
 _DEPTH = 5
-_READ = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json")
+_READ = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
 _DIRECTORIES = ("metadata",)
 _COUNTED = "logs"
 

@@ -92,6 +92,8 @@ def test_runs_of_many_machines_are_compared(
     assert sorted(found["differences"]["optim.lr"].values()) == [0.1, 0.2]
     # One of them, by its own URL.
     assert [row["path"] for row in said(capsys, "runs", runs["file"])[1]["runs"]] == [runs["file"]]
+    parted = said(capsys, "diff", *runs.values())
+    assert parted[1]["settings"] == said(capsys, "diff", *map(str, trained.values()))[1]["settings"] != {}
     assert main(["plot", url, "--output", str(tmp_path / "curves.html")]) == 0
     assert "train/loss" in (tmp_path / "curves.html").read_text()
 
