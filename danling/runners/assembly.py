@@ -525,10 +525,9 @@ class TorchParts:
 
     # Report
 
-    def _figures_of_parts(self) -> dict[str, Mapping[str, float]]:
+    def _figures_of_parts(self) -> Mapping[str, Mapping[str, float]]:
         """Return what is logged of the loaders, by split, and of the copy of the run in an object store."""
-        remote = self.runner._remote
-        copied = remote.figures(self.runner.state.train.global_step) if remote is not None else {}
+        copied = self.runner._elsewhere.figures(self.runner.state.train.global_step)
         return {**self.runner._data.metrics(), **copied}
 
     @cached_property

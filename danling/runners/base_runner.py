@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
@@ -43,11 +42,9 @@ from danling.distributed import (
 from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
-from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
-from danling.remote.checkpoints import RemoteSources, local_copy
-from danling.remote.contents import runs_of_family
-from danling.remote.mirror import MirrorSettings
-from danling.remote.run_mirror import RunMirror
+from danling.remote import RunLayout
+from danling.remote.checkpoints import local_copy
+from danling.remote.elsewhere import RunElsewhere
 from danling.reporting import (
     Reporter,
     Tracker,
@@ -143,7 +140,6 @@ class BaseRunner(metaclass=MetaRunner):
 
     mode: Literal["train", "evaluate", "infer"] = "train"
     checkpoint_manager: Any = None
-    _remote: RunMirror | None = None
     # A default for overrides of `set_seed` that do not set it.
     seed: int = 0
 
@@ -225,12 +221,17 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _identify_run(self) -> None:
         """Give the run its id and its paths; nothing is written yet."""
+        self._elsewhere = RunElsewhere(
+            lambda: self.config,
+            credentials=lambda: self.remote_credentials(),
+            at=lambda: (self.workspace.checkpoints, self.id, RunLayout(place.family, place.instance)),
+        )
         place = self._run_place = RunPlace(
             lambda: self.config,
             world=self.world,
             replicas=self.placement.data_replicas,
             part=lambda: workspace_part(self.config),
-            elsewhere=self._runs_elsewhere,
+            elsewhere=self._elsewhere.runs,
         )
         self._closers.callback(place.release)
         self.id, self.timestamp = place.id, place.timestamp
@@ -276,14 +277,14 @@ class BaseRunner(metaclass=MetaRunner):
         """
         self.prepare_components()
         self.open_workspace()
-        self._bring_files()
+        self._elsewhere.bring_files(self._run_place.dir, on_first=self.world.on_first)
         self._begin_heartbeat()
         self.init_garbage_collection()
         self.init_checkpoint_manager()
         if self.checkpoint_manager is None:
             self.checkpoint_manager = NoCheckpoints()
         self.checkpoint_manager.after_save = self._data.commit_saved
-        self._remote = self._open_remote()
+        self._elsewhere.copy(self.workspace.dir, self.checkpoint_manager)
         self.saver.loaded.append(self._data.commit_loaded)
         owner = position_owner(self.config)
         if owner is not None:
@@ -292,8 +293,7 @@ class BaseRunner(metaclass=MetaRunner):
         elastic.data_replicas, elastic.streams = self.placement.data_replicas, self._streams.layout
         self._streams.begin()
         self.restore()
-        if self._remote is not None:
-            self._remote.begin()
+        self._elsewhere.begin()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
         self._closers.callback(self.sources.close)
 
@@ -312,33 +312,6 @@ class BaseRunner(metaclass=MetaRunner):
                 split=split or "",
                 min_delta=config.min_delta,
             )
-
-    @cached_property
-    def _sources_elsewhere(self) -> RemoteSources:
-        remote, place = self.config.checkpoint.remote, self.workspace
-        return RemoteSources(
-            place.checkpoints,
-            run_id=self.id,
-            connect=self._connect,
-            home=(remote.url, RunLayout(self._run_place.family, self._run_place.instance)) if remote.url else None,
-        )
-
-    def _connect(self, url: str) -> RemoteStore:
-        remote = self.config.checkpoint.remote
-        settings = RemoteSettings(
-            part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
-        )
-        return open_store(url, settings=settings, credentials=lambda: self.remote_credentials())
-
-    def _runs_elsewhere(self, family: str) -> list[str]:
-        """Return the names of the runs of a family that the store of the run has; on the main process."""
-        url = self.config.checkpoint.remote.url
-        return runs_of_family(self._connect(url), family) if url is not None else []
-
-    def _bring_files(self) -> None:
-        """Bring the metrics and other files of the run from its store, so that its curves go on where its machine was lost."""
-        if self.config.checkpoint.remote.url and self.config.auto_resume and not self.config.checkpoint.load_only:
-            self.world.on_first(lambda: self._sources_elsewhere.bring_files(self._run_place.dir))
 
     # Construction hooks
 
@@ -388,7 +361,7 @@ class BaseRunner(metaclass=MetaRunner):
     def _stored_seed(self) -> int | None:
         asked = self.config.resume or None
         found = stored_seed(self.workspace.checkpoints, asked)
-        return self._sources_elsewhere.stored_seed(asked) if found is None else found
+        return self._elsewhere.sources.stored_seed(asked) if found is None else found
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""
@@ -901,22 +874,8 @@ class BaseRunner(metaclass=MetaRunner):
             compare=self.config_differences,
         )
         self.checkpoint_manager.before_save = self._run_place.confirm
-        self.checkpoint_manager.look_in(self._sources_elsewhere)
+        self.checkpoint_manager.look_in(self._elsewhere.sources)
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
-
-    def _open_remote(self) -> RunMirror | None:
-        """Open the copy of the run in an object store, and become its writer there; `None` where `checkpoint.remote.url` is unset."""
-        home, section = self._sources_elsewhere.home, self.config.checkpoint
-        if home is None or section.load_only or isinstance(self.checkpoint_manager, NoCheckpoints):
-            return None
-        remote = section.remote
-        settings = MirrorSettings(remote.required, remote.keep_latest_k, remote.interval, self.config.log_seconds)
-        opened = RunMirror(
-            home.store, home.layout, directory=self.workspace.dir, manager=self.checkpoint_manager, settings=settings
-        )
-        # What was seen of the run before this process became its writer may have changed.
-        home.forget()
-        return opened
 
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
