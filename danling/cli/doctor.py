@@ -92,8 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=_seconds, default=180.0, help="seconds that one check may take (default: 180)"
     )
-    parser.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
+    instead.add_argument(
         "--determinism", action="store_true", help="only say which operations give other bits when they are made again"
     )
     add_json(parser)
