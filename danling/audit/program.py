@@ -24,6 +24,24 @@ _TAIL_BYTES = 8192
 _SECONDS_TO_END = 15.0
 
 
+def scratch_settings(directory: Path) -> dict[str, object]:
+    """Return the settings by which a program trains in a directory of its own, from scratch, and writes nowhere else.
+
+    Args:
+        directory: The run directory.
+    """
+    return {
+        "dir": os.fspath(directory),
+        "checkpoint_dir": os.fspath(directory / "checkpoints"),
+        "log_file": None,
+        "auto_resume": False,
+        "resume": None,
+        "checkpoint.load_only": False,
+        "checkpoint.remote.url": None,
+        **dict.fromkeys(("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False),
+    }
+
+
 @dataclass(frozen=True)
 class ProgramEnd:
     """How a program ended.
@@ -112,3 +130,31 @@ def end_program(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_SECONDS_TO_END)
+
+
+def kill_program(process: subprocess.Popen[bytes]) -> None:
+    """End a program at this instant by SIGKILL, with everything that it has started, also in sessions of their own (torchrun's workers).
+
+    Args:
+        process: What `start_program` returned.
+    """
+    found = [process.pid]
+    # Held first, so that none starts another that is not seen; who was held is killed all the same.
+    for pid in found:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGSTOP)
+        found += _children_of(pid)
+    for pid in found:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        return [
+            int(child) for each in threads for child in Path(f"/proc/{pid}/task/{each}/children").read_text().split()
+        ]
+    except OSError:  # it has ended, or this system has no /proc: then the process group is all that is known
+        return []

@@ -1,0 +1,153 @@
+"""Whether a user's own program comes back bitwise: it is stopped by SIGTERM, killed by SIGKILL, resumed, and compared with itself.
+
+Three times the program trains in a scratch directory, each time the same command: once without a break, and once stopped and resumed, and
+killed and resumed. The digests of each update say whether all of it is the same, and what parted first where it is not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from .parting import Parting, compare_digests
+from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
+from .record import DigestLine, read_digests
+
+Found = tuple[str, str, str]
+"""Name, state (`ok` or `failed`) and detail of a check."""
+
+_POLL_SECONDS = 0.01
+_MENDS = {
+    "data": "the position or the randomness of the data is not in the checkpoint: see `dl.data` and the datasets' own generators",
+    "loss": "the forward pass depends on something that the checkpoint does not hold: a generator or counter of your own, or the time",
+    "gradients": "the backward pass is not repeatable: try deterministic=true, and danling doctor --determinism",
+    "optimizer": "the optimizer has state that is not in its `state_dict`, or a schedule that is stepped elsewhere",
+    "weights": "weights change outside of the update, or were not restored: see `state_dict` and `load_state_dict`",
+    "buffers": "buffers change outside of the forward pass, or are not persistent",
+    "ema": "the averages were not restored",
+}
+_BEGINNING = (
+    "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several threads "
+    "see danling doctor --determinism"
+)
+_LONGER_SECONDS = 3.0
+
+Leave = Callable[[subprocess.Popen[bytes]], None]
+"""How a program is left where it is awaited."""
+
+
+class ScriptFailed(ValueError):
+    """The program could not be brought to where it is stopped."""
+
+
+class ResumeCheck:
+    """Starts a program, stops and kills it, resumes it, and compares.
+
+    Args:
+        command: The program and its arguments, as one would type them.
+        place: An empty directory to train in.
+        updates: Updates from the beginning to the stop, from there to the kill, and from there to the end.
+        timeout: Seconds that each start may take until it is where it is awaited.
+    """
+
+    def __init__(self, command: Sequence[str], place: Path, *, updates: int, timeout: float) -> None:
+        self.command = command
+        self.place = place
+        self.updates = updates
+        self.timeout = timeout
+        self._log = place / "output.log"
+
+    def examine(self) -> Iterator[Found]:
+        """Yield each check as it ends; a program that does not begin alike is not compared any further.
+
+        Raises:
+            ScriptFailed: If the program ends or fails before it is where it is to be stopped.
+            ValueError: If there is no such program.
+        """
+        whole, parts, updates = self.place / "whole", self.place / "parts", self.updates
+        # Longer than the other: a quick program goes on for a while before it hears that it is to stop.
+        self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
+        reference = read_digests(whole)
+        stopped = self._train(parts, updates, leave=self._stop)
+        self._check_length(reference, stopped)
+        parting = _first(reference, parts, 1, stopped)
+        yield _verdict("begins alike", parting, f"updates 1 to {stopped} of two starts", _BEGINNING)
+        if parting is not None:
+            return
+        if not any((parts / "checkpoints").glob("latest*")):
+            raise self._failed("it saved no checkpoint when it was stopped by SIGTERM")
+        killed = self._train(parts, stopped + updates, leave=kill_program, resumes=True)
+        parting = _first(reference, parts, stopped + 1, killed)
+        told = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
+        yield _verdict("resumes after SIGTERM", parting, told)
+        self._check_length(reference, killed)
+        end = self._train(parts, killed + updates, leave=kill_program, resumes=True)
+        # What was trained after the last checkpoint is trained again, and compared again.
+        parting = _first(reference, parts, 1, end)
+        told = f"killed at update {killed}; the updates up to {min(end, max(reference))}"
+        yield _verdict("resumes after SIGKILL", parting, told)
+
+    def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
+        """Train until a run has so many updates, and leave it so; return how many it has then."""
+        settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
+        process = start_program(self.command, settings, log=self._log)
+        begin = time.monotonic()
+        try:
+            while True:
+                done = max(read_digests(run), default=0)
+                if done >= updates and time.monotonic() > begin + seconds:
+                    leave(process)
+                    return max(read_digests(run))
+                if process.poll() is not None:
+                    # Without a break a program may be at its end; then it is compared as far as it went.
+                    if process.returncode == 0 and seconds and done:
+                        return done
+                    what = f"exit code {process.returncode} after {done} updates"
+                    raise self._failed(f"{what}, before it was stopped" if done else f"{what} that left digests")
+                if time.monotonic() > begin + self.timeout:
+                    raise self._failed(f"{done} updates in {self.timeout:g} s")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            end_program(process)
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(self.timeout)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"it did not end in {self.timeout:g} s after SIGTERM") from None
+
+    def _check_length(self, reference: Mapping[int, DigestLine], done: int) -> None:
+        if done + 2 > max(reference):
+            raise self._failed(f"{done} updates until it ended, and {max(reference)} without a break")
+
+    def _failed(self, received: str) -> ScriptFailed:
+        tail = ProgramEnd(None, self._log).tail.strip()
+        return ScriptFailed(
+            f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
+            f"{received}; the end of what it printed:\n{tail}\nGive it more to do, or set --updates."
+        )
+
+
+def _first(reference: Mapping[int, DigestLine], run: Path, begin: int, end: int) -> Parting | None:
+    """Return what parts first within some updates of two runs."""
+    made = {step: line for step, line in read_digests(run).items() if begin <= step <= end}
+    if not made.keys() & reference.keys():
+        return Parting("samples", begin, None, (None, None), None)
+    found = compare_digests(reference, made)
+    return found[0] if found else None
+
+
+def _verdict(name: str, parting: Parting | None, told: str, mend: str | None = None) -> Found:
+    if parting is None:
+        return name, "ok", f"{told} are bitwise the same"
+    what = parting.what
+    return (
+        name,
+        "failed",
+        f"{what} parted first, at update {parting.step}: {mend or _MENDS.get(what, _MENDS['weights'])}",
+    )
