@@ -31,8 +31,8 @@ def scratch_settings(directory: Path) -> dict[str, object]:
         directory: The run directory.
     """
     return {
-        "dir": os.fspath(directory),
-        "checkpoint_dir": os.fspath(directory / "checkpoints"),
+        "dir": os.fspath(directory.absolute()),
+        "checkpoint_dir": os.fspath(directory.absolute() / "checkpoints"),
         "log_file": None,
         "auto_resume": False,
         "resume": None,

@@ -17,12 +17,11 @@ from danling.workspace.claim import is_in_use
 from danling.workspace.runs import Run, is_run
 
 from .parting import Comparison, compare_runs
-from .program import run_program
+from .program import run_program, scratch_settings
 from .record import read_digests
 
 _NOT_COMPARED = frozenset({"runner", "format_version"})
 _NOT_COMPARED_OF_STATE = frozenset({"elastic", "attempts"})
-_TRACKERS = ("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -160,17 +159,12 @@ def audit_run(
     again = scratch.absolute() / "run"
     of_run = Run(run, "stored")
     every = of_run.config.get("audit.digest_interval") or (None if read_digests(run) else 1)
-    settings: dict[str, object] = {
-        "dir": os.fspath(again),
-        "checkpoint_dir": os.fspath(again / "checkpoints"),
-        "log_file": None,
-        "auto_resume": False,
+    settings = {
+        **scratch_settings(again),
         "resume": None if first is None else os.fspath(first.path),
         "audit.until": [last.step, last.epoch],
         "audit.digest_interval": every,
-        "checkpoint.load_only": False,
         "checkpoint.keep_latest_k": 0,
-        **dict.fromkeys(_TRACKERS, False),
     }
     if of_run.config.get("seed") is not None:
         settings["seed"] = of_run.config["seed"]

@@ -31,8 +31,8 @@ _MENDS = {
     "ema": "the averages were not restored",
 }
 _BEGINNING = (
-    "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several threads "
-    "see danling doctor --determinism"
+    "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
+    "threads see danling doctor --determinism"
 )
 _LONGER_SECONDS = 3.0
 
@@ -62,7 +62,7 @@ class ResumeCheck:
         self._log = place / "output.log"
 
     def examine(self) -> Iterator[Found]:
-        """Yield each check as it ends; a program that does not begin alike is not compared any further.
+        """Yield each check as it ends; behind the first that failed there is nothing to compare.
 
         Raises:
             ScriptFailed: If the program ends or fails before it is where it is to be stopped.
@@ -84,6 +84,8 @@ class ResumeCheck:
         parting = _first(reference, parts, stopped + 1, killed)
         told = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
         yield _verdict("resumes after SIGTERM", parting, told)
+        if parting is not None:
+            return
         self._check_length(reference, killed)
         end = self._train(parts, killed + updates, leave=kill_program, resumes=True)
         # What was trained after the last checkpoint is trained again, and compared again.
@@ -107,7 +109,7 @@ class ResumeCheck:
                     if process.returncode == 0 and seconds and done:
                         return done
                     what = f"exit code {process.returncode} after {done} updates"
-                    raise self._failed(f"{what}, before it was stopped" if done else f"{what} that left digests")
+                    raise self._failed(f"{what}, before it was stopped" if done else f"{what} of a runner")
                 if time.monotonic() > begin + self.timeout:
                     raise self._failed(f"{done} updates in {self.timeout:g} s")
                 time.sleep(_POLL_SECONDS)

@@ -1,6 +1,7 @@
 """Train, save, kill and resume on two local processes, and say what works on this machine.
 
 With --determinism: make many operations again and again, and say which give other bits, and what to set.
+With --script -- PROGRAM: stop a program of yours by SIGTERM, kill it by SIGKILL, resume it, and say whether each comes back bitwise.
 
 Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from each kind of checkpoint
 that a stack writes by default (a file, a sharded one). What they end with must be bitwise the same: weights, optimizer,
@@ -97,7 +98,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument(
         "--determinism", action="store_true", help="only say which operations give other bits when they are made again"
     )
+    instead.add_argument(
+        "--script",
+        action="store_true",
+        help="stop, kill and resume the program behind `--` instead, as in: danling doctor --script -- python train.py",
+    )
+    parser.add_argument(
+        "--updates",
+        type=_updates,
+        default=8,
+        help="with --script: updates up to the stop, the kill and the end (default: 8)",
+    )
     add_json(parser)
+
+
+def _updates(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"Expected a number of updates of at least 2. Received: {text!r}.")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -132,6 +150,13 @@ def run(options: argparse.Namespace) -> int:
 def _checks(options: argparse.Namespace) -> Iterator[Check]:
     if options.remote is not None:
         return _examine_store(options.remote)
+    if options.script:
+        return _examine_script(options.program, options.updates, options.timeout)
+    if options.program:
+        raise ValueError(
+            f"Expected --script before a program. Received: {' '.join(options.program)!r} without it. "
+            "Write `danling doctor --script -- ...`."
+        )
     if options.determinism:
         return (Check(*found) for found in examine_repeatability(partial(_output, timeout=options.timeout)))
     return examine(set(options.skip), options.timeout)
@@ -200,6 +225,15 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
             yield _timed(package, partial(_extra, package, timeout))
     if "pairs" not in skip:
         yield from (Check(*found) for found in examine_pairs(timeout))
+
+
+def _examine_script(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
+    """Stop, kill and resume a program of the user's, in a directory that is removed."""
+    from danling.audit.resuming import ResumeCheck  # torch
+
+    with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
+        for found in ResumeCheck(program, Path(folder), updates=updates, timeout=timeout).examine():
+            yield Check(*found)
 
 
 def _examine_store(url: str) -> Iterator[Check]:

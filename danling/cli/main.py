@@ -37,7 +37,7 @@ SUBCOMMANDS = {
     "estimate": ("estimate", "estimate the memory on each rank in a layout"),
 }
 """By name: the module, and what it does in one line."""
-WITH_PROGRAM = frozenset({"audit"})
+WITH_PROGRAM = frozenset({"audit", "doctor"})
 """Those that start a program, which stands behind `--`; they find it under `options.program`."""
 
 

@@ -1,0 +1,135 @@
+"""A program of a user's is stopped, killed and resumed by the doctor, and what does not come back is named."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.recorded import danling
+
+from danling.audit.program import kill_program, start_program
+from danling.audit.resuming import ResumeCheck, ScriptFailed
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+
+class Toy(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        points = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))
+        self.datasets = {"train": TensorDataset(points, (points.sum(1) > 0).long())}
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Linear(16, 2))
+        self.criterion = nn.CrossEntropyLoss()
+        self.calls = 0
+
+    def compute_loss(self, pred, target):
+        self.calls += 1  # of no checkpoint
+        loss = super().compute_loss(pred, target)
+        return loss * (1 + 0.01 * self.calls) if "counter" in sys.argv else loss
+
+    def save_checkpoint(self, **settings):
+        if "unsaved" not in sys.argv:
+            super().save_checkpoint(**settings)
+
+settings = {"steps": 5 if "short" in sys.argv else 2000, "seed": None if "unseeded" in sys.argv else 1,
+            "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 1e-2}, "checkpoint_dir": sys.argv[1]}
+with Toy(settings) as runner:
+    runner.train()
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """The program, which would write its checkpoints somewhere else."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
+
+
+@pytest.mark.timeout(400)
+def test_a_program_that_comes_back(command: list[str], tmp_path: Path) -> None:
+    done = danling("doctor", "--script", "--timeout", "90", "--updates", "4", "--", *command, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[0].split()[0] for line in lines] == ["ok"] * 3
+    assert [line[8:].split("  ")[0].strip() for line in lines] == [
+        "begins alike",
+        "resumes after SIGTERM",
+        "resumes after SIGKILL",
+    ]
+    assert all("bitwise the same" in line for line in lines)
+    assert not (tmp_path / "elsewhere").exists()  # nothing is written but in the scratch directory
+
+
+def _examined(command: list[str], place: Path, **settings: float) -> list[tuple[str, str, str]]:
+    place.mkdir()
+    return list(ResumeCheck(command, place, updates=4, timeout=settings.get("timeout", 90)).examine())
+
+
+@pytest.mark.timeout(400)
+def test_a_counter_that_no_checkpoint_holds_is_found(command: list[str], tmp_path: Path) -> None:
+    (begins, *_), (resumes, state, detail) = _examined([*command, "counter"], tmp_path / "scratch")
+    assert (begins, resumes, state) == ("begins alike", "resumes after SIGTERM", "failed")
+    assert detail.startswith("loss parted first, at update ") and "a generator or counter of your own" in detail
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_without_a_seed_two_starts_differ(command: list[str], tmp_path: Path) -> None:
+    ((begins, state, detail),) = _examined([*command, "unseeded"], tmp_path / "scratch")
+    assert (begins, state) == ("begins alike", "failed") and "Set seed" in detail
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_processes_of_torchrun(command: list[str], tmp_path: Path) -> None:
+    launch = [
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+    ]
+    run = [sys.executable, "-m", "torch.distributed.run", *launch, *command[1:]]
+    found = _examined(run, tmp_path / "scratch")
+    assert [state for _, state, _ in found] == ["ok"] * 3, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("flaw", "received"), [("unsaved", "it saved no checkpoint"), ("short", "[45] updates")])
+def test_programs_that_cannot_be_tried(command: list[str], tmp_path: Path, flaw: str, received: str) -> None:
+    with pytest.raises(ScriptFailed, match=f"(?s)Expected a program that trains.*Received: .*{received}"):
+        _examined([*command, flaw], tmp_path / "scratch")
+
+
+def test_a_program_that_is_none_of_a_runner_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ScriptFailed, match=r"(?s)exit code 0 after 0 updates of a runner.*printed:\nhello"):
+        _examined([sys.executable, "-S", "-c", "print('hello')"], tmp_path / "scratch")
+    with pytest.raises(ValueError, match="Expected a program behind `--`"):
+        _examined([], tmp_path / "none")
+
+
+def test_a_kill_reaches_processes_in_sessions_of_their_own(tmp_path: Path) -> None:
+    beneath = "import os, time; os.setsid(); open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    program = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {beneath!r}], cwd={str(tmp_path)!r})"
+    )
+    process = start_program([sys.executable, "-S", "-c", program], {}, log=tmp_path / "log")
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    kill_program(process)
+    pid = int((tmp_path / "pid").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # until its new parent has seen it
+        time.sleep(0.01)
+    assert process.returncode == -9
