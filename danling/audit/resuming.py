@@ -94,14 +94,16 @@ class ResumeCheck:
         yield _verdict("resumes after SIGKILL", parting, told)
 
     def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
-        """Train until a run has so many updates, and leave it so; return how many it has then."""
+        """Train until a run has so many updates, for so many seconds from the first one on; leave it so and return how many it has then."""
         settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
         process = start_program(self.command, settings, log=self._log)
-        begin = time.monotonic()
+        begin, first = time.monotonic(), None
         try:
             while True:
                 done = max(read_digests(run), default=0)
-                if done >= updates and time.monotonic() > begin + seconds:
+                if first is None and done:
+                    first = time.monotonic()
+                if first is not None and done >= updates and time.monotonic() > first + seconds:
                     leave(process)
                     return max(read_digests(run))
                 if process.poll() is not None:
