@@ -156,7 +156,7 @@ class TorchRunner(BaseRunner):
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
-        refuse_early_steps(self.optimizer, lambda: self._session.in_step)
+        refuse_early_steps(self.optimizer, self._session)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
             raise ValueError(
                 f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "

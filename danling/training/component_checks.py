@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
+from typing import Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -235,16 +236,22 @@ def warn_of(messages: Callable[[], Iterable[str]]) -> None:
         logger.warning("%s", message)
 
 
-def refuse_early_steps(optimizer: object, in_step: Callable[[], bool]) -> None:
+class KnowsSteps(Protocol):
+    """Knows whether a step of the user's is under way; see `danling.training.TrainingSession`."""
+
+    in_step: bool
+
+
+def refuse_early_steps(optimizer: object, session: KnowsSteps) -> None:
     """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet.
 
     Args:
         optimizer: One optimizer, or several in one.
-        in_step: Returns whether `train_step` runs.
+        session: Knows whether `train_step` runs.
     """
 
     def refuse(stepped: Optimizer, *_: object) -> None:
-        if in_step():
+        if session.in_step:
             raise RuntimeError(
                 "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
                 f"step of {type(stepped).__name__} inside of it. Remove optimizer.step(); an update of your own goes into "

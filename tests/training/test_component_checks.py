@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -13,9 +15,9 @@ from danling.training.component_checks import refuse_early_steps
 @pytest.mark.parametrize("several", [False, True])
 def test_a_step_of_the_optimizer_is_refused_within_a_train_step_alone(several: bool) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    in_step = False
-    refuse_early_steps(JointOptimizer(optimizer) if several else optimizer, lambda: in_step)
+    session = SimpleNamespace(in_step=False)
+    refuse_early_steps(JointOptimizer(optimizer) if several else optimizer, session)
     optimizer.step()
-    in_step = True
+    session.in_step = True
     with pytest.raises(RuntimeError, match="a step of SGD inside of it"):
         optimizer.step()
