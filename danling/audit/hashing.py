@@ -60,8 +60,11 @@ class Hasher:
         Args:
             tensor: Of any dtype and shape; a DTensor is hashed at its place in the whole.
         """
+        parts = _parts(tensor)
+        if parts:
+            return torch.stack([self.digest(part) * key_of(number) for number, part in enumerate(parts)]).sum()
         shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
-        local = local_part(tensor.detach())
+        local = _stored(local_part(tensor.detach()))
         if is_sharded(tensor):
             offset = self._offset(tensor)
         if local.device != self.device:
@@ -162,10 +165,10 @@ class Hasher:
         for name, leaf in _leaves(data):
             if not isinstance(leaf, Tensor):
                 total = total + key_of(name, repr(leaf))
-            elif is_sharded(leaf) or leaf.layout is not torch.strided or leaf.dim() == 0:
-                total = total + (self.digest(leaf) * key_of(name) if leaf.layout is torch.strided else 0)
+            elif is_sharded(leaf) or _parts(leaf) or leaf.dim() == 0:
+                total = total + self.digest(leaf).to(self.device) * key_of(name)
             elif leaf.numel():
-                part = leaf.to(self.device)
+                part = _stored(leaf).to(self.device)
                 part = torch.view_as_real(part) if part.is_complex() else part
                 bits = part.reshape(len(leaf), -1).view(_BITS[part.element_size()])
                 sums = self._row_sums(bits, self._keys(False, bits.shape[1])[: bits.shape[1]]) * key_of(name)
@@ -192,6 +195,25 @@ def mixed(values: Tensor) -> Tensor:
 def _shifted(values: Tensor, by: int) -> Tensor:
     # The shift of signed integers fills with the sign.
     return (values >> by) & ((1 << (64 - by)) - 1)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a tensor of a layout of its own is made of; empty for one whose elements lie in strides."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        # Those of a tensor that is not coalesced, too, whose `indices` torch does not hand out.
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values as they are: quantized ones as integers, conjugated and negated ones computed."""
+    return tensor.int_repr() if tensor.is_quantized else tensor.resolve_conj().resolve_neg()
 
 
 def _signed(value: int) -> int:

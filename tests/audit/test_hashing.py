@@ -161,3 +161,27 @@ def test_samples_are_the_same_in_any_order_and_any_division_into_batches() -> No
 def test_keys_are_odd_and_those_of_the_words() -> None:
     assert key_of("a", 1) == key_of("a", 1) != key_of("a1") and key_of("a", 1) % 2 == 1
     assert -(1 << 63) <= key_of("b") < 1 << 63
+
+
+@pytest.mark.parametrize(
+    "layout", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "nested", "conjugated", "negated"]
+)
+def test_tensors_of_layouts_of_their_own_have_digests_of_all_bits(layout: str) -> None:
+    """Such as the matrix of a graph in a buffer, and a batch of rows of several lengths."""
+
+    def made(value: float) -> Tensor:
+        dense = torch.tensor([[0.0, value], [2.0, 0.0]])
+        if layout == "nested":
+            return torch.nested.nested_tensor([dense[0], dense.reshape(-1)[:3]], layout=torch.jagged)
+        if layout in ("conjugated", "negated"):
+            conjugated = torch.complex(dense, dense).conj()
+            return conjugated.imag if layout == "negated" else conjugated
+        return dense.to_sparse(layout=getattr(torch, layout), blocksize=(1, 1) if layout == "sparse_bsr" else None)
+
+    first, same, other = made(1.0), made(1.0), made(1.5)
+    assert digest(first) == digest(same) != digest(other)
+    hasher = Hasher(CPU)
+    batches = [int(hasher.digest_samples({"input": tensor})) for tensor in (first, same, other)]
+    assert batches[0] == batches[1] != batches[2]
+    if layout in ("conjugated", "negated"):
+        assert digest(first) == digest(first.resolve_conj().resolve_neg().clone())
