@@ -208,9 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.describe:
         print(json.dumps([["cpu"] + ["cuda"] * torch.cuda.is_available(), options.threads]))
         return
-    warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
-    with deterministic_kernels() if options.deterministic else nullcontext():
+    with warnings.catch_warnings(), deterministic_kernels() if options.deterministic else nullcontext():
+        warnings.simplefilter("ignore")
         for name in options.only:
             said: dict[str, object] = {"name": name}
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,6 @@ def test_a_log_is_measured_at_its_length(tmp_path: Path, monkeypatch: pytest.Mon
 
     from danling.stream import FileChannel
 
-    figures = log_at(300, lambda: FileChannel(tmp_path / "log"), 2)
+    figures = log_at(300, partial(FileChannel, tmp_path / "log"), 2)
     assert len(figures) == 9 and all(value >= 0 for value in figures.values())
     assert FileChannel(tmp_path / "log").published() == 300 + 32

@@ -30,7 +30,9 @@ class Begun:
             check_directory=lambda: self.asked.append("check"),
             find_latest=lambda: latest,
             refuse_lost=lambda: self.asked.append("refuse lost"),
+            pass_over=lambda source, error: self.passes_over,
         )
+        self.passes_over = False
         self.run_state = RunState([], [], excluded=lambda: None)
         self.placement: Any = SimpleNamespace(keeps_streams=False, optimizer=LocalDomain())
         self.dataloaders: dict[str, Any] = {}
@@ -98,6 +100,20 @@ def test_a_checkpoint_of_another_run_is_refused() -> None:
     begun.differences = ["optim.lr: 0.1 then, 0.2 now"]
     with pytest.raises(CheckpointMismatch, match=r"optim\.lr: 0\.1 then, 0\.2 now"):
         begun.restorer.check({})
+
+
+def test_what_is_found_damaged_while_it_is_read_is_passed_over() -> None:
+    begun = Begun(latest="ckpt", damaged=1, auto_resume=True)
+    begun.passes_over = True
+    begun.restore()
+    assert begun.asked[-2:] == ["load ckpt", "load ckpt"]
+    begun = Begun(latest="ckpt", damaged=1, auto_resume=True)
+    with pytest.raises(CheckpointDamaged):
+        begun.restore()
+    begun = Begun(damaged=1, resume="ckpt")
+    begun.passes_over = True  # one that was named is loaded or refused
+    with pytest.raises(CheckpointDamaged):
+        begun.restore()
 
 
 def test_other_random_numbers_are_refused_unless_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
