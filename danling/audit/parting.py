@@ -83,7 +83,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     }
     environments = read_environment(first.path), read_environment(second.path)
     digests = read_digests(first.path), read_digests(second.path)
-    figures = [_of_digests(run) for run in digests], [_of_metrics(run) for run in (first, second)]
+    figures = _of_digests(*digests), [_of_metrics(run) for run in (first, second)]
     found = [
         parting
         for of_first, of_second in figures
@@ -108,7 +108,7 @@ def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, Digest
         first: Digests by step.
         second: Those that they are compared with.
     """
-    ours, theirs = _of_digests(first), _of_digests(second)
+    ours, theirs = _of_digests(first, second)
     found = [first_difference(name, ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
     return sorted((p for p in found if p is not None), key=lambda p: (p.step, _rank(p.figure), p.figure))
 
@@ -138,7 +138,7 @@ def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
         first: A run.
         second: The run that it is compared with.
     """
-    digests = [_of_digests(read_digests(run.path)) for run in (first, second)]
+    digests = _of_digests(*(read_digests(run.path) for run in (first, second)))
     metrics = [_of_metrics(run) for run in (first, second)]
     curves = {}
     for ours, theirs in (digests, metrics):
@@ -152,12 +152,17 @@ def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
     return curves
 
 
-def _of_digests(lines: Mapping[int, DigestLine]) -> dict[str, dict[int, object]]:
-    found: dict[str, dict[int, object]] = {}
-    for step, line in lines.items():
-        values = {"loss": line.loss, "grad_norm": line.grad_norm, **{n: f"{x:016x}" for n, x in line.digests.items()}}
-        for name, value in values.items():
-            found.setdefault(name, {})[step] = value
+def _of_digests(*runs: Mapping[int, DigestLine]) -> list[dict[str, dict[int, object]]]:
+    """Return the figures of each run by name and step; a column that one of them leaves out has no tensors there, and is 0."""
+    columns = sorted({name for lines in runs for line in lines.values() for name in line.digests})
+    found: list[dict[str, dict[int, object]]] = []
+    for lines in runs:
+        of_run: dict[str, dict[int, object]] = {}
+        for step, line in lines.items():
+            digests = {name: f"{line.digests.get(name, 0):016x}" for name in columns}
+            for name, value in {"loss": line.loss, "grad_norm": line.grad_norm, **digests}.items():
+                of_run.setdefault(name, {})[step] = value
+        found.append(of_run)
     return found
 
 

@@ -40,6 +40,7 @@ class _Taken:
         step: Updates committed.
         cells: What this rank puts into the table.
         tensors: Kind, column and name of each tensor of this rank.
+        places: Where each of them stands in the table, int64 on the device.
         digests: The digest of each of them, int64 on the device.
         figures: Loss and gradient norm, float64 on the device.
         has_norm: Whether there is a gradient norm.
@@ -48,6 +49,7 @@ class _Taken:
     step: int
     cells: Tensor
     tensors: list[tuple[str, str, str]]
+    places: Tensor
     digests: Tensor
     figures: Tensor
     has_norm: bool
@@ -100,6 +102,8 @@ class UpdateAudit:
         self._groups: set[str] = set()
         self._written: set[str] = set()
         self._begun: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor] = {}
+        self._changed: dict[str, Tensor] = {}
         self._waiting: _Taken | None = None
         self._sent: _Taken | None = None
         self._landed: tuple[_Taken, Tensor, torch.cuda.Event | None] | None = None
@@ -152,17 +156,35 @@ class UpdateAudit:
         tensors = [
             (kind if kind in table.kinds else OWN, self._column(column, name), name) for kind, column, name in tensors
         ]
-        places = [table.place(kind, column) for kind, column, _ in tensors]
+        places = self._places(table, tensors, digests)
         keys = [key_of(name, str(e.tensor.dtype), tuple(e.tensor.shape)) for (_, _, name), e in zip(tensors, found)]
         cells = torch.zeros(table.width, dtype=torch.int64, device=self._device)
         if values:
-            cells.index_add_(0, self._on_device(places), digests * self._on_device(keys))
+            cells.index_add_(0, places, digests * self._on_device(keys))
         if self._samples is not None:
             cells[-1] = self._samples
         norm = outcome.grad_norm
         pair = [outcome.loss, 0.0 if norm is None else norm]
         figures = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device).detach() for x in pair])
-        return _Taken(self._step(), cells, tensors, digests, figures, norm is not None)
+        return _Taken(self._step(), cells, tensors, places, digests, figures, norm is not None)
+
+    def _places(self, table: DigestTable, tensors: Sequence[tuple[str, str, str]], digests: Tensor) -> Tensor:
+        """Return where the digest of each tensor stands. A buffer that has changed since an earlier digest stands, from then on, with those
+        that forwards write to: statistics that were frozen at first, a queue that is filled later. The device decides it, since the host
+        would have to wait. Where a bit flips on one rank, this rank alone moves the buffer, and differs from the others by that.
+        """
+        places = self._on_device([table.place(kind, column) for kind, column, _ in tensors])
+        at = {name: index for index, (_, column, name) in enumerate(tensors) if column == "buffers"}
+        if not at:
+            return places
+        now = digests[self._on_device(list(at.values()))]
+        changed = torch.stack([self._seen.get(name, digest) for name, digest in zip(at, now)]) != now
+        changed |= torch.stack([self._changed.get(name, never) for name, never in zip(at, torch.zeros_like(changed))])
+        self._seen, self._changed = dict(zip(at, now)), dict(zip(at, changed))
+        here = [i for i, (_, column, name) in enumerate(tensors) if column in ("buffers", "ema") and name in at]
+        local = self._on_device([table.place(tensors[index][0], tensors[index][1] + LOCAL) for index in here])
+        moved, index = torch.stack([self._changed[tensors[i][2]] for i in here]), self._on_device(here)
+        return places.index_copy(0, index, torch.where(moved, local, places[index]))
 
     def _together(self, values: Sequence[Tensor]) -> Tensor:
         """Return single digests as one tensor on the device; those of tensors in host memory, such as counts of steps, go there at once."""
@@ -268,15 +290,15 @@ class UpdateAudit:
 
     def _error(self, taken: _Taken, drifted: Sequence[Drift]) -> ReplicaDriftError:
         """Return the error that names the ranks and the first tensor. Called on all ranks: they exchange the digests of single tensors."""
+        assert self._table is not None
         first = drifted[0]
-        mine = {
-            name: digest
-            for (kind, column, name), digest in zip(taken.tensors, taken.digests.tolist())
-            if (kind, column) == (first.kind, first.column)
-        }
+        place = self._table.place(first.kind, first.column)
+        found = zip(taken.tensors, taken.places.tolist(), taken.digests.tolist())
+        mine = {name: digest for (_, _, name), at, digest in found if at == place}
         told = self._domain.gather_objects(mine)
         reference, rank = told[first.others[0]], first.ranks[0]
-        names = [name for name in reference if told[rank].get(name) != reference[name]] or ["its kind"]
+        known = {**reference, **told[rank]}
+        names = [name for name in known if told[rank].get(name) != reference.get(name)] or ["its kind"]
         ranks = f"rank {rank}" if len(first.ranks) == 1 else f"ranks {list(first.ranks)}"
         others = f"rank {first.others[0]}" if len(first.others) == 1 else f"ranks {list(first.others)}"
         unsure = (
@@ -286,7 +308,7 @@ class UpdateAudit:
         )
         return ReplicaDriftError(
             f"Expected ranks that hold copies of a tensor to hold the same after update {taken.step}. Received: {ranks} differs from "
-            f"{others} in {names[0]!r} and {len(names) - 1} more of {len(reference)} in {first.column!r}.{unsure} No checkpoint of this "
+            f"{others} in {names[0]!r} and {len(names) - 1} more of {len(known)} in {first.column!r}.{unsure} No checkpoint of this "
             "state was published. Check the machine of that rank, and code that writes to weights on one rank alone; go on with "
             "auto_resume."
         )

@@ -55,6 +55,19 @@ class Small(dl.Runner):
             local_part(flipped.detach()).view(torch.int32).view(-1)[0] ^= 1
 
 
+class Thawed(Small):
+    """Statistics of batch normalization that are frozen at first, which DDP does not make equal."""
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Let each rank keep buffers of its own."""
+        return {**super().ddp_kwargs(), "broadcast_buffers": False}
+
+    def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Let the statistics follow the batches from the fifth update on."""
+        self.unwrapped_model[1].train(self.state.train.global_step >= 4)
+        return super().train_step(data)
+
+
 def settings(root: Path | str, **more: Any) -> dict[str, Any]:
     config = {
         "seed": 1,
@@ -65,6 +78,26 @@ def settings(root: Path | str, **more: Any) -> dict[str, Any]:
         "audit.digest_interval": 2,
     }
     return config | {"optim": {"type": "adamw", "lr": 0.01}, "dataloader": {"batch_size": 4}} | more
+
+
+def thaw(root: str, *flip: Any) -> None:
+    with Thawed(settings(root, **{"ema.enabled": True}), *flip) as runner:
+        runner.train()
+
+
+def test_a_buffer_that_forwards_write_to_from_some_update_on_is_no_drift(tmp_path: Path) -> None:
+    run_processes(thaw, str(tmp_path), world_size=2)
+    lines = read_digests(tmp_path)
+    assert list(lines) == [2, 4, 6, 8]
+    assert ["buffers.local" in lines[step].digests for step in lines] == [False, False, True, True]
+    assert lines[4].digests["buffers"] != lines[6].digests["buffers"] == lines[8].digests["buffers"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bit_of_a_constant_buffer_is_found_beside_buffers_that_change(rank: int, tmp_path: Path) -> None:
+    for outcome in run_outcomes(thaw, str(tmp_path), "buffer", 6, rank, world_size=2):
+        assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
+        assert "after update 6. Received: rank 1 differs from rank 0 in 'scale' and 0 more" in str(outcome.error)
 
 
 def train(root: str, more: dict[str, Any], *flip: Any) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from PIL import Image
 from support.recorded import danling
 from support.toys import TracingRunner
 
-from danling.audit.parting import compare_runs, first_difference
+from danling.audit.parting import compare_digests, compare_runs, first_difference
+from danling.audit.record import DigestLine
 from danling.cli.main import main
 from danling.workspace.runs import Run
 
@@ -138,3 +139,11 @@ def test_a_first_difference_is_between_steps_that_both_have() -> None:
     assert first_difference("loss", {1: 1.0, 2: nan, 4: 2.0}, {1: 1.0, 2: nan, 3: 5.0, 4: 2.0}) is None
     found = first_difference("loss", {1: 1.0, 2: 1.5, 3: 9.0}, {1: 1.0, 3: 8.0})
     assert found is not None and (found.step, found.last_equal, found.difference) == (3, 1, -1.0)
+
+
+def test_a_column_that_one_run_has_no_tensors_in_parts_from_that_of_the_other() -> None:
+    """A constant buffer that changes stands with those that forwards write to from then on; the column that it leaves counts."""
+    whole = {step: DigestLine(step, 0.5, None, {"weights.0": 1, "buffers": 2}) for step in (1, 2)}
+    changed = {1: whole[1], 2: DigestLine(2, 0.5, None, {"weights.0": 1, "buffers.local": 3})}
+    parted = [(found.figure, found.step, found.last_equal) for found in compare_digests(whole, changed)]
+    assert parted == [("buffers", 2, 1), ("buffers.local", 2, 1)] and compare_digests(whole, whole) == []
