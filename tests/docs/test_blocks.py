@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import logging
 import os
 import re
 import sys
@@ -225,8 +226,17 @@ def _forgets_accelerate() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
+@pytest.fixture
+def _keeps_the_level_of_the_log() -> Iterator[None]:
+    """A page may quiet the log of the library; other tests of this process read it."""
+    log = logging.getLogger("danling")
+    before = log.level
+    yield
+    log.setLevel(before)
+
+
 @pytest.mark.timeout(300)  # README starts half a dozen programs
-@pytest.mark.usefixtures("_forgets_modules", "_forgets_accelerate")
+@pytest.mark.usefixtures("_forgets_modules", "_forgets_accelerate", "_keeps_the_level_of_the_log")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],
