@@ -82,7 +82,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
     }
     environments = read_environment(first.path), read_environment(second.path)
-    digests = read_digests(first.path), read_digests(second.path)
+    digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
     figures = _of_digests(*digests), [_of_metrics(run) for run in (first, second)]
     found = [
         parting

@@ -58,19 +58,21 @@ class DigestFile:
         self._lines.close()
 
 
-def read_digests(run: str | os.PathLike[str]) -> dict[int, DigestLine]:
+def read_digests(run: str | os.PathLike[str], problems: list[str] | None = None) -> dict[int, DigestLine]:
     """Return the digests of a run by step; empty where it has none.
 
     Args:
         run: The run directory.
+        problems: Takes a sentence where lines are damaged, which are left out; one that a kill left unfinished is not.
     """
     file = Path(run, FILE)
-    found = {}
-    for record in read_jsonl(file) if file.is_file() else []:
-        line = _line(record)
-        if line is not None:
-            found[line.step] = line
-    return found
+    if not file.is_file():
+        return {}
+    found = [line for line in map(_line, read_jsonl(file)) if line is not None]
+    written = file.read_bytes().count(b"\n")
+    if problems is not None and len(found) < written:
+        problems.append(f"{file}: {written - len(found)} of its {written} lines")
+    return {line.step: line for line in found}
 
 
 def _line(record: Mapping[str, object]) -> DigestLine | None:

@@ -34,3 +34,6 @@ def test_what_stood_behind_the_step_of_a_resume_is_cut_off_and_an_unfinished_lin
     with open(tmp_path / FILE, "a") as broken:
         broken.write('{"step": 35, "loss": "no number"}\n{"step": 40, "lo')
     assert list(read_digests(tmp_path)) == [10, 20, 25]
+    problems: list[str] = []
+    read_digests(tmp_path, problems)
+    assert problems == [f"{tmp_path / FILE}: 1 of its 4 lines"]

@@ -147,3 +147,26 @@ def test_a_column_that_one_run_has_no_tensors_in_parts_from_that_of_the_other() 
     changed = {1: whole[1], 2: DigestLine(2, 0.5, None, {"weights.0": 1, "buffers.local": 3})}
     parted = [(found.figure, found.step, found.last_equal) for found in compare_digests(whole, changed)]
     assert parted == [("buffers", 2, 1), ("buffers.local", 2, 1)] and compare_digests(whole, whole) == []
+
+
+def test_damaged_digests_are_named_and_do_not_pass_for_equal_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        with TracingRunner(
+            {
+                "steps": 4,
+                "seed": 1,
+                "dir": str(tmp_path / name),
+                "audit.digest_interval": 1,
+                "optim.type": "sgd",
+                "optim.lr": 0.1,
+            }
+        ) as runner:
+            runner.train()
+    runs = [str(tmp_path / name) for name in ("first", "second")]
+    assert main(["diff", *runs]) == 0 and "cannot be read" not in capsys.readouterr().err
+    file = tmp_path / "second" / "digests.jsonl"
+    file.write_text(file.read_text().replace('"step": 3', '"step": x'))
+    assert main(["diff", *runs]) == 1
+    assert f"{file}: 1 of its 4 lines" in capsys.readouterr().err
