@@ -6,15 +6,17 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from danling.checkpoints.errors import CheckpointDamaged
-from danling.checkpoints.pieces import Range
 from danling.checkpoints.shard_index import INDEX, ShardIndex
 
 from .digests import ChunkDigests
 from .errors import RemoteMissing
 from .stored_run import Described, StoredRun
+
+if TYPE_CHECKING:
+    from danling.checkpoints.pieces import Range  # imports torch's distributed checkpoints, which cost a second
 
 _AT_ONCE = 64 << 20
 
@@ -98,7 +100,8 @@ class _Partial:
 
     def _spans(self, numbers: Sequence[int]) -> list[Range]:
         """Return the ranges of chunks; neighbours are one, up to a size."""
-        chunk, spans = self._digests.chunk, list[Range]()
+        chunk = self._digests.chunk
+        spans: list[Range] = []
         for number in numbers:
             start, end = number * chunk, min((number + 1) * chunk, self._size)
             if spans and sum(spans[-1]) == start and spans[-1][1] + chunk <= _AT_ONCE // 4:
