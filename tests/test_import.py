@@ -20,5 +20,5 @@ def test_a_runner_imports_nothing_of_torch_that_torch_does_not():
     assert done.returncode == 0, done.stderr
     names = json.loads(done.stdout)
     assert "danling.runners.torch_runner" in names
-    others = [name for name in names if (_top := name.partition(".")[0]) not in OURS | sys.stdlib_module_names]
+    others = [name for name in names if name.partition(".")[0] not in OURS | sys.stdlib_module_names]
     assert not [name for name in others if "cython" not in name]
