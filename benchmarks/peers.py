@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py                        # a quarter of an hour when all peers are installed
     OMP_NUM_THREADS=1 python benchmarks/peers.py --json peers.json --plot peers.png
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --cpu-time             # time of the processor: on a machine whose speed varies
 
 Peers that are not installed are left out: `pip install pytorch-lightning accelerate transformers pytorch-ignite`.
 
@@ -9,8 +10,9 @@ The step: an MLP of 10,102 parameters, batch 32, AdamW as torch builds it, clipp
 The data comes in three ways: as batches in a list, which leaves the libraries alone; from a user's `Dataset` through the loader that each
 library builds or takes (`StatefulDataLoader` for the loop by hand); and the same with two workers. Blocks of updates are interleaved and
 every block is divided by the loop's block of the same round and data; what comes before the first hundred updates of a block is not
-counted. `--readme README.md` puts the figures into its table. Import is the time of the statement in a fresh process that has imported
-torch. Memory is the peak of a fresh process after 300 updates. Medians and quartiles.
+counted. Time of the processor is that of the training process, without its workers. `--readme README.md` puts the figures into its
+table. Import is the time of the statement in a fresh process that has imported torch. Memory is the peak of a fresh process after 300
+updates. Medians and quartiles.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pairs
 import torch
@@ -112,6 +114,8 @@ class Clock:
         steps: Updates of the block.
     """
 
+    of_processor: ClassVar[bool] = False
+
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.count = 0
@@ -121,14 +125,17 @@ class Clock:
         """Count an update."""
         self.count += 1
         if self.count == WARM_UP:
-            self.begin = time.perf_counter()
+            self.begin = self._now()
         elif self.count == self.steps:
-            self.end = time.perf_counter()
+            self.end = self._now()
 
     @property
     def microseconds(self) -> float:
         """Time of an update."""
         return (self.end - self.begin) / (self.steps - WARM_UP) * 1e6
+
+    def _now(self) -> float:
+        return time.process_time() if self.of_processor else time.perf_counter()
 
 
 def timed(updates: Iterator[None], steps: int) -> float:
@@ -422,7 +429,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--readme", type=Path, help="put the figures into the table of that file")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
+    parser.add_argument("--cpu-time", action="store_true", help="count time of the processor: for a busy machine")
     asked = parser.parse_args()
+    Clock.of_processor = asked.cpu_time
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
