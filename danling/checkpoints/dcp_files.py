@@ -30,7 +30,7 @@ from . import storage
 from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
 from .manifest import Manifest, read_manifest
-from .outline import Entry, Outline, without_tensors
+from .outline import READ_WHOLE, Entry, Outline, without_tensors
 from .pieces import Pieces, PiecesReader
 from .plan_cache import PlanCache
 from .policy import Record
@@ -286,7 +286,7 @@ def read_payload(
 
 def read_outline(path: Path) -> Outline:
     """Return what is in a target: plain values, and where the index says that tensors lie; see `Backend.read_outline`."""
-    plain = read_target(path, sections=["format_version", "runner", "state"])
+    plain = read_target(path, sections=READ_WHOLE)
     outline = Outline("sharded", path, plain=without_tensors(plain))
     for name, about in sorted(read_index(path).tensors.items()):
         size = math.prod(about.shape) * dtype_of(about.dtype).itemsize

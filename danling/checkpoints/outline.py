@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+READ_WHOLE = ("format_version", "runner", "state")
+"""Sections of a checkpoint that are read with their tensors, such as states of random generators: they are small."""
+
 
 @dataclass(frozen=True)
 class Entry:

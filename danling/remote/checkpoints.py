@@ -10,8 +10,8 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from danling.checkpoints.file_store import SUFFIX, FileStore
 from danling.checkpoints.file_store import SUMS as FILE_SUMS
+from danling.checkpoints.outline import READ_WHOLE
 from danling.checkpoints.policy import Line, Record, is_name
 from danling.checkpoints.reading import read_config
 from danling.checkpoints.store import CheckpointStore
-from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore, is_target
+from danling.checkpoints.target_store import RUNNER_FILE, SUMS, TARGETS, TargetStore, is_target
 
 from .errors import RemoteError
 from .layout import RunLayout
@@ -30,7 +31,7 @@ from .ranged import without_tensors
 from .store import RemoteStore, is_url, open_store
 from .stored_files import bring_files
 from .stored_pieces import StoredPieces
-from .stored_run import Described, StoredRun, chosen, place_of
+from .stored_run import Described, Place, StoredRun, chosen, place_of
 
 logger = logging.getLogger("danling")
 
@@ -129,6 +130,10 @@ class RemoteFiles(FileStore):
         # `latest` becomes visible last, as in a save.
         records = sorted(same, key=lambda record: record.name == "latest") or [found.record]
         self.write(partial(self.run.download, found, file), records)
+
+    def bring_whole(self, path: Path) -> None:
+        """Bring a checkpoint here; the same as `verify`."""
+        self.verify(path, "full")
 
     def bring_outline(self, path: Path) -> None:
         """Bring a checkpoint without the contents of its tensors: a copy for those who look, which nobody may resume from."""
@@ -241,6 +246,30 @@ class RemoteTargets(TargetStore):
         found = self._described(path)
         return StoredPieces(self.run, found) if self.run.is_divisible(found) else None
 
+    def bring_outline(self, path: Path) -> None:
+        """Bring a target without the contents of its tensors: a copy for those who look, which nobody may resume from.
+
+        Of an engine that is what the runner has saved beside it. A target that cannot be read in parts is brought whole.
+        """
+        found = self._described(path)
+        problems = self.run.problems(found)
+        if problems:
+            raise CheckpointDamaged("; ".join(problems))
+        files = found.manifest.files
+        if RUNNER_FILE not in files and not self.run.is_divisible(found):
+            self._stage(found, path)
+            return
+        storage.make_directory(path)
+        for file, (size, _) in files.items():
+            with (path / file).open("wb") as hollow:
+                hollow.truncate(size)
+        if RUNNER_FILE in files:
+            storage.write_file(path / RUNNER_FILE, partial(self.run.download, found, RUNNER_FILE))
+        else:
+            with closing(StoredPieces(self.run, found)) as pieces:
+                _fill_in(path, pieces, {file: size for file, (size, _) in files.items()})
+        storage.write_text(path / SUMS, found.manifest.text())
+
     def bring_whole(self, path: Path) -> None:
         """Bring all of a target here, whether or not it could be read in parts."""
         self._stage(self._described(path), path)
@@ -298,6 +327,25 @@ class RemoteTargets(TargetStore):
         """Nothing: what is kept in a store is for its writer to choose."""
 
 
+def _fill_in(target: Path, pieces: StoredPieces, sizes: Mapping[str, int]) -> None:
+    """Write all but weights to the hollow files of a target: plain values, sections that are read whole, files without tensors."""
+    with_tensors = {extent.file for extent in pieces.index.extents()}
+    wanted: dict[str, list[tuple[int, int]]] = {
+        file: [] if file in with_tensors else [(0, size)] for file, size in sizes.items()
+    }
+    small = [chunk for entry in pieces.index.tensors.values() if entry.path[0] in READ_WHOLE for chunk in entry.chunks]
+    for extent in [part.extent for part in small] + [value.extent for value in pieces.index.values.values()]:
+        wanted[extent.file].append((extent.offset, extent.length))
+    pieces.bring(wanted)
+    for file, ranges in wanted.items():
+        with (target / file).open("r+b") as copy:
+            for start, length in ranges:
+                brought = pieces.open(file)
+                brought.seek(start)
+                copy.seek(start)
+                copy.write(brought.read(length))
+
+
 class _OtherFiles(RemoteFiles):
     """File checkpoints of another run, which a URL names."""
 
@@ -336,12 +384,12 @@ class RemoteSources:
         self._run_id = run_id
         self._connect = connect
         self._home = home
-        self._others: dict[str, list[CheckpointStore]] = {}
+        self._others: dict[str, list[RemoteFiles | RemoteTargets]] = {}
 
     def own(self) -> list[CheckpointStore]:
         """Return the stores of the run itself."""
         run = self.home
-        return self._stores(RemoteFiles, RemoteTargets, self._directory, run) if run is not None else []
+        return [*self._stores(RemoteFiles, RemoteTargets, self._directory, run)] if run is not None else []
 
     @cached_property
     def home(self) -> StoredRun | None:
@@ -389,13 +437,15 @@ class RemoteSources:
         if not is_url(source):
             return None
         place = place_of(str(source))
+        return list(self._named(place)), place.name
+
+    def _named(self, place: Place) -> list[RemoteFiles | RemoteTargets]:
         key = f"{place.base}/{place.layout.root}"
         if key not in self._others:
             run = StoredRun(self._connect(place.base), place.layout)
             self._others[key] = self._stores(_OtherFiles, _OtherTargets, self._place_for(key), run)
         files, targets = self._others[key]
-        kinds = {True: [files], False: [targets], None: [files, targets]}
-        return kinds[place.file], place.name
+        return {True: [files], False: [targets], None: [files, targets]}[place.file]
 
     def bring_file(self, url: str) -> Path | None:
         """Bring what another program wrote, and return where it lies now; `None` for the URL of a run. May be called on all ranks.
@@ -424,16 +474,14 @@ class RemoteSources:
             CheckpointNotFound: If there is none.
             CheckpointDamaged: If it is not what was written.
         """
-        stores, name = self.named(url) or ([], "")
-        for store in stores:
-            found = store.find(name)
+        place = place_of(url)
+        for store in self._named(place):
+            found = store.find(place.name)
             if found is not None:
-                if outline and isinstance(store, RemoteFiles):
+                if outline:
                     store.bring_outline(found)
-                elif isinstance(store, RemoteTargets):
-                    store.bring_whole(found)
                 else:
-                    store.verify(found, "full")
+                    store.bring_whole(found)
                 return found
         raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name one that is there.")
 
@@ -447,7 +495,7 @@ class RemoteSources:
 
     def _stores(
         self, files: type[RemoteFiles], targets: type[RemoteTargets], directory: Path, run: StoredRun
-    ) -> list[CheckpointStore]:
+    ) -> list[RemoteFiles | RemoteTargets]:
         return [files(directory, run, run_id=self._run_id), targets(directory, run, run_id=self._run_id)]
 
     def _place_for(self, url: str) -> Path:

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from .errors import RemoteConflict, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
-from .store import RemoteStore
+from .store import RemoteStore, Tag
 
 logger = logging.getLogger("danling")
 
@@ -124,7 +124,7 @@ class Lease:
         self.store = store
         self.key = key
         self.seconds = seconds
-        self._tag: str | None = None
+        self._tag: Tag | None = None
         self._error: RemoteError | None = None
         self._renewed = 0.0
         self._end = threading.Event()
@@ -148,7 +148,7 @@ class Lease:
                 self.store.url,
             )
             return
-        waits: str | None = None
+        waits: Tag | None = None
         while not self._try():
             try:
                 content, tag = self.store.get_tagged(self.key)
@@ -188,9 +188,9 @@ class Lease:
             return False
         return True
 
-    def _take_over(self, tag: str | None) -> bool:
+    def _take_over(self, tag: Tag) -> bool:
         try:
-            self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), str(tag))
+            self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), tag)
         except (RemoteConflict, RemoteMissing):
             return False
         return True
@@ -203,7 +203,8 @@ class Lease:
         while not self._end.wait(self.seconds / _RENEWALS):
             try:
                 begun = time.monotonic()
-                self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), str(self._tag))
+                assert self._tag is not None
+                self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), self._tag)
                 self._renewed = begun
             except RemoteConflict as error:
                 self._error = RemoteConflict(
@@ -267,7 +268,7 @@ def honours_conditions(store: RemoteStore, key: str) -> bool:
     probe = _probe(key)
     try:
         first = store.put_if_absent(probe, Writer.me(SECONDS).text())
-        return _refuses_second(store, probe) and _replaces_once(store, probe, str(first))
+        return _refuses_second(store, probe) and _replaces_once(store, probe, first)
     finally:
         with suppress(RemoteError):
             store.delete(probe)
@@ -281,7 +282,7 @@ def _refuses_second(store: RemoteStore, probe: str) -> bool:
     return False
 
 
-def _replaces_once(store: RemoteStore, probe: str, tag: str) -> bool:
+def _replaces_once(store: RemoteStore, probe: str, tag: Tag) -> bool:
     try:
         store.put_if_match(probe, Writer.me(SECONDS).text(), tag)
     except RemoteUnavailable:

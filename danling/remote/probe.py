@@ -119,7 +119,7 @@ class Probe:
         first = self._store.get_tagged(self._key)[1]
         self._store.put(self._key, self._content[::-1])
         try:
-            self._store.put_if_match(self._key, uuid.uuid4().bytes, str(first))
+            self._store.put_if_match(self._key, uuid.uuid4().bytes, first)
         except (RemoteConflict, RemoteMissing):
             return "ok", "If-Match: an object that has changed is not replaced"
         return "absent", "it ignores If-Match: two writers of a run are not kept apart"

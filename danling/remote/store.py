@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
@@ -48,7 +48,9 @@ _DENIED_CODES = {
     "AccessDenied",
     "TokenRefreshRequired",
 }
-_SKEWED = "RequestTimeTooSkewed"
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_SKEWED = ("RequestTimeTooSkewed", "Request date header too old")
+"""Of S3 and Google Cloud, and of Azure."""
 _RETRY_SECONDS = 20
 _user: int | None = None
 """The process that has used the client; the threads of obstore do not survive a fork."""
@@ -69,6 +71,28 @@ class RemoteSettings:
     retries: int = 5
 
 
+class Tag(NamedTuple):
+    """What tells one put of an object from another: stores compare one of the two, S3 and Azure the first, Google Cloud the second.
+
+    Attributes:
+        entity: The entity tag; `None` where the store gives none.
+        version: The version, or generation; `None` where the store gives none.
+    """
+
+    entity: str | None
+    version: str | None
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Tag:
+        """Read what the client returns."""
+        return cls(found.get("e_tag"), found.get("version"))
+
+    @property
+    def condition(self) -> dict[str, str]:
+        """What the client takes for it."""
+        return {name: value for name, value in (("e_tag", self.entity), ("version", self.version)) if value is not None}
+
+
 @dataclass(frozen=True)
 class RemoteObject:
     """An object of a listing.
@@ -77,13 +101,11 @@ class RemoteObject:
         key: Its key, relative to the URL of the store.
         size: Its size in bytes.
         modified: When the store received it, by the clock of the store.
-        tag: Its entity tag, which changes with its contents; `None` where the store gives none.
     """
 
     key: str
     size: int
     modified: datetime
-    tag: str | None
 
 
 def is_url(text: object) -> bool:
@@ -121,7 +143,7 @@ class RemoteStore:
         self.settings = settings
         self._credentials = credentials
         self._opened: ObjectStore | None = None
-        _check_url(url)
+        check_url(url)
         _obstore()
         self._client()
 
@@ -147,7 +169,7 @@ class RemoteStore:
                 max_concurrency=_PARTS_AT_ONCE,
             )
 
-    def put_if_absent(self, key: str, content: bytes) -> str | None:
+    def put_if_absent(self, key: str, content: bytes) -> Tag:
         """Store a small object where there is none. Its contents must differ from anybody else's: see below.
 
         Where the answer of the store was lost, the object is read back, and if it has these contents it counts as stored.
@@ -164,7 +186,7 @@ class RemoteStore:
         """
         return self._put_on_condition(key, content, "create", RemoteExists)
 
-    def put_if_match(self, key: str, content: bytes, tag: str) -> str | None:
+    def put_if_match(self, key: str, content: bytes, tag: Tag) -> Tag:
         """Replace a small object, if it is the one with this tag. Its contents must differ from anybody else's, as in `put_if_absent`.
 
         Args:
@@ -179,13 +201,12 @@ class RemoteStore:
             RemoteConflict: If the object has another tag, or is gone.
             RemoteError: If the store cannot do that.
         """
-        return self._put_on_condition(key, content, {"e_tag": tag}, RemoteConflict)
+        return self._put_on_condition(key, content, tag.condition, RemoteConflict)
 
-    def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> str | None:
+    def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> Tag:
         try:
             with self._asking("put", key, refused=refused) as store:
-                tag: str | None = _obstore().put(store, key, content, mode=mode, use_multipart=False)["e_tag"]
-                return tag
+                return Tag.of(_obstore().put(store, key, content, mode=mode, use_multipart=False))
         except RemoteDenied:
             raise
         except RemoteError as error:
@@ -206,7 +227,7 @@ class RemoteStore:
         """
         return self.get_tagged(key)[0]
 
-    def get_tagged(self, key: str) -> tuple[bytes, str | None]:
+    def get_tagged(self, key: str) -> tuple[bytes, Tag]:
         """Return the contents and the tag of an object.
 
         Raises:
@@ -214,7 +235,7 @@ class RemoteStore:
         """
         with self._asking("get", key) as store:
             found = _obstore().get(store, key)
-            return bytes(found.bytes()), found.meta["e_tag"]
+            return bytes(found.bytes()), Tag.of(found.meta)
 
     def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
         """Yield the contents of an object piece by piece; a large one need not fit into memory.
@@ -332,7 +353,12 @@ def _obstore() -> Any:
         ) from error
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
+    """Refuse a URL that names no store.
+
+    Raises:
+        RemoteError: If it does not.
+    """
     found = _URL.match(url)
     scheme = found.group(1).lower() if found else ""
     parts = urlsplit(url)
@@ -342,23 +368,32 @@ def _check_url(url: str) -> None:
             "Expected the URL of an object store: s3://bucket/prefix, gs://bucket/prefix, abfss://container@account.dfs.core.windows.net/"
             f"prefix, file:///directory. Received: {url!r}. Give one of these."
         )
+    if scheme == "file" and parts.netloc not in ("", "localhost"):
+        raise RemoteError(
+            f"Expected the absolute path of a directory, as in file:///abs/path. Received: {url!r}, in which {parts.netloc!r} stands "
+            f"where the name of a host does. Give file://{Path.cwd() / parts.netloc}{parts.path}, or where it lies."
+        )
 
 
 def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -> ObjectStore:
     from obstore.store import LocalStore, MemoryStore, from_url
 
-    scheme, path = urlsplit(url).scheme.lower(), unquote(urlsplit(url).path)
+    parts = urlsplit(url)
+    if parts.fragment or parts.query:
+        # Else what comes after it would be left out, and the objects would lie at another place.
+        raise ValueError("a '#' is written as %23 in a URL, and a '?' as %3F")
+    scheme, path = parts.scheme.lower(), unquote(parts.path)
     if scheme == "file":
         return LocalStore(path, mkdir=True)
     if scheme == "memory":
         return _MEMORY.setdefault(url, MemoryStore())
     seconds = timedelta(seconds=settings.timeout_seconds)
     options: Any = {
-        # A server on this machine or in a private network is spoken to without TLS where its address says so.
+        # A server on this machine or in a private network is spoken to without TLS where its address says so; those of the clouds do not.
         "client_options": {
             "timeout": seconds,
             "connect_timeout": min(seconds, timedelta(seconds=10)),
-            "allow_http": _plain(url),
+            "allow_http": True,
         },
         "retry_config": {
             "max_retries": settings.retries,
@@ -375,14 +410,6 @@ def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -
     return from_url(url, **options)
 
 
-def _plain(url: str) -> bool:
-    named = [
-        os.environ.get(name, "")
-        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
-    ]
-    return any(address.startswith("http://") for address in [url, *named])
-
-
 def _provider(credentials: Credentials) -> Callable[[], dict[str, Any]]:
     def provide() -> dict[str, Any]:
         found = dict(credentials() or {})
@@ -393,7 +420,7 @@ def _provider(credentials: Credentials) -> Callable[[], dict[str, Any]]:
 
 
 def _object(entry: Mapping[str, Any]) -> RemoteObject:
-    return RemoteObject(entry["path"], entry["size"], entry["last_modified"], entry.get("e_tag"))
+    return RemoteObject(entry["path"], entry["size"], entry["last_modified"])
 
 
 def _error_of(error: Exception, operation: str, place: str, refused: type[RemoteError]) -> RemoteError:
@@ -407,15 +434,16 @@ def _error_of(error: Exception, operation: str, place: str, refused: type[Remote
         received = f"{named}: {received}"
     status = _STATUS.search(text)
     expected = f"Expected to {operation} {place}. Received: {received}."
-    if named == _SKEWED:
+    if any(sign in text for sign in _SKEWED):
         return RemoteDenied(f"{expected} The clock of this machine is off: set it.")
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
     if isinstance(error, denied) or named in _DENIED_CODES or (status and status.group(1) in ("401", "403")):
         return RemoteDenied(
             f"{expected} Give credentials that are valid and allow it: in the environment, or by the hook remote_credentials()."
         )
-    if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
-        mend = "Make the bucket, or name another one" if "NoSuchBucket" in text else "Name an object that is there"
+    no_bucket = any(name in text for name in _NO_BUCKET)
+    if isinstance(error, FileNotFoundError) or no_bucket:
+        mend = "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
         return RemoteMissing(f"{expected} {mend}.")
     if isinstance(error, exceptions.AlreadyExistsError):
         return RemoteExists(f"{expected} Another process has made it.")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
@@ -17,7 +18,7 @@ from danling.checkpoints.target_store import RUNNER_FILE, is_target
 
 from .errors import RemoteMissing
 from .layout import CHECKPOINTS, DIGESTS, SUMS, Listed, RunLayout, listed
-from .store import RemoteStore
+from .store import RemoteStore, check_url
 
 
 class Described(NamedTuple):
@@ -214,9 +215,12 @@ def place_of(url: str) -> Place:
             `.../checkpoints/targets/TARGET`.
 
     Raises:
+        RemoteError: If it names no store.
         CheckpointNotFound: If there is no run in it.
     """
+    check_url(url)
     scheme, _, rest = url.partition("://")
+    rest = urlsplit(url).path if scheme == "file" else rest
     parts = [part for part in rest.split("/") if part]
     name, file = "latest", None
     if CHECKPOINTS in parts[2:]:

@@ -132,12 +132,16 @@ def test_a_checkpoint_is_inspected_verified_and_exported(
     assert said(capsys, "verify", run, "--level", "size")[0] == 0
 
 
-def test_a_file_is_inspected_without_its_tensors(
-    moto: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_a_checkpoint_is_inspected_without_its_tensors(
+    backend: str,
+    moto: ObjectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with TracingRunner(
-        {"workspace_root": str(tmp_path), "checkpoint.async_enabled": False, "seed": 1, "optim.type": "sgd"}
-    ) as runner:
+    settings = {"workspace_root": str(tmp_path), "seed": 1, "optim.type": "sgd"}
+    with TracingRunner({**settings, "checkpoint": {"async_enabled": False, "backend": backend}}) as runner:
         runner.model.register_buffer("much", torch.randn(1_000_000))
         runner.save_checkpoint()
         directory = runner.workspace.dir
@@ -147,8 +151,11 @@ def test_a_file_is_inspected_without_its_tensors(
     upload_run(directory, open_store(url), layout)
     with fault_proxy(moto.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        assert said(capsys, "inspect", f"{url}/{layout.root}")[1]["sections"]["model"]["bytes"] > 4_000_000
-        assert proxy.downloaded() < 500_000
+        found = said(capsys, "inspect", f"{url}/{layout.root}", "--config", "--tensors")[1]
+        assert found["sections"]["model"]["bytes"] > 4_000_000 and found["config"]["seed"] == 1
+        assert TracingRunner.read_config(f"{url}/{layout.root}")["seed"] == 1
+        assert proxy.downloaded() < 1_000_000
+    assert {**found, "path": ""} == {**said(capsys, "inspect", str(directory), "--config", "--tensors")[1], "path": ""}
 
 
 def test_doctor_tries_a_store_and_leaves_nothing(

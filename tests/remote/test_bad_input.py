@@ -12,6 +12,7 @@ from support.remote_runs import upload_run
 from support.toys import TracingRunner
 
 from danling.checkpoints import CheckpointError, CheckpointMismatch
+from danling.cli.main import main
 from danling.remote import RemoteDenied, RemoteError, RemoteMissing, RunLayout, open_store
 
 
@@ -46,6 +47,19 @@ def refused(config: dict[str, Any], kind: type[CheckpointError], *texts: str) ->
 @pytest.mark.parametrize("url", ["ftp://bucket/prefix", "s3://", "bucket/prefix", "s3:/bucket"])
 def test_an_unknown_scheme(url: str, tmp_path: Path) -> None:
     refused(settings(tmp_path, url), RemoteError, "s3://bucket/prefix, gs://", repr(url))
+
+
+def test_a_directory_without_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    mend = f"Give file://{tmp_path}/runs/here"
+    refused(settings(tmp_path, "file://runs/here"), RemoteError, "file:///abs/path", mend)
+    for setting in ("resume", "pretrained"):
+        config = settings(tmp_path, "") | {"checkpoint": {}, "auto_resume": False, setting: "file://runs/here/line/id"}
+        refused(config, RemoteError, "file:///abs/path", f"{mend}/line/id")
+    assert main(["runs", "file://runs/here"]) == 1 and mend in capsys.readouterr().err
 
 
 def test_no_bucket(bucket: str, tmp_path: Path) -> None:

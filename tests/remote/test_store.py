@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from support.cloud_servers import Cloud, cloud_server
 from support.fault_proxy import FaultProxy, fault_proxy
 from support.object_servers import ObjectServer, local_bucket, moto_server
 
@@ -57,18 +58,30 @@ def use(server: ObjectServer, monkeypatch: pytest.MonkeyPatch, endpoint: str | N
     return f"s3://{server.make_bucket()}/pre/fix"
 
 
-@pytest.fixture(params=["moto", "localbucket", "file", "memory"])
+def use_cloud(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let clients find a server, and return the URL of a prefix in its bucket."""
+    for name, value in cloud.environment().items():
+        monkeypatch.setenv(name, value)
+    return cloud.url
+
+
+@pytest.fixture(params=["moto", "localbucket", "google", "azure", "file", "memory"])
 def store(
     request: pytest.FixtureRequest,
     moto: ObjectServer,
     localbucket: ObjectServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> RemoteStore:
+) -> Iterator[RemoteStore]:
+    if request.param in ("google", "azure"):
+        with cloud_server(request.param) as cloud:
+            yield open_store(use_cloud(cloud, monkeypatch), settings=QUICK)
+        return
     if request.param in ("moto", "localbucket"):
         server = moto if request.param == "moto" else localbucket
-        return open_store(use(server, monkeypatch), settings=QUICK)
-    return open_store(f"file://{tmp_path}/store" if request.param == "file" else f"memory:///{secrets.token_hex(8)}")
+        yield open_store(use(server, monkeypatch), settings=QUICK)
+        return
+    yield open_store(f"file://{tmp_path}/store" if request.param == "file" else f"memory:///{secrets.token_hex(8)}")
 
 
 def test_objects_are_put_listed_read_in_ranges_and_removed(store: RemoteStore, tmp_path: Path) -> None:
@@ -98,12 +111,11 @@ def test_an_object_is_created_once(store: RemoteStore) -> None:
     assert store.get("lock") == b"mine"
 
 
-def test_an_object_is_replaced_when_it_is_still_the_same(moto: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(use(moto, monkeypatch))
+@pytest.mark.parametrize("store", ["moto", "google", "azure", "memory"], indirect=True)
+def test_an_object_is_replaced_when_it_is_still_the_same(store: RemoteStore) -> None:
     first = store.put_if_absent("lock", b"one")
-    assert first is not None
     second = store.put_if_match("lock", b"two", first)
-    assert second not in (None, first) and store.get_tagged("lock") == (b"two", second)
+    assert second != first and store.get_tagged("lock") == (b"two", second)
     with pytest.raises(RemoteConflict):
         store.put_if_match("lock", b"three", first)
     with pytest.raises(RemoteConflict):
@@ -114,7 +126,7 @@ def test_a_directory_says_that_it_cannot_replace_on_condition(tmp_path: Path) ->
     store = open_store(f"file://{tmp_path}")
     tag = store.put_if_absent("lock", b"one")
     with pytest.raises(RemoteError, match="cannot do that"):
-        store.put_if_match("lock", b"two", str(tag))
+        store.put_if_match("lock", b"two", tag)
 
 
 def test_a_lost_answer_to_a_conditional_put_counts_as_done(
@@ -125,7 +137,7 @@ def test_a_lost_answer_to_a_conditional_put_counts_as_done(
     tag = store.put_if_absent("lock", b"one")
     assert first.hit == 1 and tag == store.get_tagged("lock")[1]
     second = proxy.lose_answer(when=lambda request: request.method == "PUT")
-    tag = store.put_if_match("lock", b"two", str(tag))
+    tag = store.put_if_match("lock", b"two", tag)
     assert second.hit == 1 and tag == store.get_tagged("lock")[1]
     assert store.get("lock") == b"two"
 
@@ -158,6 +170,11 @@ def test_a_url_of_no_store_is_refused(tmp_path: Path) -> None:
     for url in ("ftp://host/directory", "bucket/prefix", "s3://", "hf://models", "file://"):
         with pytest.raises(RemoteError, match="Expected the URL of an object store"):
             open_store(url)
+    for url in (f"file://{tmp_path}/a#b", "s3://bucket/a?b"):
+        with pytest.raises(RemoteError, match=r"'#' is written as %23"):
+            open_store(url)
+    open_store(f"file://{tmp_path}/a%23b").put("key", b"content")
+    assert (tmp_path / "a#b" / "key").exists()
     assert is_url("s3://bucket/prefix") and not is_url("/a/path") and not is_url("latest") and not is_url(None)
 
 

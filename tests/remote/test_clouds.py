@@ -1,0 +1,107 @@
+"""A run in stores that check conditions in other ways than S3: Google Cloud by generations, Azure by its own entity tags."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cloud_servers import Cloud, cloud_server
+from support.object_servers import local_bucket
+from support.toys import TracingRunner
+
+from danling.cli.main import main
+from danling.remote import RemoteConflict, RemoteMissing, open_store
+from danling.remote.lease import Lease, Writer
+
+KEY = "line/run/lock"
+
+
+@pytest.fixture(params=["google", "azure"])
+def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with cloud_server(request.param) as cloud:
+        for name, value in cloud.environment().items():
+            monkeypatch.setenv(name, value)
+        yield cloud
+
+
+def lose_a_machine(root: Path, url: str, backend: str) -> None:
+    """Train, empty the disk, and train on."""
+    with TracingRunner(settings(root, url, backend=backend)) as runner:
+        runner.train()
+    shutil.rmtree(root)
+    with TracingRunner(settings(root, url, backend=backend, steps=6)) as runner:
+        assert runner.state.train.global_step == 4
+        runner.train()
+
+
+def settings(root: Path, url: str, *, backend: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "steps": 4,
+        "seed": 3,
+        "dataloader.batch_size": 2,
+        "optim.type": "sgd",
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "checkpoint": {"backend": backend, "interval": 2, "remote": {"url": url, "retries": 0}},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_a_run_goes_on_from_an_empty_disk(
+    backend: str, cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "danling"):
+        lose_a_machine(tmp_path, cloud.url, backend)
+    assert "does not keep two writers apart" not in caplog.text
+    latest = "latest.pth.sha256" if backend == "file" else "latest"
+    assert len([key for key in cloud.objects if key.endswith(f"checkpoints/{latest}")]) == 1
+    assert not [key for key in cloud.objects if "/lock" in key]
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_a_run_goes_on_on_a_server_that_ignores_if_match(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with local_bucket(tmp_path / "server") as server, caplog.at_level(logging.WARNING, "danling"):
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        bucket = server.make_bucket()
+        lose_a_machine(tmp_path / "machine", f"s3://{bucket}/runs", backend)
+        keys = server.objects(bucket)
+    assert caplog.text.count("ignores") == 2, "once at each start"
+    assert any("/checkpoints/latest" in key for key in keys) and not [key for key in keys if "/lock" in key]
+
+
+def test_one_writer_is_kept_apart_from_another(cloud: Cloud) -> None:
+    store = open_store(cloud.url)
+    first = Lease(store, KEY, seconds=0.4)
+    first.acquire()
+    assert first.is_exclusive
+    with pytest.raises(RemoteConflict, match="Received: another one"):
+        Lease(store, KEY).acquire()
+    # Another one takes over: the next renewal of the first finds its condition unmet.
+    store.put(KEY, Writer.me(60.0).text())
+    assert first._thread is not None
+    first._thread.join(30)
+    assert isinstance(first.lost, RemoteConflict)
+    first.release()
+
+
+def test_the_examination_finds_no_fault(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--remote", cloud.url]) == 0
+    said = capsys.readouterr().out
+    assert "If-Match: an object that has changed is not replaced" in said
+    assert not cloud.objects
+
+
+def test_a_bucket_that_is_not_there_is_told(cloud: Cloud) -> None:
+    url = cloud.url.replace("//bucket", "//nobody-has-this")
+    with pytest.raises(RemoteMissing, match="Make the bucket"):
+        open_store(url).put("a", b"content")
+    with pytest.raises(RemoteMissing, match="Make the bucket"):
+        list(open_store(url).list())
