@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
     "audit": ("audit", "train a stretch of a run again, and say whether its end is bitwise the stored one"),
     "diff": ("diff", "say where two runs part: settings, versions, code, and the first step that differs"),
+    "ranks": ("ranks", "say what the ranks of a run spent their time with, and which held the others up"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
     "inspect": ("inspection", "show what is in a checkpoint without loading it"),
     "verify": ("verify", "compare checkpoints with their SHA-256 checksums"),

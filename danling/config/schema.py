@@ -240,7 +240,7 @@ class CompileConfig(ClosedSection):
 
 
 class CommConfig(ClosedSection):
-    """Timeouts of process groups."""
+    """Timeouts of process groups, and what is said of ranks that others wait for."""
 
     _path: ClassVar[str] = "comm"
 
@@ -248,6 +248,8 @@ class CommConfig(ClosedSection):
     """Timeout during start-up; none takes torch's default."""
     train_timeout_seconds: PositiveFloat | None = None
     """Timeout from the first update of this process on."""
+    slow_rank_share: PositiveFloat | None = 0.1
+    """Share of the time that a rank may cost the others until log lines name it; none measures no times of ranks."""
 
 
 class GcConfig(ClosedSection):

@@ -6,6 +6,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .board import Board
 from .domain import Domain, LocalDomain, world_of
 from .environment import (
     LaunchEnvironment,
@@ -20,6 +21,7 @@ from .step_sync import REQUESTS, StepSync, StepTotals, agree
 
 __all__ = [
     "REQUESTS",
+    "Board",
     "Domain",
     "JointLeave",
     "LaunchEnvironment",

@@ -80,6 +80,7 @@ class Progress:
         self._lines = Paced(seconds_between_lines, clock=clock)
         self._withheld: str | None = None
         self._figures: Mapping[str, float] = {}
+        self._note = ""
         self._bar: Any = None
         self._curves: NotebookBar | None = None
         self._doing = ""
@@ -126,6 +127,8 @@ class Progress:
         shown = list(self._figures.items())
         whole = self._described(self.desc, shown)
         room = self._room()
+        if self._note and len(whole) + 2 + len(self._note) <= room:
+            return f"{whole}  {self._note}"
         if len(whole) <= room:
             return whole
         shorter = [self._described("", shown[:count]) for count in range(len(shown), 0, -1)]
@@ -145,21 +148,22 @@ class Progress:
         head = " ".join(part for part in (name, self.epoch, f"[{self._doing}]" if self._doing else "") if part)
         return "  ".join(part for part in (head, format_scores(dict(figures))) if part)
 
-    def show(self, step: int, values: Mapping[str, float], *, speed: str = "") -> None:
+    def show(self, step: int, values: Mapping[str, float], *, speed: str = "", note: str = "") -> None:
         """Show metrics at `step`: on the bar, and as a line of the log when one is due.
 
         Args:
             step: As for `update`.
             values: Metrics by name.
             speed: Speed in a few words, such as `5.1k samples/s`; steps a second without.
+            note: What else there is to say, behind everything else.
         """
         self.update(step)
         if not self.enabled:
             return
-        self._figures = dict(values)
+        self._figures, self._note = dict(values), note
         if self._bar is not None:
             self._bar.set_description_str(self._description(), refresh=False)
-        line = self.line(format_scores(values), speed)
+        line = "  ".join(part for part in (self.line(format_scores(values), speed), note) if part)
         if self._lines.due():
             self._write(line)
         else:

@@ -16,6 +16,7 @@ from .flops import ModelFlops
 from .logging import RunLog, close_run_log, open_run_log, speaking_for
 from .printing import Printer
 from .progress import Progress, format_scores
+from .rank_times import RankTimes
 from .telemetry import Telemetry
 from .trackers import TrackerSet
 
@@ -61,6 +62,7 @@ class Reporter:
         trackers: Where metrics are sent to.
         flops: What the model computes for a sample.
         telemetry: Speed of the training that runs, or ran last; `None` before the first one.
+        rank_times: What the ranks spend their time with in the training that runs; `None` where nobody looks.
         bar: The progress bar of the training that runs; `None` on other processes than the main one.
         print: Prints on the main process, beside the bar.
     """
@@ -72,6 +74,7 @@ class Reporter:
         self.trackers = TrackerSet(is_main=is_main)
         self.flops = ModelFlops()
         self.telemetry: Telemetry | None = None
+        self.rank_times: RankTimes | None = None
         self.bar: Progress | None = None
         self.print = Printer(is_main)
         self._log: RunLog | None = None
@@ -150,6 +153,7 @@ class Reporter:
         name: str,
         epoch: str,
         profiler: StepProfiler | None,
+        rank_times: RankTimes | None = None,
     ) -> None:
         """Begin to measure and to show a training.
 
@@ -161,7 +165,9 @@ class Reporter:
             name: What stands in front of the bar.
             epoch: What stands behind the name, such as `epoch 2/5`.
             profiler: What profiles some updates.
+            rank_times: Collects what the ranks spend their time with; `None` where nobody looks. On all ranks or on none.
         """
+        self.rank_times = rank_times
         self._samples_at_begin = self._samples_at_log = samples
         self.telemetry = Telemetry(total_steps=total_steps, global_step=step, device=device)
         self._profiler = profiler
@@ -259,7 +265,9 @@ class Reporter:
         telemetry = self.telemetry
         assert telemetry is not None
         new, self._samples_at_log = samples - self._samples_at_log, samples
-        shared = telemetry.share(domain, counts=counts_samples)
+        ranks = self.rank_times
+        own = ranks.own(telemetry.waited) if ranks is not None else ()
+        shared = telemetry.share(domain, counts=counts_samples, own=own)
         if not self.is_main:
             telemetry.open_window()
             return
@@ -270,13 +278,16 @@ class Reporter:
         for split, found in of_loaders().items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             totals |= {name: totals.get(name, 0) + value for name, value in found.items()}
-        self.trackers.log(named, step)
+        slow = ranks.judge(shared.own) if ranks is not None and shared.own else None
+        beside = {"ranks": ranks.record(shared.own)} if ranks is not None and shared.own else None
+        self.trackers.log(named, step, beside=beside)
         values = {**totals, **values}
         if self.bar is not None:
             self.bar.epoch = epoch
             speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
             self.bar.curve(step, {_SINGLE_UPDATES: {"loss": values["loss"]}})
-            self.bar.show(step, {_SHOWN[name]: values[name] for name in _SHOWN if name in values}, speed=speed)
+            shown = {_SHOWN[name]: values[name] for name in _SHOWN if name in values}
+            self.bar.show(step, shown, speed=speed, note=f"slow: {slow}" if slow is not None else "")
 
     def log_result(
         self,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from danling.utils.protocols import ReductionDomain
 
+from .rank_times import RankTimes
 from .reporter import Reporter, StepProfiler
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class RunReport:
         seconds_between_lines: float,
         profiler: StepProfiler | None,
         description: Callable[[], str],
+        rank_times: RankTimes | None = None,
     ) -> None:
         """Begin to report a training.
 
@@ -119,6 +121,7 @@ class RunReport:
             seconds_between_lines: Seconds at least from one log line to the next.
             profiler: What profiles some updates.
             description: Returns what is going to be trained, in one line.
+            rank_times: Collects what the ranks spend their time with; `None` where nobody looks.
         """
         facts, reporter, counters = self._facts, self.reporter, self._facts.counters()
         known = (facts.flops_per_token() or facts.flops_per_sample()) is not None
@@ -133,6 +136,7 @@ class RunReport:
             name=name,
             epoch=self._epoch(),
             profiler=profiler,
+            rank_times=rank_times,
         )
         if reporter.is_main:
             logger.info("%s", description())

@@ -28,11 +28,13 @@ class Shared:
         tokens: Tokens of all ranks since the last report.
         waited: Seconds since then that the rank waited for batches which waited longest; the others waited for it.
         memory: Peaks of the rank that has the highest, as `memory_figures`.
+        own: What each rank gave of its own, by rank; empty where it gave nothing.
     """
 
     tokens: float
     waited: float
     memory: dict[str, float] = field(default_factory=dict)
+    own: list[list[float]] = field(default_factory=list)
 
 
 class Telemetry:
@@ -119,24 +121,31 @@ class Telemetry:
         finally:
             self._aside += self.clock() - before
 
-    def share(self, domain: ReductionDomain, *, counts: bool = True) -> Shared:
+    @property
+    def waited(self) -> float:
+        """Seconds since the last report that this rank waited for batches."""
+        return self._waited
+
+    def share(self, domain: ReductionDomain, *, counts: bool = True, own: Sequence[float] = ()) -> Shared:
         """Tell the other ranks what only this one knows. One small collective; call on all ranks of the domain.
 
         Args:
             domain: The ranks.
             counts: Whether the tokens of this rank count: of several that read the same data, one does.
+            own: Further numbers of this rank, which all learn; as many on each.
         """
         memory = memory_figures(self.device)
         if domain.size == 1:
             return Shared(self.tokens, self._waited, memory)
+        mine = [self.tokens if counts else 0.0, self._waited, *(memory.get(name, 0.0) for name in _MEMORY), *own]
         # A sum over a row for each rank: sums and maxima in one collective.
-        rows = torch.zeros(domain.size, 2 + len(_MEMORY), dtype=torch.float64)
-        mine = [self.tokens if counts else 0.0, self._waited, *(memory.get(name, 0.0) for name in _MEMORY)]
+        rows = torch.zeros(domain.size, len(mine), dtype=torch.float64)
         rows[domain.rank] = torch.tensor(mine, dtype=torch.float64)
         rows = domain.all_reduce(rows)
         highest = rows.amax(0).tolist()
         peaks = {name: peak for name, peak in zip(_MEMORY, highest[2:]) if peak}
-        return Shared(float(rows[:, 0].sum()), highest[1], peaks)
+        of_ranks = rows[:, 2 + len(_MEMORY) :].tolist() if own else []
+        return Shared(float(rows[:, 0].sum()), highest[1], peaks, of_ranks)
 
     def report(
         self,

@@ -94,15 +94,20 @@ class TrackerSet:
         if self.is_main:
             self.opened.append(tracker if _is_tracker(tracker) else _made_by(tracker))
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
         """Send metrics to every tracker.
 
         Args:
             values: Metrics by name, usually `split/name`.
             step: Global step: optimizer updates committed.
+            beside: Plain values that are no numbers, for the file of metrics alone.
         """
         for tracker in self.opened:
-            tracker.log(values, step)
+            # One of the user's own that is derived from it, and takes the numbers in another way, gets these alone.
+            if beside and isinstance(tracker, JsonlTracker) and type(tracker).log is JsonlTracker.log:
+                tracker.log_with(values, step, beside)
+            else:
+                tracker.log(values, step)
 
     def flush(self) -> None:
         """Flush every tracker; one that fails does not keep the others from it, and the first failure is raised."""
@@ -164,14 +169,27 @@ class JsonlTracker:
         Raises:
             ValueError: If a metric is called `step` or `time`.
         """
+        self.log_with(values, step, {})
+
+    def log_with(self, values: Mapping[str, float], step: int, beside: Mapping[str, object]) -> None:
+        """Append one line that has more than numbers.
+
+        Args:
+            values: Metrics by name, usually `split/name`.
+            step: Global step: optimizer updates committed.
+            beside: Plain values by names of their own.
+
+        Raises:
+            ValueError: If a metric is called `step` or `time`.
+        """
         for name in ("step", "time"):
             if name in values:
                 raise ValueError(
                     "Expected names of metrics other than 'step' and 'time', which every line has. "
                     f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
                 )
-        line = {"step": int(step), "time": round(time.time(), 3), **{name: _finite(x) for name, x in values.items()}}
-        self._lines.write(line)
+        figures = {name: _finite(x) for name, x in values.items()}
+        self._lines.write({"step": int(step), "time": round(time.time(), 3), **figures, **beside})
 
     def flush(self) -> None:
         """Nothing is held back."""

@@ -7,6 +7,7 @@ every call, since a user may override it, and a setting may change while a run t
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -29,7 +30,8 @@ from danling.metrics import Meters, MetricSet
 from danling.optim.building import scheduler_interval
 from danling.optim.modes import evaluation_weights
 from danling.reporting.run_report import ReportFacts, RunReport
-from danling.supervision import is_out_of_memory
+from danling.reporting.telemetry import Telemetry
+from danling.supervision import ActivitySampler, StackReader, is_out_of_memory
 from danling.torchft import (
     Healing,
     QuorumError,
@@ -54,6 +56,7 @@ from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
 from danling.training.rollback import buffers_of, remember_forwards
 from danling.training.run_state import StatePart
 from danling.training.safeguard import TrainedKeeper
+from danling.training.saving import RunSaver
 from danling.training.update import UpdateStep
 from danling.utils.names import canonical_name
 
@@ -557,6 +560,18 @@ class TorchParts:
             counts_samples=runner.placement.counts_samples,
             device=runner.device,
         )
+
+    def sampler(self) -> ActivitySampler:
+        """Return what looks at the thread that calls this, and tells what it does."""
+        saves = (type(self.runner).save_checkpoint, RunSaver.save, RunSaver.export)
+        parts: dict[Callable[..., object], str] = {
+            **dict.fromkeys(saves, "checkpointing"),
+            **dict.fromkeys((Evaluator.sums, Evaluator.try_once), "evaluating"),
+            **TrainingLoop.parts(),
+            Telemetry.timed: "data",
+        }
+        reader = StackReader(parts, on_accelerator=self.runner.device.type != "cpu")
+        return ActivitySampler(reader, thread=threading.get_ident(), native_id=threading.get_native_id())
 
     # Saving and ending
 

@@ -14,11 +14,12 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
 from danling.data import Batch
-from danling.distributed import set_collective_timeout
+from danling.distributed import Board, default_store, set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
 from danling.reporting import Launch, describe_batches, describe_end, describe_parameters, describe_training
-from danling.supervision import Profiler, is_out_of_memory, write_memory_snapshot
+from danling.reporting.rank_times import RankTimes
+from danling.supervision import Profiler, RankWatch, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
 from danling.training.model_states import weights_to_export
 from danling.utils.numbers import Paced
@@ -46,6 +47,7 @@ class TrainingDriver:
         self.runner = runner
         self.parts = parts
         self._stream_lines = Paced(runner.config.log_seconds)
+        self._watch: RankWatch | None = None
 
     # Before it
 
@@ -264,7 +266,24 @@ class TrainingDriver:
             seconds_between_lines=runner.config.log_seconds,
             profiler=runner.build_profiler(),
             description=self.description,
+            rank_times=self.watch_ranks(),
         )
+
+    def watch_ranks(self) -> RankTimes | None:
+        """Begin to look at what this rank does, where there are others; return what collects their times, if that is asked for."""
+        runner, domain = self.runner, self.runner.placement.optimizer
+        share = runner.config.comm.slow_rank_share
+        if domain.size == 1 or share is None:
+            return None
+        watch = self._watch = RankWatch(
+            self.parts.sampler(),
+            board=Board(default_store, f"{runner._session.training}"),
+            rank=domain.rank,
+            size=domain.size,
+            gathers=runner.is_main_process,
+        )
+        watch.start()
+        return RankTimes(sampled=watch.sampler.take, hosts=watch.hosts, share=share)
 
     def description(self) -> str:
         """Return what is going to be trained, in one line."""
@@ -344,6 +363,9 @@ class TrainingDriver:
     def close_training(self) -> None:
         """Close what was opened for a training."""
         runner = self.runner
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
         runner._reporter.end()
         runner._reporter.flush()
         runner._data.free()

@@ -5,20 +5,25 @@ from __future__ import annotations
 from danling.reporting.flops import counted, device_peak_flops, peak_flops
 from danling.reporting.telemetry import Shared, Telemetry, memory_figures
 
+from .activity import ActivitySampler, StackReader
 from .failures import is_out_of_memory, record_failures, write_memory_snapshot
 from .garbage import GcPacer
 from .heartbeat import Heartbeat
 from .profiler import Profiler
+from .rank_watch import RankWatch
 from .signals import EXIT_CODES, SIGNAL_REQUESTS, SignalWatcher
 
 __all__ = [
     "EXIT_CODES",
     "SIGNAL_REQUESTS",
+    "ActivitySampler",
     "GcPacer",
     "Heartbeat",
     "Profiler",
+    "RankWatch",
     "Shared",
     "SignalWatcher",
+    "StackReader",
     "Telemetry",
     "counted",
     "device_peak_flops",

@@ -105,6 +105,11 @@ class TrainingLoop:
 
     boundaries: Boundaries
 
+    @staticmethod
+    def parts() -> dict[Callable[..., object], str]:
+        """Return what a rank does within functions of this class, for who looks at its stack."""
+        return {TrainingLoop._evaluate: "evaluating", TrainingLoop._save_if_due: "checkpointing"}
+
     def __init__(
         self,
         run: LoopHooks,

@@ -110,6 +110,11 @@ class TrainingSession:
         self._leaving: tuple[str, JointLeave] | None = None
         self._looks_again = -math.inf
 
+    @property
+    def training(self) -> int:
+        """Number of the training in this process, the same on all ranks; the store of a job outlives the runners in it."""
+        return self._training
+
     # Requests
 
     def request(self, *names: str) -> None:

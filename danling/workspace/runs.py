@@ -150,7 +150,7 @@ class Run:
     @property
     def figures(self) -> list[str]:
         """Names of all metrics in `metrics.jsonl`, sorted."""
-        return sorted({name for record in self.records for name in record} - {"step", "time"})
+        return sorted({name for record in self.records for name in record} - {"step", "time", "ranks"})
 
     def curve(self, figure: str, *, by: str = "step") -> Curve:
         """Return a metric over steps or time; values that were not finite, or are no numbers, are left out.

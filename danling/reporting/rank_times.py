@@ -1,0 +1,295 @@
+"""What the ranks of a run spend their time with, and which of them holds the others up.
+
+A rank that is slow does not wait, and the others wait for it. So what a rank costs is the time that it was busy longer than the others
+were: that is what an update would take less if it were as fast as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+ACTIVITIES = ("data", "computing", "waiting", "checkpointing", "evaluating")
+"""What a rank does, in the order of its times; `waiting` is for the other ranks."""
+
+_WAITING = ACTIVITIES.index("waiting")
+_CAUSES = {"data": "waiting for data"}
+"""What an activity is called in a sentence, where it is not its own name."""
+
+_JUDGED_SECONDS = 60.0
+"""After how much time what was seen is forgotten, if it named nobody."""
+
+_CERTAIN = 3.0
+"""Standard deviations by which a rank must differ beyond what the largest of so many even ones does."""
+
+_FEWEST_SAMPLES = 20
+
+_STRETCH_SECONDS = 10.0
+"""Over how much time at least a table adds up what each rank cost: of times that were sampled one is always the largest."""
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """What one rank costs the others.
+
+    Attributes:
+        seconds: How much longer it was busy than the others were: than the middle one of them, the lower of two.
+        cause: The activity in which it differs most from them.
+    """
+
+    seconds: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that holds the others up.
+
+    Attributes:
+        rank: Its number.
+        host: The machine that it runs on, `None` when not known.
+        share: Share of the time that it costs.
+        cause: What it spends that time with, one of `ACTIVITIES`.
+    """
+
+    rank: int
+    host: str | None
+    share: float
+    cause: str
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{where} costs {100 * self.share:.0f}% ({_CAUSES.get(self.cause, self.cause)})"
+
+
+def lost_times(times: Sequence[Sequence[float]]) -> list[LostTime]:
+    """Return what each rank costs the others.
+
+    Args:
+        times: Seconds of each rank by activity, as `ACTIVITIES`.
+    """
+    if len(times) < 2:
+        return [LostTime(0.0, "computing") for _ in times]
+    busy = [sum(row[: len(ACTIVITIES)]) - row[_WAITING] for row in times]
+    usual = _middles_of_others(busy)
+    causes = [index for index in range(len(ACTIVITIES)) if index != _WAITING]
+    middles = {index: _middles_of_others([row[index] for row in times]) for index in causes}
+    found = []
+    for rank, row in enumerate(times):
+        cause = max(causes, key=lambda index: row[index] - middles[index][rank])
+        found.append(LostTime(max(busy[rank] - usual[rank], 0.0), ACTIVITIES[cause]))
+    return found
+
+
+def _middles_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the middle one of the others, the lower of two."""
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    middle = (len(values) - 2) // 2
+    place = {index: number for number, index in enumerate(order)}
+    return [values[order[middle if place[index] > middle else middle + 1]] for index in range(len(values))]
+
+
+class RankTimes:
+    """Collects what the ranks spend their time with, from one log line to the next, and judges it.
+
+    Args:
+        sampled: Returns the seconds by activity that were seen since its last call, and from how many looks.
+        hosts: Returns the machine of each rank, `None` where it is not known (yet).
+        share: Share of the time from which on a rank is named.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampled: Callable[[], tuple[Sequence[float], int]],
+        hosts: Callable[[], Sequence[str | None]],
+        share: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._sampled = sampled
+        self._hosts = hosts
+        self._share = share
+        self._clock = clock
+        self._opened = clock()
+        self._pending: list[list[float]] = []
+        self._told_hosts: list[str | None] = []
+
+    def own(self, waited_for_data: float) -> list[float]:
+        """Return the times of this rank since the last call, and the number of looks they come from, as the collective carries them.
+
+        Args:
+            waited_for_data: Seconds of it that this rank waited for batches, which are measured and not sampled.
+        """
+        now = self._clock()
+        elapsed, self._opened = now - self._opened, now
+        seen, looks = self._sampled()
+        data = min(waited_for_data, elapsed)
+        others = [0.0, *seen[1:]]
+        total = sum(others)
+        rest = elapsed - data
+        times = [rest * value / total for value in others] if total else [0.0, rest, *[0.0] * (len(ACTIVITIES) - 2)]
+        return [data, *times[1:], float(looks)]
+
+    def judge(self, rows: Sequence[Sequence[float]]) -> SlowRank | None:
+        """Return the rank that holds the others up, if it costs more than the share, with these rows and those before them.
+
+        Times that were sampled are uncertain: what is too little to tell is kept until more was seen.
+
+        Args:
+            rows: What each rank returned from `own`.
+        """
+        if len(self._pending) != len(rows):
+            self._pending = [[0.0] * len(row) for row in rows]
+        self._pending = [[old + new for old, new in zip(*pair)] for pair in zip(self._pending, rows)]
+        pending = self._pending
+        if len(pending) < 2 or min(row[-1] for row in pending) < _FEWEST_SAMPLES:
+            return None
+        lost = lost_times(pending)
+        rank = max(range(len(lost)), key=lambda index: lost[index].seconds)
+        seconds = sum(pending[rank][:-1])
+        needed = max(self._share * seconds, _uncertainty(pending))
+        if lost[rank].seconds <= needed:
+            if seconds > _JUDGED_SECONDS:
+                self._pending = []
+            return None
+        self._pending = []
+        hosts = self._hosts()
+        host = hosts[rank] if rank < len(hosts) else None
+        return SlowRank(rank, host, lost[rank].seconds / seconds, lost[rank].cause)
+
+    def record(self, rows: Sequence[Sequence[float]]) -> dict[str, object]:
+        """Return what `metrics.jsonl` has of them: seconds by activity, each a list by rank; and the hosts, where they are not those of
+        the line before.
+
+        Args:
+            rows: What each rank returned from `own`.
+        """
+        record: dict[str, object] = {
+            name: [round(row[index], 4) for row in rows] for index, name in enumerate(ACTIVITIES)
+        }
+        hosts = list(self._hosts())
+        if hosts != self._told_hosts:
+            record["hosts"] = self._told_hosts = hosts
+        return record
+
+
+def _uncertainty(rows: Sequence[Sequence[float]]) -> float:
+    """Return by how many seconds the busiest of even ranks may seem to differ, since their times come from so many looks."""
+    seconds = max(sum(row[:-1]) for row in rows)
+    variances = []
+    for row in rows:
+        total = sum(row[:-1])
+        busy = 1 - row[_WAITING] / total if total else 0.0
+        variances.append(2 * busy * (1 - busy) / max(row[-1], 1.0))
+    # The largest of n normal numbers is about sqrt(2 ln n).
+    return seconds * math.sqrt(max(variances)) * (_CERTAIN + math.sqrt(2 * math.log(len(rows))))
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One row of a table of ranks.
+
+    Attributes:
+        rank: Its number.
+        host: The machine it ran on, `None` where the run does not say.
+        lost: Seconds that it cost the others.
+        share: Share of the time of training.
+        cause: Where most of them went; `None` where it cost nothing.
+        seconds: Its times by activity.
+    """
+
+    rank: int
+    host: str | None
+    lost: float
+    share: float
+    cause: str | None
+    seconds: Mapping[str, float]
+
+
+def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
+    """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each.
+
+    Args:
+        records: Lines of `metrics.jsonl`; those without times of ranks are passed over.
+    """
+    totals: dict[tuple[int, str | None], list[float]] = {}
+    lost: dict[tuple[int, str | None], dict[str, float]] = {}
+    training = 0.0
+    for stretch in _stretches(records):
+        training += stretch.seconds
+        for rank, (row, cost) in enumerate(zip(stretch.times, lost_times(stretch.times))):
+            key = rank, stretch.hosts[rank] if rank < len(stretch.hosts) else None
+            totals[key] = [a + b for a, b in zip(totals.get(key, [0.0] * len(row)), row)]
+            by_cause = lost.setdefault(key, {})
+            by_cause[cost.cause] = by_cause.get(cost.cause, 0.0) + cost.seconds
+    rows = []
+    for (rank, host), row in totals.items():
+        causes = lost[rank, host]
+        seconds = sum(causes.values())
+        cause = max(causes, key=lambda name: causes[name]) if seconds else None
+        share = seconds / training if training else 0.0
+        rows.append(RankRow(rank, host, seconds, share, cause, dict(zip(ACTIVITIES, row))))
+    return sorted(rows, key=lambda row: (-row.lost, row.rank))
+
+
+def lost_curves(records: Sequence[Mapping[str, object]]) -> dict[int, tuple[list[float], list[float]]]:
+    """Return for each rank the updates up to which its times were added up, and the share of these times that it cost.
+
+    Args:
+        records: Lines of `metrics.jsonl`.
+    """
+    curves: dict[int, tuple[list[float], list[float]]] = {}
+    for stretch in _stretches(records):
+        for rank, cost in enumerate(lost_times(stretch.times)):
+            steps, shares = curves.setdefault(rank, ([], []))
+            steps.append(float(stretch.step))
+            shares.append(cost.seconds / (stretch.seconds or 1.0))
+    return curves
+
+
+@dataclass
+class _Stretch:
+    """Times of ranks on the same machines, over so many lines that what looks have missed evens out."""
+
+    times: list[list[float]]
+    hosts: list[str | None]
+    step: int
+
+    @property
+    def seconds(self) -> float:
+        return max(map(sum, self.times))
+
+
+def _stretches(records: Sequence[Mapping[str, object]]) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    hosts: list[str | None] = []
+    for record in records:
+        ranks, step = record.get("ranks"), record.get("step")
+        times = _times_of(ranks)
+        if not times or not isinstance(ranks, Mapping) or not isinstance(step, int):
+            continue
+        told = ranks.get("hosts")
+        if isinstance(told, list):
+            hosts = [host if isinstance(host, str) else None for host in told]
+        last = found[-1] if found else None
+        if last is None or last.seconds > _STRETCH_SECONDS or last.hosts != hosts or len(last.times) != len(times):
+            found.append(_Stretch(times, hosts, step))
+        else:
+            last.times = [[a + b for a, b in zip(*pair)] for pair in zip(last.times, times)]
+            last.step = step
+    return found
+
+
+def _times_of(ranks: object) -> list[list[float]]:
+    """Return the seconds of each rank by activity; nothing where a line has none that can be read."""
+    if not isinstance(ranks, Mapping):
+        return []
+    columns = [ranks.get(name) for name in ACTIVITIES]
+    lists = [column for column in columns if isinstance(column, list)]
+    if len(lists) != len(ACTIVITIES) or len({len(column) for column in lists}) != 1:
+        return []
+    rows = [list(row) for row in zip(*lists)]
+    return rows if all(isinstance(value, (int, float)) for row in rows for value in row) else []
