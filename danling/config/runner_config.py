@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from chanfig.utils import Null
@@ -426,7 +428,7 @@ class RunnerConfig(ClosedSection):
         Returns:
             Their keys.
         """
-        keys = settings_without_effect(self.plain(), RunnerConfig().plain(), stack)
+        keys = settings_without_effect(self.plain(), _usual(), stack)
         if keys:
             warn_user(
                 f"These settings have no effect on the stack {stack!r}: {', '.join(keys)}. Remove them, or choose the stack they are for.",
@@ -539,7 +541,7 @@ class RunnerConfig(ClosedSection):
 
     def changed(self) -> Any:
         """Return what differs from the library's defaults, as nested plain values; what a subclass sets is among it."""
-        return identity.changed(self.plain(), RunnerConfig().plain())
+        return identity.changed(self.plain(), _usual())
 
     def canonical(self, *, replicas: int = 1) -> Any:
         """Return what changes the result of the run, as plain values sorted by key.
@@ -601,9 +603,16 @@ class RunnerConfig(ClosedSection):
         Args:
             stored: The stored configuration.
         """
-        whole = RunnerConfig().plain()
+        whole = copy.deepcopy(_usual())
         identity.overlay(whole, identity.plain(stored))
         return whole
 
     def __hash__(self) -> int:  # type: ignore[override]
         return int(self.config_id(), 16)
+
+
+@cache
+def _usual() -> dict[str, Any]:
+    """Return the library's defaults as plain values, which the caller does not change."""
+    usual: dict[str, Any] = RunnerConfig().plain()
+    return usual

@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from danling.utils.files import clear_places, json_text, write_atomically
+from danling.utils.nesting import yaml_text
 from danling.utils.plain import to_plain
 from danling.utils.secrets import redact_patch
 
@@ -154,14 +153,14 @@ class Workspace:
             return
         self.metadata_dir.mkdir(parents=True, exist_ok=True)
         for name, values in zip(_CONFIGS, (full, canonical, diff)):
-            write_atomically(self.metadata_dir / f"config.{name}.yaml", _to_yaml(values))
+            write_atomically(self.metadata_dir / f"config.{name}.yaml", yaml_text(to_plain(values)))
         described, patch = self.metadata_dir / "git.yaml", self.metadata_dir / "git.diff"
         if identity is None or identity.sha is None:
             described.unlink(missing_ok=True)
             patch.unlink(missing_ok=True)
             return
         text, left_out = redact_patch(identity.diff, secrets)
-        write_atomically(described, _to_yaml({**identity.describe(), "lines_left_out": left_out}))
+        write_atomically(described, yaml_text(to_plain({**identity.describe(), "lines_left_out": left_out})))
         if keep_diff:
             write_atomically(patch, text)
         else:
@@ -209,8 +208,3 @@ def _write_changed(path: Path, text: str) -> None:
 
 def _absolute(path: PathLike) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-def _to_yaml(values: Mapping[str, object]) -> str:
-    text: str = yaml.safe_dump(to_plain(values), sort_keys=False, allow_unicode=True, width=120)
-    return text

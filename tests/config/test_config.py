@@ -1105,6 +1105,13 @@ class TestIdentity:
         assert dict(config.optim) == {}
 
 
+def test_a_stored_configuration_that_is_completed_leaves_the_defaults_alone() -> None:
+    whole = RunnerConfig.completed({"optim": {"lr": 5.0}, "checkpoint": {"interval": 7}, "mine": [1]})
+    whole["checkpoint"]["keep_latest_k"] = 99
+    assert RunnerConfig.completed({}) == RunnerConfig().plain() != whole
+    assert RunnerConfig().changed() == {} and RunnerConfig(**{"optim.lr": 5.0}).changed() == {"optim": {"lr": 5.0}}
+
+
 class TestDifferences:
     def test_named(self) -> None:
         stored = RunnerConfig({"optim.lr": 0.1, "model.width": 3}).plain()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from danling.utils.nesting import parse_yaml, yaml_text
 from danling.workspace import CodeIdentity, Workspace
 
 
@@ -145,3 +146,23 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         workspace.write_results({2: {}}, None, None)
     assert [path.name for path in workspace.dir.iterdir()] == ["results.json"]
     assert strict_json(workspace.results_file) == {"1": {}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {
+            "a": [1, 2.5, 1e-20, float("inf"), None, True, []],
+            "b": {},
+            "c": {"d": "1e5", "e": "null", "f": "- x", "g": "'", "h": ""},
+        },
+        {"words " * 5: "words: # and 'more' " * 20, "lines": "a\n b\n\n", "end": "trailing \n"},
+        {"": 1, "k" * 200: {"": [2]}},
+        {"face": "\N{GRINNING FACE}", "accent": "é", "\N{GRINNING FACE}": 1, "line": "\x85\u2028\t\x00"},
+    ],
+    ids=["plain", "long text", "keys", "not ascii"],
+)
+def test_yaml_has_the_bytes_of_the_emitter_in_python(value: dict[str, Any]) -> None:
+    value = {**value, "same": [shared := [1], shared]}
+    assert yaml_text(value) == yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+    assert parse_yaml(yaml_text(value)) == value
