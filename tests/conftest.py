@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch is imported: it reads some of these once.
@@ -23,8 +23,9 @@ if os.environ.get("DANLING_TEST_GPU") != "1":
 import pytest
 import torch
 from support.collecting import pytest_collection as pytest_collection
+from support.object_servers import ObjectServer, local_bucket, moto_server
 from support.process_tree import adopt_orphans, descendants, kill_all, reap
-from support.processes import server_processes
+from support.processes import fork_server, server_processes
 
 torch.set_num_threads(1)
 adopt_orphans()
@@ -39,6 +40,32 @@ def pytest_configure() -> None:
     """Have directories of tests in memory where there is room: every save waits for the disk, which are thousands in all."""
     if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 4 * 2**30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Fork the server of forks while all test files are loaded and none has run; what a fork prints is captured as what a test does."""
+    plugins = session.config.pluginmanager
+    if not plugins.has_plugin("dsession"):  # the controller of pytest-xdist runs no test
+        capture = plugins.get_plugin("capturemanager")
+        capture.resume_global_capture()
+        fork_server()
+        capture.suspend_global_capture()
+    return (yield)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[ObjectServer]:
+    """An S3 server on the loopback, which takes seconds to start: one for all tests, each of which makes buckets of its own."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def localbucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """Another one, which keeps buckets as directories."""
+    with local_bucket(tmp_path_factory.mktemp("buckets")) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from support.patience import patience
 from support.process_tree import descendants
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
 from support.torchrun import run_torchrun, torchrun
+from support.warm import interpreter
 from torch import distributed as dist
 from torch import nn
 
@@ -149,7 +150,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("warm", [False, True])
+# A cold one takes ten seconds of processor time to start.
+@pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_torchrun_runs_a_script_and_keeps_its_output(warm: bool) -> None:
     Path("ranked.py").write_text(_RANKED)
     exit_code, output = run_torchrun("ranked.py", warm=warm)
@@ -158,7 +160,6 @@ def test_torchrun_runs_a_script_and_keeps_its_output(warm: bool) -> None:
     assert "rank 1 of 2" in output
 
 
-# A cold one takes seconds to start; that it runs at all is shown above.
 @pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_leaving_a_torchrun_block_ends_agent_and_workers(warm: bool) -> None:
     Path("ranked.py").write_text(_RANKED)
@@ -261,7 +262,7 @@ def pytester_run(tmp_path: Path) -> str:
         "import subprocess, sys\ndef test_leak():\n    subprocess.run(['sh', '-c', 'sleep 60 &'], check=True)\n"
     )
     command = [
-        sys.executable,
+        interpreter(),
         "-m",
         "pytest",
         "-q",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.recorded import danling
+from support.warm import interpreter
 
 from danling.audit.program import kill_program, start_program
 from danling.audit.resuming import ResumeCheck, ScriptFailed
@@ -48,12 +49,12 @@ with Toy(settings) as runner:
 def command(tmp_path: Path) -> list[str]:
     """The program, which would write its checkpoints somewhere else."""
     (tmp_path / "train.py").write_text(PROGRAM)
-    return [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
+    return [interpreter(), str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
 
 
 @pytest.mark.timeout(400)
 def test_a_program_that_comes_back(command: list[str], tmp_path: Path) -> None:
-    done = danling("doctor", "--script", "--timeout", "90", "--updates", "4", "--", *command, timeout=380)
+    done = danling("doctor", "--script", "--timeout", "90", "--updates", "4", "--", *command, timeout=380, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line.split("  ")[0].split()[0] for line in lines] == ["ok"] * 3
@@ -98,7 +99,7 @@ def test_two_processes_of_torchrun(command: list[str], tmp_path: Path) -> None:
         "--local-addr",
         "127.0.0.1",
     ]
-    run = [sys.executable, "-m", "torch.distributed.run", *launch, *command[1:]]
+    run = [interpreter(), "-m", "torch.distributed.run", *launch, *command[1:]]
     found = _examined(run, tmp_path / "scratch")
     assert [state for _, state, _ in found] == ["ok"] * 3, found
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.warm import interpreter
 
 from danling.audit.rerun import Stored, differing_paths, stretch_of
 from danling.audit.until import Until
@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("audited")
     (place / "train.py").write_text(PROGRAM)
     for name, words in (("run", []), ("epochs", ["epochs"])):
-        subprocess.run([sys.executable, "train.py", name, *words], cwd=place, check=True, capture_output=True)
+        subprocess.run([interpreter(), "train.py", name, *words], cwd=place, check=True, capture_output=True)
     return place
 
 
@@ -60,7 +60,7 @@ def _in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def audit(run: str, *words: str) -> int:
-    return main(["audit", run, "--json", "--", sys.executable, "train.py", run.split(":")[0], *words])
+    return main(["audit", run, "--json", "--", interpreter(), "train.py", run.split(":")[0], *words])
 
 
 def files(run: str) -> dict[str, bytes]:
@@ -84,7 +84,7 @@ def test_a_stretch_that_parts_says_at_which_update_and_what_parted_first(
 ) -> None:
     monkeypatch.setenv("DISTURB", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert main(["audit", "run:4..8", "--", sys.executable, "train.py", "run"]) == 1
+    assert main(["audit", "run:4..8", "--", interpreter(), "train.py", "run"]) == 1
     text = capsys.readouterr().out
     assert "updates 5 to 8: not the same as" in text and "first difference at step 7: gradients" in text
     assert "model/0.weight" in text and "variables.OMP_NUM_THREADS" in text
@@ -96,7 +96,7 @@ def test_another_program_and_one_that_fails_are_refused_with_what_they_said(
     monkeypatch.setenv("RATE", "0.5")
     assert audit("run") == 2
     assert "optim.lr" in capsys.readouterr().err
-    assert main(["audit", "run", "--", sys.executable, "-c", "print('no runner here')"]) == 2
+    assert main(["audit", "run", "--", interpreter(), "-c", "print('no runner here')"]) == 2
     assert "no checkpoint there; the end of what it printed:\nno runner here" in capsys.readouterr().err
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.fault_proxy import fault_proxy
-from support.object_servers import ObjectServer, local_bucket, moto_server
+from support.object_servers import ObjectServer
 from support.remote_runs import upload_run
 from support.toys import TracingRunner
 
@@ -20,18 +19,6 @@ from danling.remote.probe import lifecycle_rule
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def localbucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with local_bucket(tmp_path_factory.mktemp("buckets")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kill import run_python
 from support.programs import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,7 +31,7 @@ def bits_in(output: str) -> tuple[float, float]:
 
 
 def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> None:
-    exit_code, output = run_python(EXAMPLES / "gpt.py", "--steps", "60", *AT_TIMES, *text)
+    exit_code, output = run_program(EXAMPLES / "gpt.py", "--steps", "60", *AT_TIMES, *text)
     assert exit_code == 0, output
     validation, entropy = bits_in(output)
     assert validation < entropy

@@ -9,14 +9,13 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chaos import SEED, report, share
 from support.fault_proxy import FaultProxy, When, fault_proxy
-from support.object_servers import ObjectServer, moto_server
+from support.object_servers import ObjectServer
 from support.patience import patience
 from support.processes import ProcessFailure, free_port, run_outcomes, run_processes
 from support.saves import litter
@@ -219,10 +218,9 @@ class LostMachines:
         return left + [key for key in keys if key.startswith(f"{prefix}/lock")]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
+@pytest.fixture
+def server(moto: ObjectServer) -> ObjectServer:
+    return moto
 
 
 @pytest.mark.timeout(7200)

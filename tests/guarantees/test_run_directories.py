@@ -234,7 +234,7 @@ def test_a_second_runner_of_one_process_is_refused_and_a_reader_is_not() -> None
 
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -256,6 +256,7 @@ class Slow(dl.Runner):
 
 config = dl.RunnerConfig(seed=1, epochs=2, dataloader={"batch_size": 4, "num_workers": 1}, optim={"type": "sgd", "lr": 0.1})
 config.parse()
+print("process", os.getpid(), flush=True)
 with Slow(config) as runner:
     runner.train()
     print("at epoch", runner.state.train.epoch)
@@ -266,19 +267,20 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     latest = tmp_path / "mine" / "checkpoints" / "latest.pth"
-    with python(script, "0", "--dir", "mine", "--epochs", "5000") as first:
+    with python(script, "0", "--dir", "mine", "--epochs", "5000", warm=True) as first:
         first.wait_until(latest.exists)
+        pid = int(first.output.split()[1])
         exit_code, output = run_python(script, "0.5", "--dir", "mine", "--auto_resume", "true", warm=True)
         assert exit_code == 1
-        assert f"in use by process {first.pid} on " in output and "RunInUseError" in output
+        assert f"in use by process {pid} on " in output and "RunInUseError" in output
         assert "waiting up to" in output
         assert first.running
         # One that comes while the first is dying waits for it, and a kill gives the directory back at once: loader workers that are
         # left do not keep it.
         with python(script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1", warm=True) as second:
             second.wait_for_output("waiting up to 60 seconds")
-            workers = descendants(first.pid)
-            os.kill(first.pid, 9)
+            workers = descendants(pid)
+            os.kill(pid, 9)
             assert second.wait().exit_code == 0, second.output
         kill_all(workers)
 

@@ -1,4 +1,4 @@
-"""A server for the tests of object stores, one for each module."""
+"""What the tests of object stores share: a proxy in front of the server of `tests/conftest.py`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from support.fault_proxy import FaultProxy, fault_proxy
-from support.object_servers import ObjectServer, moto_server
+from support.object_servers import ObjectServer
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.object_servers import ObjectServer, moto_server
+from support.object_servers import ObjectServer
 from support.remote_runs import upload_run
 from support.toys import TracingRunner, differences, whole_state
 
@@ -20,10 +19,9 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
+@pytest.fixture
+def server(moto: ObjectServer) -> ObjectServer:
+    return moto
 
 
 @pytest.fixture

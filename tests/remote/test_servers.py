@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.fault_proxy import FaultProxy, fault_proxy
-from support.object_servers import ObjectServer, local_bucket, moto_server
+from support.object_servers import ObjectServer
 
 obstore = pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -19,18 +19,6 @@ from obstore.exceptions import (  # noqa: E402
     PreconditionError,
 )
 from obstore.store import S3Store  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def localbucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with local_bucket(tmp_path_factory.mktemp("buckets")) as server:
-        yield server
 
 
 @pytest.fixture

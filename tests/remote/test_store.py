@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.cloud_servers import Cloud, cloud_server
 from support.fault_proxy import FaultProxy, fault_proxy
-from support.object_servers import ObjectServer, local_bucket, moto_server
+from support.object_servers import ObjectServer
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -31,18 +31,6 @@ from danling.remote import (
 )
 
 QUICK = RemoteSettings(part_size=5 << 20, timeout_seconds=20.0, retries=2)
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[ObjectServer]:
-    with moto_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def localbucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with local_bucket(tmp_path_factory.mktemp("buckets")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@
     def test_sum() -> None:
         assert run_processes(_sum_of_ranks, 10, world_size=2) == [..., ...]     # values by rank
 
-The processes are forked from a server that has torch loaded (about two seconds once for a whole test session). Arguments and
-values are pickled; a child starts with the environment and the working directory of the test.
+The processes are forked from a server that has torch loaded: itself a fork of pytest with all test files loaded (`fork_server`), or
+else a process that takes ten seconds to start, once for a whole test session. Arguments and values are pickled; a child starts with the
+environment and the working directory of the test.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import multiprocessing
 import os
 import pickle
 import random
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,33 +43,33 @@ from typing import Any
 from .patience import patience
 from .process_tree import die_with_parent, kill_tree
 
+_PRELOADED = [
+    "pytest",
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    # What `torch.compile` imports: DeepSpeed decorates with it.
+    "torch._inductor.compile_fx",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torchdata.stateful_dataloader",
+    "torchft",
+    "danling.runners.torch_runner",
+    "danling.runners.parallel_runner",
+    # What the metrics are compared with: seconds in every process otherwise.
+    "sklearn.datasets",
+    "sklearn.metrics",
+    "torchmetrics.classification",
+    # A second and a half in every process of an engine.
+    "deepspeed",
+]
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "pytest",
-        "numpy",
-        "torch",
-        "torch._dynamo",
-        # What `torch.compile` imports: DeepSpeed decorates with it.
-        "torch._inductor.compile_fx",
-        "torch.distributed",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.pipelining",
-        "torch.distributed.run",
-        "torch.distributed.tensor.parallel",
-        "torchdata.stateful_dataloader",
-        "torchft",
-        "danling.runners.torch_runner",
-        "danling.runners.parallel_runner",
-        # What the metrics are compared with: seconds in every process otherwise.
-        "sklearn.datasets",
-        "sklearn.metrics",
-        "torchmetrics.classification",
-        # A second and a half in every process of an engine.
-        "deepspeed",
-    ]
-)
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 class ProcessFailure(AssertionError):
@@ -215,6 +218,50 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError("Expected a free port between 15000 and 32000. Received none in 100 tries.")
+
+
+def fork_server() -> None:
+    """Have the server be a fork of this process as it stands: what is loaded here need not be loaded there again.
+
+    Call once, in the main thread, before any test has run. What else the server needs it loads when it is first asked for a process.
+    """
+    server: Any = forkserver._forkserver
+    if sys.version_info >= (3, 14) or sys.platform != "linux" or server._forkserver_pid is not None:
+        return  # 3.14 hands a key over when it starts the server
+    resource_tracker.ensure_running()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        listener.listen()
+        alive, ours = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(ours)
+            _serve(listener, alive)
+        os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+
+
+def _serve(listener: socket.socket, alive: int) -> None:
+    """Be the server, once somebody asks for a process, until this process's parent is gone."""
+    try:
+        die_with_parent()
+        # What pytest has changed is as in any other process. By line, since every fork would print again what waits in a buffer.
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            stream = open(number, "w" if number else "r", 1, closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        for kind in (PendingDeprecationWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", kind)
+        warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+        sys.meta_path[:] = [
+            finder for finder in sys.meta_path if type(finder).__module__ != "_pytest.assertion.rewrite"
+        ]
+        select.select([listener.fileno(), alive], [], [])
+        forkserver.main(listener.detach(), alive, _PRELOADED)
+    finally:
+        os._exit(0)
 
 
 _servers: list[BaseProcess] = []
