@@ -5,3 +5,23 @@ from __future__ import annotations
 
 class ReplicaDriftError(RuntimeError):
     """Ranks that hold copies of a tensor hold different values: a chip, a link or a program has written to one of them alone."""
+
+
+class ReplayMismatchError(RuntimeError):
+    """An update that was made again did not come out bitwise the same: a chip, a link, or a program that is not repeatable.
+
+    Attributes:
+        is_taken_back: Whether the run stands where it stood before that, to the bit, and may be saved.
+    """
+
+    def __init__(self, message: str, *, is_taken_back: bool = True) -> None:
+        super().__init__(message)
+        self.is_taken_back = is_taken_back
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what is needed to make it again."""
+        return _mismatch, (str(self), self.is_taken_back)
+
+
+def _mismatch(message: str, is_taken_back: bool) -> ReplayMismatchError:
+    return ReplayMismatchError(message, is_taken_back=is_taken_back)

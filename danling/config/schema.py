@@ -312,6 +312,12 @@ class AuditConfig(ClosedSection):
 
     digest_interval: PositiveInt | None = None
     """Updates between digests of samples, loss, weights and optimizer state in digests.jsonl, compared between replicas; none: never."""
+    replay_interval: PositiveInt | None = None
+    """Updates between those that are made again and compared bitwise before and after the optimizer steps; none: never."""
+    replays: PositiveInt = 1
+    """How often such an update is made again."""
+    heal: bool = False
+    """Go on with what most attempts at such an update agree on, instead of ending the run where one of them differs."""
     until: list[int] | None = None
     """Updates and completed epochs at which a checkpoint is saved and the run ends, as `danling audit` asks for; none: the budget."""
 

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.audit.environment import write_environment
+from danling.audit.errors import ReplayMismatchError
 from danling.audit.inventory import entries
 from danling.audit.record import DigestFile, DigestLine
+from danling.audit.replay import UpdateReplay
+from danling.audit.replayed import ReplayedAudit, ReplayedForwards, SeenSamples
 from danling.audit.until import Until
 from danling.audit.update_audit import UpdateAudit
 from danling.checkpoints import FileCheckpointManager
@@ -62,6 +65,7 @@ from danling.utils.names import canonical_name
 
 from .alone import LoneVerbs
 from .driving import TrainingDriver
+from .replaying import build_replay
 
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
@@ -262,17 +266,22 @@ class TorchParts:
             session=runner._session,
         )
         micro_batches.audit = self.audit
+        if self.replay is not None:
+            micro_batches.audit = SeenSamples(self.replay.witness, self.audit)
         return micro_batches
 
     @cached_property
     def forwards(self) -> Forwards:
         """What runs the micro-batches of an update."""
-        runner, retry = self.runner, self.memory_retry
+        return self._forwards() if self.replay is None else ReplayedForwards(self._forwards(), self.replay)
+
+    def _forwards(self) -> Forwards:
+        runner, retry, replay, run = self.runner, self.memory_retry, self.replay, self.micro_batches.run
         forwards = WindowForwards(
             agreement=runner.build_agreement(),
             window=runner.window,
             size=runner._data.plan.undivided,
-            run=self.micro_batches.run,
+            run=run if replay is None else lambda batch: replay.witness.run(batch, run),
             reduces_later=retry is not None,
         )
         if retry is None:
@@ -337,7 +346,15 @@ class TorchParts:
             until = Until(target, at=lambda: runner.saver.at, session=runner._session, inner=self.audit)
             runner.saver.saved.append(until.saved)
             update.audit = until
+        if self.replay is not None:
+            update.audit = ReplayedAudit(self.replay, update.audit)
+            update.judge = partial(self.replay.judged, update.judge)
         return update
+
+    @cached_property
+    def replay(self) -> UpdateReplay | None:
+        """What makes updates again and compares them; `None` unless that is configured."""
+        return build_replay(self.runner, self) if self.runner.config.audit.replay_interval is not None else None
 
     @cached_property
     def audit(self) -> UpdateAudit | None:
@@ -645,6 +662,7 @@ class TorchParts:
             close=self.driver.close_training,
             abandons=(WaitAbandonedError,),
             lost=(QuorumError,),
+            stands=lambda error: isinstance(error, ReplayMismatchError) and error.is_taken_back,
         )
 
     # Replica groups

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from danling.audit.replayed import armed, stepped
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
@@ -122,14 +123,17 @@ class TrainingDriver:
         runner = self.runner
         source, forwards = runner.source(split), self.parts.forwards
         runner._bind_reduction()
+        replay, timed = self.parts.replay, runner._reporter.timed
+        if replay is not None:
+            replay.begin()
         return updates_of_pass(
             source,
             agreement=forwards.agreement,
-            timed=runner._reporter.timed,
+            timed=timed if replay is None else lambda batches: armed(timed(batches), replay),
             state_replaced=self.takes_state_over if runner.fault_tolerance is not None else None,
             is_over=partial(self.parts.loop.jumps_out_of, split),
             run=partial(forwards.run, source),
-            step=runner.step,
+            step=runner.step if replay is None else stepped(runner.step, replay),
         )
 
     def takes_state_over(self) -> bool:

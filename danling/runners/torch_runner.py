@@ -60,6 +60,7 @@ from danling.utils.names import canonical_name
 
 from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
+from .replaying import check_replay
 
 logger = logging.getLogger("danling")
 
@@ -115,6 +116,7 @@ class TorchRunner(BaseRunner):
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
+        check_replay(self)
         self._parts.choose_memory_retry()
         self.materialize_model()
         self._parts.note_trained()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -217,3 +217,20 @@ class ReplicatedReduction:
     def nonfinite(self) -> list[str]:
         """See `GradientReduction.nonfinite`."""
         return self.inner.nonfinite()
+
+    @property
+    def is_reduced_by_backward(self) -> bool:
+        """See `GradientReduction.is_reduced_by_backward`."""
+        return self.inner.is_reduced_by_backward
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `GradientReduction.named_gradients`."""
+        return self.inner.named_gradients()
+
+    def seen_before_reduction(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """See `GradientReduction.seen_before_reduction`."""
+        return self.inner.seen_before_reduction()
+
+    def remember(self) -> Callable[[], None]:
+        """See `GradientReduction.remember`."""
+        return self.inner.remember()

@@ -33,6 +33,7 @@ class TrainingEnd:
         close: Closes what was opened for the training.
         abandons: Exceptions by which a wait for other replica groups is given up.
         lost: Exceptions that say that the other replica groups are lost, while this one stands between two updates.
+        stands: Tells whether an error has left all ranks together between two updates, in a state that is in order.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TrainingEnd:
         close: Callable[[], None],
         abandons: tuple[type[Exception], ...] = (),
         lost: tuple[type[Exception], ...] = (),
+        stands: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
         self._session = session
         self._saver = saver
@@ -67,6 +69,7 @@ class TrainingEnd:
         self._close = close
         self._abandons = abandons
         self._lost = lost
+        self._stands = stands
 
     def of_session(self) -> SessionEnd:
         """Return what a session calls at its end."""
@@ -98,13 +101,14 @@ class TrainingEnd:
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, self._lost):
-            self._save_before_leaving()
+            self._save_before_leaving("Lost the other replica groups, or a rank of this one, after step %d; saving.")
+        elif self._stands(error) and not self._saver.is_saved:
+            self._save_before_leaving("The state after step %d is in order; saving it.")
         self._note(error)
         self._say(f"Failed with {type(error).__name__}")
 
-    def _save_before_leaving(self) -> None:
-        step = self._counters().global_step
-        logger.error("Lost the other replica groups, or a rank of this one, after step %d; saving.", step)
+    def _save_before_leaving(self, said: str) -> None:
+        logger.error(said, self._counters().global_step)
         try:
             self._save()
             self._manager().wait()

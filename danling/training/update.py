@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from danling.distributed import StepSync, StepTotals
@@ -99,6 +101,26 @@ class Auditor(Protocol):
         """Compare now what was left to be compared. Called on all ranks."""
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What was decided of an update, and done.
+
+    Attributes:
+        totals: What the ranks have agreed on.
+        grad_norm: Norm of the gradient before clipping, 0-dim.
+        reason: Why the update was not made; `None` where it was.
+    """
+
+    totals: StepTotals
+    grad_norm: Tensor
+    reason: str | None
+
+    def digests(self) -> dict[str, Tensor | int]:
+        """Return what says whether two attempts at an update came to the same: 0-dim int64, or integers."""
+        norm = torch.as_tensor(self.grad_norm, dtype=torch.float64).detach().reshape(())
+        return {"norm of the gradient": norm.view(torch.int64), "decision": len(self.reason or "")}
+
+
 class UpdateStep:
     """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does.
 
@@ -122,6 +144,7 @@ class UpdateStep:
         tells_place: Whether the schedule is told the number of the update then.
         rates: Learning rates of the update that is logged next: those it was made with.
         audit: Looks at the state after updates; `None` where nobody does.
+        judge: Completes the gradient, decides the update and applies it; `None` where replica groups take it back.
     """
 
     def __init__(
@@ -144,6 +167,7 @@ class UpdateStep:
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
         self.audit: Auditor | None = None
+        self.judge: Callable[[StepTotals], Judged | None] = self._judged
         self._run = run
         self._session = session
         self._preparation = preparation
@@ -158,7 +182,7 @@ class UpdateStep:
             ValueError: If no micro-batch was made, or its loss did not go through the window.
             NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
         """
-        run, window, session = self._run, self.window, self._session
+        window, session = self.window, self._session
         if window.count == 0 and not session.running:
             window.check_open()
         window.end_microbatch()
@@ -171,13 +195,28 @@ class UpdateStep:
             nonfinite=window.nonfinite,
             requests=session.local_requests(),
         )
+        judged = self.judge(totals)
+        if judged is None:
+            # The update is made again with the same batches, and the requests with it.
+            session.request(*totals.requests)
+            return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+        agreed, reason = judged.totals, judged.reason
+        outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, judged.grad_norm, reason)
+        self._conclude(outcome)
+        if self.audit is not None:
+            self.audit.updated(outcome)
+        if agreed.requests:
+            session.apply_requests(agreed.requests)
+        return outcome
+
+    def _judged(self, totals: StepTotals) -> Judged | None:
+        """Complete the gradient, decide the update, and apply it; `None` where replica groups have taken it back."""
+        run, window = self._run, self.window
         run.complete_gradients()
         step = run.state.train.global_step + 1
         agreed = run.reduction.agree(totals, window, step)
         if agreed is None:
-            # The update is made again with the same batches, and the requests with it.
-            session.request(*totals.requests)
-            return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+            return None
         gradients = run.unscale_gradients(agreed)
         if not gradients and self._own_backward and run.reduction.parameters and float(agreed.weight):
             raise no_gradient()
@@ -197,13 +236,7 @@ class UpdateStep:
                 self._look()
             run.clip_gradients(grad_norm)
             run.optimizer_step()
-        outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
-        self._conclude(outcome)
-        if self.audit is not None:
-            self.audit.updated(outcome)
-        if agreed.requests:
-            session.apply_requests(agreed.requests)
-        return outcome
+        return Judged(agreed, grad_norm, reason)
 
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""

@@ -1,0 +1,161 @@
+"""Updates that are made again: bits that flip anywhere in them are found, named and healed, and runs in order raise no alarm."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.flips import Flip, Flipped, Striker, settings, train_flipped
+from support.processes import run_outcomes, run_processes
+from torch import Tensor
+
+from danling.audit.errors import ReplayMismatchError
+
+FLIPS = int(os.environ.get("DANLING_FLIPS", "40"))
+"""How many bits flip on one process; a thousand before a release."""
+OFF: dict[str, Any] = {"audit.replay_interval": None}
+HEAL: dict[str, Any] = {"audit.heal": True}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    """Return the names of what two ends have bitwise alike not."""
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def missed(flips: list[Flip], said: list[tuple[int, str]]) -> list[Flip]:
+    """Return the flips of which nothing was said; nothing flips in the first update, which is not checked."""
+    heard = {step for step, _ in said}
+    return [flip for flip in flips if flip.step > 1 and flip.step not in heard]
+
+
+def test_every_flip_is_found_and_healed_bitwise(tmp_path: Path) -> None:
+    clean, _, _ = train_flipped(settings(tmp_path / "clean", steps=FLIPS + 1, **OFF))
+    end, flips, said = train_flipped(settings(tmp_path / "flipped", steps=FLIPS + 1, **HEAL), Striker(FLIPS))
+    assert len(flips) == FLIPS + 1 and all(flip.struck for flip in flips)
+    assert not missed(flips, said)
+    assert not same(clean, end)
+
+
+@pytest.mark.parametrize("more", [{}, {"audit.replays": 2, "audit.replay_interval": 3}, {"ema.enabled": True}])
+def test_a_run_in_order_raises_no_alarm_and_ends_as_one_without(more: dict[str, Any], tmp_path: Path) -> None:
+    clean, _, _ = train_flipped(settings(tmp_path / "clean", steps=12, **OFF))
+    end, _, said = train_flipped(settings(tmp_path / "checked", steps=12, **more))
+    assert not said
+    assert not same(clean, end)
+
+
+@pytest.mark.parametrize(
+    ("kind", "instant", "named"),
+    [
+        ("weight", "fetch", "what the run holds after update 3 to stay what it was .* cpu of .*: weights.0/"),
+        ("gradient", "backward", "forward and backward of update 4 .* rank 0 on cpu of .*: the gradient of '4.weight'"),
+        ("loss", "loss", "forward and backward of update 4 .* the loss up to micro-batch"),
+        ("batch", "forward", "forward and backward of update 4 .* the batch of micro-batch . after its backward"),
+        ("moment", "step", "the step of update 4 .* optimizer.0/"),
+        ("moment", "end", "what the step of update 4 has left to stay what it was .* optimizer.0/"),
+    ],
+)
+def test_a_flip_ends_the_run_with_what_it_was_before_saved(kind: str, instant: str, named: str, tmp_path: Path) -> None:
+    config = settings(tmp_path, steps=8, **{"checkpoint.load_only": False, "checkpoint.interval": 100})
+    with pytest.raises(ReplayMismatchError, match=named):
+        train_flipped(config, Striker(3, every=4, kinds=(kind,), instants=(instant,)))
+    end, _, said = train_flipped({**config, "auto_resume": True})
+    clean, _, _ = train_flipped(settings(tmp_path / "clean", steps=8, **OFF))
+    assert not said
+    assert not same(clean, end)
+
+
+def test_what_is_never_the_same_twice_is_not_taken_for_a_broken_device(tmp_path: Path) -> None:
+    with Restless(settings(tmp_path)) as runner, pytest.raises(ReplayMismatchError, match="The attempts do not agree"):
+        runner.train()
+
+
+COUNTER = itertools.count()
+
+
+class Restless(Flipped):
+    """A loss that follows a counter which nobody puts back."""
+
+    def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Count the calls."""
+        return super().compute_loss(pred, target) * (1 + next(COUNTER))
+
+
+def train_ddp(
+    root: str, more: dict[str, Any], seed: int | None, ranks: tuple[int, ...], **which: Any
+) -> tuple[dict[str, Tensor], list[Flip], list[tuple[int, str]]]:
+    """Train on several ranks."""
+    striker = None if seed is None else Striker(seed, ranks=ranks, **which)
+    return train_flipped(settings(root, **more), striker)
+
+
+def test_on_two_ranks_flips_of_either_are_healed(tmp_path: Path) -> None:
+    clean = run_processes(train_ddp, str(tmp_path / "a"), {"steps": 16, **OFF}, None, (), world_size=2)
+    ends = run_processes(train_ddp, str(tmp_path / "b"), {"steps": 16, **HEAL}, 5, (0, 1), world_size=2)
+    for (reference, _, _), (end, _, _) in zip(clean, ends):
+        assert not same(reference, end)
+    # Rank 0 speaks for all; whose flip it was is in what it says.
+    said = ends[0][2]
+    assert not missed(ends[0][1], said)
+    assert {f"rank {rank} on" in text for rank in (0, 1) for _, text in said} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "instant", "named"),
+    [("gradient", "backward", "the gradient of '4.weight'"), ("weight", "forward", "weights.0/")],
+)
+def test_of_two_ranks_the_one_is_named_whose_gradient_was_wrong(
+    kind: str, instant: str, named: str, tmp_path: Path
+) -> None:
+    more = {"steps": 8, "checkpoint.load_only": False, "checkpoint.interval": 100}
+    which = {"kinds": (kind,), "instants": (instant,), "every": 4}
+    outcomes = run_outcomes(train_ddp, str(tmp_path), more, 1, (1,), world_size=2, **which)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ReplayMismatchError), outcome.traceback
+        assert "update 4 to come to the same bits when it is made again. Received: rank 1 on cpu of" in str(
+            outcome.error
+        )
+        assert named in str(outcome.error)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*.pth")] == ["latest.pth"]
+    assert torch.load(tmp_path / "checkpoints" / "latest.pth")["state"]["train"]["global_step"] == 3
+
+
+def test_kernels_that_need_not_be_repeatable_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected deterministic=true with audit.replay_interval"):
+        Flipped(settings(tmp_path, deterministic=False))
+
+
+def test_nothing_of_it_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call" and (
+            "/danling/audit/" in frame.f_code.co_filename or "replaying" in frame.f_code.co_filename
+        ):
+            called.append(frame.f_code.co_name)
+
+    with Flipped(settings(tmp_path, **OFF)) as runner:
+        sys.setprofile(profile)
+        try:
+            runner.train()
+        finally:
+            sys.setprofile(None)
+    assert called == []
+
+
+SHARDED = {"stack": "parallel", "parallel.axes.shard": 2}
+
+
+@pytest.mark.parametrize("more", [SHARDED, {"stack": "accelerate"}], ids=["fsdp", "accelerate"])
+def test_on_other_stacks_flips_are_healed_too(more: dict[str, Any], tmp_path: Path) -> None:
+    clean = run_processes(train_ddp, str(tmp_path / "a"), {"steps": 9, **more, **OFF}, None, (), world_size=2)
+    ends = run_processes(train_ddp, str(tmp_path / "b"), {"steps": 9, **more, **HEAL}, 5, (0, 1), world_size=2)
+    for (reference, _, _), (end, _, _) in zip(clean, ends):
+        assert not same(reference, end)
+    assert not missed(ends[0][1], ends[0][2])
