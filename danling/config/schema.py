@@ -250,6 +250,8 @@ class CommConfig(ClosedSection):
     """Timeout from the first update of this process on."""
     slow_rank_share: PositiveFloat | None = 0.1
     """Share of the time that a rank may cost the others until log lines name it; none measures no times of ranks."""
+    hang_warning_seconds: PositiveFloat | None = 120.0
+    """Seconds, and ten times the longest update of late, after which one warning says what ranks do in an update; none gives none."""
 
 
 class GcConfig(ClosedSection):

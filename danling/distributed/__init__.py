@@ -10,6 +10,7 @@ from .board import Board
 from .domain import Domain, LocalDomain, world_of
 from .environment import (
     LaunchEnvironment,
+    collective_timeout,
     destroy_process_group,
     init_process_group,
     select_device,
@@ -31,6 +32,7 @@ __all__ = [
     "StepTotals",
     "agree",
     "all_arrive",
+    "collective_timeout",
     "default_store",
     "destroy_process_group",
     "init_process_group",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from danling.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -12,23 +17,27 @@ if TYPE_CHECKING:
 _PATIENCE = timedelta(seconds=10)
 """How long one look may take: the process that keeps the store may be gone."""
 
+_FOLDER = "notes"
+
 
 class Board:
     """Notes in the store of a job, over a connection of its own: a thread that waits in the store does not hold it up.
 
-    Nothing is raised where the store is gone: notes are lost then, and there are none.
+    Where the store does not answer, since the process that keeps it is gone, notes are files in a directory that all ranks may see.
 
     Args:
         store: Returns what all ranks share; see `default_store`.
         name: What the notes are about; another one for each training.
+        directory: Returns the directory of the files; `None` for no such notes.
     """
 
-    def __init__(self, store: Callable[[], Store], name: str) -> None:
+    def __init__(self, store: Callable[[], Store], name: str, *, directory: Callable[[], Path] | None = None) -> None:
         self._open = store
         self._name = f"danling/board/{name}"
         self._store: Store | None = None
-        self.gone = False
-        """Whether the store did not answer."""
+        self._is_gone = False
+        self._began = time.time()
+        self._directory = directory
 
     def write(self, key: str, text: str) -> None:
         """Leave a note, in the place of an earlier one.
@@ -37,10 +46,17 @@ class Board:
             key: What it is found by.
             text: The note.
         """
-        try:
-            self._connected().set(f"{self._name}/{key}", text)
-        except RuntimeError:
-            self.gone = True
+        if not self._is_gone:
+            try:
+                self._connected().set(f"{self._name}/{key}", text)
+                return
+            except (RuntimeError, ValueError):
+                self._is_gone = True
+        if self._directory is not None:
+            with suppress(OSError):
+                folder = self._directory() / _FOLDER
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(folder / key.replace("/", "-"), text)
 
     def read(self, key: str) -> str | None:
         """Return a note, `None` where there is none.
@@ -49,24 +65,20 @@ class Board:
             key: What it is found by.
         """
         name = f"{self._name}/{key}"
-        try:
-            store = self._connected()
-            return store.get(name).decode() if store.check([name]) else None
-        except RuntimeError:
-            self.gone = True
+        if not self._is_gone:
+            try:
+                store = self._connected()
+                return store.get(name).decode() if store.check([name]) else None
+            except (RuntimeError, ValueError):
+                self._is_gone = True
+        if self._directory is None:
             return None
-
-    def is_first(self, key: str) -> bool:
-        """Return whether this is the first call with a key on any rank; without a store every one is.
-
-        Args:
-            key: What there may be one of.
-        """
+        file = self._directory() / _FOLDER / key.replace("/", "-")
         try:
-            return self._connected().add(f"{self._name}/{key}", 1) == 1
-        except RuntimeError:
-            self.gone = True
-            return True
+            # What lies there from before is of a job that is over.
+            return file.read_text(encoding="utf-8") if file.stat().st_mtime >= self._began else None
+        except OSError:
+            return None
 
     def _connected(self) -> Store:
         if self._store is None:

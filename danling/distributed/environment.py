@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -149,6 +150,21 @@ def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup | 
     for group in groups:
         # The only way that torch offers; its own name says that it may move.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def collective_timeout(device: torch.device) -> float | None:
+    """Return how many seconds a collective of the default group may take, `None` where that is not known.
+
+    Args:
+        device: Device whose tensors it moves.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.group.WORLD is None:
+        return None
+    try:
+        options: Any = dist.group.WORLD._get_backend(device).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def destroy_process_group() -> None:

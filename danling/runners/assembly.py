@@ -28,13 +28,14 @@ from danling.audit.update_audit import UpdateAudit
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
 from danling.data import derive_seed
-from danling.distributed import StepSync
+from danling.distributed import Board, StepSync, collective_timeout, default_store
 from danling.metrics import Meters, MetricSet
 from danling.optim.building import scheduler_interval
 from danling.optim.modes import evaluation_weights
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.reporting.telemetry import Telemetry
-from danling.supervision import ActivitySampler, StackReader, is_out_of_memory
+from danling.supervision import ActivitySampler, HangWatch, RankWatch, StackReader, is_out_of_memory
+from danling.supervision.rank_watch import SECONDS_BETWEEN_LOOKS
 from danling.torchft import (
     Healing,
     QuorumError,
@@ -578,17 +579,50 @@ class TorchParts:
             device=runner.device,
         )
 
-    def sampler(self) -> ActivitySampler:
-        """Return what looks at the thread that calls this, and tells what it does."""
-        saves = (type(self.runner).save_checkpoint, RunSaver.save, RunSaver.export)
+    def rank_watch(self, *, samples: bool) -> RankWatch:
+        """Return what looks at the thread that calls this while it trains, for the other ranks.
+
+        Args:
+            samples: Whether the other ranks learn what this one spends its time with.
+        """
+        runner, domain, train = self.runner, self.runner.placement.optimizer, self.runner.state.train
+        saves = (type(runner).save_checkpoint, RunSaver.save, RunSaver.export)
         parts: dict[Callable[..., object], str] = {
             **dict.fromkeys(saves, "checkpointing"),
             **dict.fromkeys((Evaluator.sums, Evaluator.try_once), "evaluating"),
             **TrainingLoop.parts(),
+            **TrainingEnd.parts(),
             Telemetry.timed: "data",
         }
-        reader = StackReader(parts, on_accelerator=self.runner.device.type != "cpu")
-        return ActivitySampler(reader, thread=threading.get_ident(), native_id=threading.get_native_id())
+        on_accelerator = runner.device.type != "cpu"
+        reader = StackReader(parts, on_accelerator=on_accelerator)
+        thread, native_id = threading.get_ident(), threading.get_native_id()
+        stacks = runner.workspace.dir / "hangs"
+        board = Board(default_store, f"{runner._session.training}", directory=lambda: stacks)
+        hangs = HangWatch(
+            reader,
+            thread=thread,
+            native_id=native_id,
+            progress=lambda: (train.global_step, train.skipped_updates),
+            step=lambda: train.global_step,
+            board=board,
+            rank=domain.rank,
+            size=domain.size,
+            place=domain.rank,
+            least=runner.config.comm.hang_warning_seconds,
+            limit=lambda: collective_timeout(runner.device),
+            directory=lambda: stacks,
+            waits_on_device=on_accelerator,
+        )
+        return RankWatch(
+            ActivitySampler(reader, thread=thread, native_id=native_id),
+            board=board,
+            rank=domain.rank,
+            size=domain.size,
+            gathers=runner.is_main_process,
+            checks=[hangs],
+            seconds=SECONDS_BETWEEN_LOOKS if samples else 1.0,
+        )
 
     # Saving and ending
 

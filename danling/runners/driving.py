@@ -15,7 +15,7 @@ from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
 from danling.data import Batch
-from danling.distributed import Board, default_store, set_collective_timeout
+from danling.distributed import set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
 from danling.reporting import Launch, describe_batches, describe_end, describe_parameters, describe_training
@@ -275,19 +275,13 @@ class TrainingDriver:
 
     def watch_ranks(self) -> RankTimes | None:
         """Begin to look at what this rank does, where there are others; return what collects their times, if that is asked for."""
-        runner, domain = self.runner, self.runner.placement.optimizer
-        share = runner.config.comm.slow_rank_share
-        if domain.size == 1 or share is None:
+        runner, settings = self.runner, self.runner.config.comm
+        share = settings.slow_rank_share
+        if runner.placement.optimizer.size == 1 or (share is None and settings.hang_warning_seconds is None):
             return None
-        watch = self._watch = RankWatch(
-            self.parts.sampler(),
-            board=Board(default_store, f"{runner._session.training}"),
-            rank=domain.rank,
-            size=domain.size,
-            gathers=runner.is_main_process,
-        )
+        watch = self._watch = self.parts.rank_watch(samples=share is not None)
         watch.start()
-        return RankTimes(sampled=watch.sampler.take, hosts=watch.hosts, share=share)
+        return RankTimes(sampled=watch.sampler.take, hosts=watch.hosts, share=share) if share is not None else None
 
     def description(self) -> str:
         """Return what is going to be trained, in one line."""

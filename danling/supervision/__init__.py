@@ -8,6 +8,7 @@ from danling.reporting.telemetry import Shared, Telemetry, memory_figures
 from .activity import ActivitySampler, StackReader
 from .failures import is_out_of_memory, record_failures, write_memory_snapshot
 from .garbage import GcPacer
+from .hangs import HangWatch
 from .heartbeat import Heartbeat
 from .profiler import Profiler
 from .rank_watch import RankWatch
@@ -18,6 +19,7 @@ __all__ = [
     "SIGNAL_REQUESTS",
     "ActivitySampler",
     "GcPacer",
+    "HangWatch",
     "Heartbeat",
     "Profiler",
     "RankWatch",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
+import os
 import random
 import socket
 import threading
@@ -35,6 +37,9 @@ class Check(Protocol):
 
     def check(self) -> None:
         """Look after it."""
+
+    def close(self) -> None:
+        """Let go of what it has opened."""
 
 
 class RankWatch:
@@ -71,7 +76,9 @@ class RankWatch:
         # Looks at even intervals could fall on the same place of every update. The program's own numbers are left alone.
         self._dice = random.Random(rank)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="danling-rank-watch", daemon=True)
+        # In the context of the training, so that what it says is in the log of that run alone.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="danling-rank-watch", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
@@ -85,6 +92,8 @@ class RankWatch:
             self._thread.join(1.0)
             if not self._thread.is_alive():
                 self.sampler.close()
+                for check in self._checks:
+                    check.close()
 
     def hosts(self) -> Sequence[str | None]:
         """Return the machine of each rank, `None` where it is not known yet."""
@@ -92,7 +101,7 @@ class RankWatch:
 
     def _run(self) -> None:
         try:
-            self._board.write(f"host/{self._rank}", socket.gethostname())
+            self._board.write(f"host/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
             self._watch()
         except Exception:
             # It only looks on: nothing that goes wrong here may end the training.
@@ -110,4 +119,8 @@ class RankWatch:
 
     def _gather(self) -> None:
         if self._gathers and None in self._hosts:
-            self._hosts = [found or self._board.read(f"host/{rank}") for rank, found in enumerate(self._hosts)]
+            self._hosts = [found or self._host_of(rank) for rank, found in enumerate(self._hosts)]
+
+    def _host_of(self, rank: int) -> str | None:
+        told = self._board.read(f"host/{rank}")
+        return told.rpartition(" ")[0] if told else None

@@ -39,7 +39,7 @@ def until(found: Any) -> None:
 
 def test_machines_are_known_where_they_are_wanted_and_looks_add_up() -> None:
     board = Notes()
-    board["host/1"] = "other"
+    board["host/1"] = "other 12"
     watch = watched(board)
     watch.start()
     until(lambda: None not in watch.hosts())
@@ -60,6 +60,9 @@ def test_what_fails_in_it_ends_it_alone(caplog: pytest.LogCaptureFixture) -> Non
     class Broken:
         def check(self) -> None:
             raise RuntimeError("out of order")
+
+        def close(self) -> None:
+            """Have nothing to close."""
 
     with caplog.at_level(logging.ERROR, "danling"):
         watch = watched(Notes(), checks=[Broken()])

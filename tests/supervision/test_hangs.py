@@ -1,0 +1,295 @@
+"""What is said of a training that stands still, by itself: several ranks in one process, whose clocks are turned by hand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from danling.supervision import HangWatch, StackReader
+from danling.supervision.hangs import Standing, fate_of, report, spans
+from danling.supervision.stacks import BACKWARD, collective_of, excuse_of, place_of
+
+TORCH = Path(torch.__file__).parent
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the kernel has no table of threads")
+
+
+class Notes(dict[str, str]):
+    """Notes of ranks that live in one process."""
+
+    def write(self, key: str, text: str) -> None:
+        self[key] = text
+
+    def read(self, key: str) -> str | None:
+        return self.get(key)
+
+
+def defined(file: str, source: str, **names: Any) -> Any:
+    exec(compile(source, file, "exec"), names)
+    return names["go"]
+
+
+def in_collective(end: threading.Event) -> None:
+    source = "def all_reduce(end): end.wait()\ngo = all_reduce"
+    defined(str(TORCH / "distributed" / "c10d.py"), source)(end)
+
+
+def lost_in_thought(end: threading.Event) -> None:
+    defined("/home/me/train.py", "def go(end): end.wait()")(end)
+
+
+def evaluated(end: threading.Event) -> None:
+    lost_in_thought(end)
+
+
+class Rank:
+    """A rank: a thread that stands still, and what watches it."""
+
+    def __init__(self, job: Job, rank: int, doing: Any) -> None:
+        self.end, self.step, self.job = threading.Event(), 0, job
+        self.thread = threading.Thread(target=doing, args=(self.end,), daemon=True)
+        self.thread.start()
+        self.watch = HangWatch(
+            StackReader({evaluated: "evaluating"}),
+            thread=self.thread.ident or 0,
+            native_id=self.thread.native_id or 0,
+            progress=lambda: self.step,
+            step=lambda: self.step,
+            board=job.notes,
+            rank=rank,
+            size=len(job.doing),
+            place=rank,
+            least=job.least,
+            limit=lambda: job.limit,
+            directory=lambda: job.directory,
+            clock=lambda: job.now,
+        )
+
+
+class Job:
+    """Ranks that stand still together, each in a function."""
+
+    def __init__(self, directory: Path, *doing: Any, least: float | None = 20.0, limit: float | None = None) -> None:
+        self.directory, self.doing, self.least, self.limit = directory, doing, least, limit
+        self.now, self.notes = 0.0, Notes()
+        self.silent: set[int] = set()
+        self.ranks = [Rank(self, rank, function) for rank, function in enumerate(doing)]
+        self.seconds(1.0)
+        # A thread that was just started may still run.
+        time.sleep(0.05)
+
+    def updates(self, number: int, seconds: float) -> None:
+        for _ in range(number):
+            for rank in self.ranks:
+                rank.step += 1
+            self.seconds(seconds)
+
+    def seconds(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            for number, rank in enumerate(self.ranks):
+                if number not in self.silent:
+                    rank.watch.check()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.end.set()
+            rank.thread.join()
+            rank.watch.close()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Any]:
+    made: list[Job] = []
+
+    def make(*doing: Any, **settings: Any) -> Job:
+        made.append(Job(tmp_path / "hangs", *doing, **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, "danling")
+    return caplog
+
+
+def test_one_warning_names_who_waits_and_who_does_not(jobs: Any, said: pytest.LogCaptureFixture) -> None:
+    job = jobs(in_collective, in_collective, lost_in_thought, in_collective)
+    job.updates(5, 1.0)
+    job.seconds(18)
+    assert not said.records
+    job.seconds(100)
+    (record,) = said.records
+    lines = record.getMessage().splitlines()
+    assert lines[0].startswith("Update 6 has not come to its end in 2") and "comm.train_timeout_seconds" in lines[0]
+    host = os.uname().nodename
+    assert (
+        lines[-2].startswith(f"Ranks 0, 1, 3 on {host} wait in all_reduce, called at ") and "in_collective" in lines[-2]
+    )
+    assert lines[-1] == f"Rank 2 on {host} is not in it, but at /home/me/train.py:1 in go, in wait."
+    # Every rank has written its stacks, of all its threads.
+    files = sorted(job.directory.glob("*.txt"))
+    assert [file.name for file in files] == [f"step-000000000005-rank-0000{rank}.txt" for rank in range(4)]
+    assert "/home/me/train.py" in files[2].read_text() and files[2].read_text().startswith("Rank 2, process ")
+    # It went on: what it took is known now, and ten times as much would be too long.
+    job.updates(3, 1.0)
+    assert not any(job.notes.values())
+    job.seconds(200)
+    assert len(said.records) == 1
+
+
+def test_as_long_as_before_is_no_hang(jobs: Any, said: pytest.LogCaptureFixture) -> None:
+    job = jobs(in_collective, lost_in_thought)
+    job.seconds(500)  # the first update, with its compilation
+    job.updates(3, 30.0)
+    job.seconds(250)
+    assert not said.records
+    job.seconds(40)
+    assert len(said.records) == 1
+    off = jobs(in_collective, lost_in_thought, least=None)
+    off.updates(3, 1.0)
+    off.seconds(1000)
+    assert len(said.records) == 1 and not off.notes
+
+
+def test_who_evaluates_excuses_all(jobs: Any, said: pytest.LogCaptureFixture) -> None:
+    job = jobs(in_collective, evaluated)
+    job.updates(3, 1.0)
+    job.seconds(500)
+    job.updates(3, 1.0)
+    assert not said.records
+    assert not list(job.directory.glob("*.txt"))
+
+
+def test_before_the_limit_it_is_said_even_of_an_evaluation(jobs: Any, said: pytest.LogCaptureFixture) -> None:
+    job = jobs(evaluated, in_collective, in_collective, limit=100.0)
+    job.seconds(87)
+    assert not said.records
+    job.seconds(12)
+    (record,) = said.records
+    text = record.getMessage()
+    assert (
+        "A collective may take 100 s, after which the job ends" in text and "in evaluated" not in text.splitlines()[-1]
+    )
+    assert text.endswith("is not in it, but at /home/me/train.py:1 in go, in wait (evaluating).")
+    job.seconds(100)
+    assert len(said.records) == 1
+
+
+def test_a_rank_that_gives_no_sign_is_named(jobs: Any, said: pytest.LogCaptureFixture) -> None:
+    job = jobs(in_collective, in_collective, in_collective)
+    job.notes["host/2"] = f"{os.uname().nodename} {2**22 + 1}"
+    job.updates(3, 1.0)
+    job.silent = {2}
+    job.seconds(60)
+    (record,) = said.records
+    assert record.getMessage().endswith(
+        f"Rank 2 gives no sign: process {2**22 + 1} on {os.uname().nodename}, which is no more."
+    )
+    # Where the one that has the log gives none, the next one speaks, and one alone.
+    job.updates(3, 1.0)
+    job.silent = {0}
+    job.seconds(60)
+    assert len(said.records) == 2 and "Rank 0 gives no sign: nothing is known of it." in said.records[1].getMessage()
+
+
+def test_a_process_that_was_stopped_with_its_clock_is_no_hang(jobs: Any, said: pytest.LogCaptureFixture) -> None:
+    job = jobs(in_collective, lost_in_thought)
+    job.updates(3, 1.0)
+    job.now += 10_000
+    job.seconds(15)
+    assert not said.records
+
+
+def test_the_fate_of_a_process() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert "py-spy dump --pid" in fate_of(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + 20
+    while "stopped" not in fate_of(child.pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child.kill()
+    while "no more" not in fate_of(child.pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child.wait()
+    assert fate_of(child.pid) == ", which is no more"
+
+
+def standing(rank: int, **more: Any) -> Standing:
+    given = {"host": "a", "pid": 1, "waits": True, "collective": "all_reduce", "called": "x", "place": "", "stack": "s"}
+    return Standing(**{"rank": rank, **given, "excuse": "", "said": "", "time": 0.0, **more})
+
+
+def test_the_collective_that_most_are_in_is_the_one_that_they_share() -> None:
+    signs = {rank: standing(rank) for rank in range(6)}
+    signs[4] = standing(4, collective="barrier", called="user.py:3 in f", host="b", stack="t")
+    lines = report("Head", signs, {}, Path("/run/hangs")).splitlines()
+    assert lines[0] == "Head. The stacks of all threads are in /run/hangs."
+    assert lines[1:5] == [
+        "Ranks 0-3, 5 on a (most recent call last):",
+        "s",
+        "Rank 4 on b (most recent call last):",
+        "t",
+    ]
+    assert lines[5:] == [
+        "Ranks 0-3, 5 on a wait in all_reduce, called at x.",
+        "Rank 4 on b waits in barrier, called at user.py:3 in f.",
+    ]
+    busy = report(
+        "Head", {0: standing(0, waits=False, place="p"), 1: standing(1, waits=False, place="p")}, {}, Path("d")
+    )
+    assert busy.endswith("Ranks 0, 1 on a are at p.")
+    assert spans([0, 1, 2, 4, 5, 9]) == "0-2, 4, 5, 9" and spans([]) == ""
+
+
+def frame_in(*files: str) -> Any:
+    """Return the innermost frame of functions that stand in files, the outermost first."""
+    inner: Any = sys._getframe
+    for number, file in enumerate(reversed(files)):
+        source = f"def step_{number}(): return inner()"
+        names: dict[str, Any] = {"inner": inner}
+        exec(compile(source, file, "exec"), names)
+        inner = names[f"step_{number}"]
+    return inner()
+
+
+def test_stacks_are_read_as_people_do() -> None:
+    dist, danling = str(TORCH / "distributed"), str(Path(sys.modules["danling"].__file__ or "").parent)
+    at = frame_in(
+        "train.py", f"{danling}/distributed/domain.py", f"{dist}/c10d_logger.py", f"{dist}/distributed_c10d.py"
+    )
+    assert collective_of(at)[0] == "step_0" and collective_of(at)[1].startswith("train.py:1 in step_3")
+    assert collective_of(frame_in("train.py", threading.__file__)) == ("", "")
+    waits_in_store = collective_of(frame_in("train.py", f"{danling}/distributed/meeting.py"))
+    assert waits_in_store[0] == "step_0" and waits_in_store[1].startswith("train.py")
+    backward = {"inner": sys._getframe}
+    exec(compile("def _engine_run_backward(): return inner()", str(TORCH / "autograd" / "graph.py"), "exec"), backward)
+    assert collective_of(backward["_engine_run_backward"]())[0] == BACKWARD
+    assert place_of(frame_in("train.py", str(TORCH / "nn" / "functional.py"))) == "train.py:1 in step_1, in step_0"
+    assert place_of(None) == "nowhere" and excuse_of(frame_in("train.py")) == ""
+    for file, excuse in (
+        (str(TORCH / "_dynamo" / "convert_frame.py"), "compiling"),
+        ("/usr/lib/python3.11/pdb.py", "in a debugger"),
+        (f"{danling}/stream/loader.py", "waiting for a stream"),
+        (f"{danling}/torchft/groups.py", "waiting for other replica groups"),
+    ):
+        assert excuse_of(frame_in("train.py", file, threading.__file__)) == excuse
+    # Compiled code that runs is no compilation.
+    assert excuse_of(frame_in("train.py", str(TORCH / "_dynamo" / "eval_frame.py"))) == ""
