@@ -171,7 +171,7 @@ class _Member:
     rank: int
     process: BaseProcess
     pipe: connection.Connection
-    report: tuple[bool, bytes, str] | None = None
+    report: tuple[float, bool, bytes, str] | None = None
     killed: bool = False
 
 
@@ -259,7 +259,12 @@ def _serve(listener: socket.socket, alive: int) -> None:
             finder for finder in sys.meta_path if type(finder).__module__ != "_pytest.assertion.rewrite"
         ]
         select.select([listener.fileno(), alive], [], [])
-        forkserver.main(listener.detach(), alive, _PRELOADED)
+        for name in _PRELOADED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        # Computed once a process, from the hints of some hundred settings.
+        importlib.import_module("danling").RunnerConfig().changed()
+        forkserver.main(listener.detach(), alive, [])
     finally:
         os._exit(0)
 
@@ -290,7 +295,7 @@ def _collect(
 ) -> list[Outcome]:
     """Wait for all members, shorten the wait once one has failed, kill who is late."""
     open_members = list(members)
-    outcomes: list[Outcome] = []
+    outcomes: list[tuple[float, Outcome]] = []
     while open_members:
         waiting: list[Any] = [m.pipe for m in open_members if m.report is None]
         waiting += [m.process.sentinel for m in open_members]
@@ -305,11 +310,12 @@ def _collect(
             if member.process.is_alive() and not late:
                 continue
             outcome = _conclude(member, timeout)
-            outcomes.append(outcome)
+            # Of several that have ended since the last look, the one goes first that was the first to say so.
+            outcomes.append((member.report[0] if member.report else time.monotonic(), outcome))
             open_members.remove(member)
             if outcome.error is not None:
                 end = min(end, time.monotonic() + grace)
-    return outcomes
+    return [outcome for _, outcome in sorted(outcomes, key=lambda entry: entry[0])]
 
 
 def _kill(members: Sequence[_Member]) -> None:
@@ -340,7 +346,7 @@ def _conclude(member: _Member, timeout: float) -> Outcome:
     _end(member)
     code = member.process.exitcode
     if member.report is not None:
-        returned, payload, text = member.report
+        _, returned, payload, text = member.report
         carried = pickle.loads(payload)
         if not returned:
             return Outcome(member.rank, None, carried, text, code)
@@ -394,9 +400,9 @@ def _enter(
         target = _from_file(*function)
         args, kwargs = pickle.loads(arguments)
         value = _call(target, args, kwargs, init_process_group)
-        message = (True, pickle.dumps(value), "")
+        message = (time.monotonic(), True, pickle.dumps(value), "")
     except BaseException as error:
-        pipe.send_bytes(pickle.dumps((False, _pickled_error(error), traceback.format_exc())))
+        pipe.send_bytes(pickle.dumps((time.monotonic(), False, _pickled_error(error), traceback.format_exc())))
         # No clean-up: the other ranks see the connection break, as they do when a process dies.
         sys.stdout.flush()
         sys.stderr.flush()
