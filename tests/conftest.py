@@ -24,7 +24,7 @@ import pytest
 import torch
 from support.collecting import pytest_collection as pytest_collection
 from support.object_servers import ObjectServer, local_bucket, moto_server
-from support.process_tree import adopt_orphans, descendants, kill_all, reap
+from support.process_tree import adopt_orphans, kill_all, offspring, reap
 from support.processes import fork_server, server_processes
 
 torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def _logs_of_this_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_left() -> Iterator[None]:
-    before = descendants(os.getpid())
+    before = offspring(os.getpid())
     yield
     end = time.monotonic() + 3.0
     while (left := _new_processes(before)) and time.monotonic() < end:
@@ -95,5 +95,5 @@ def _no_process_left() -> Iterator[None]:
 
 
 def _new_processes(before: dict[int, str]) -> dict[int, str]:
-    everything = descendants(os.getpid(), without=server_processes())
+    everything = offspring(os.getpid(), without=server_processes())
     return {pid: command for pid, command in everything.items() if pid not in before}

@@ -51,10 +51,34 @@ def descendants(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
     return {pid: _command_line(pid) for pid in found if pid not in ignored}
 
 
+def offspring(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
+    """Return what `descendants` does from a few files, not one of each process of the machine: for what every test asks.
+
+    A process may be missed at the instant at which a sibling of it is gone.
+    """
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        living = [pid for pid in _children(pending.pop()) if _is_alive(pid)]
+        found += living
+        pending += living
+    ignored = set(without)
+    return {pid: _command_line(pid) for pid in found if pid not in ignored}
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [
+            int(child)
+            for thread in os.listdir(f"/proc/{pid}/task")
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+        ]
+    return []
+
+
 def _process_table() -> dict[int, tuple[int, str]]:
     """Return (parent, state) by process id."""
     table: dict[int, tuple[int, str]] = {}
-    # Twice in every test: an open and a read, and nothing more.
     for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with contextlib.suppress(OSError):
             file = os.open(f"/proc/{name}/stat", os.O_RDONLY)
@@ -107,7 +131,7 @@ def _is_alive(pid: int) -> bool:
 
 def reap() -> None:
     """Collect ended children that nobody waits for; needed once orphans are adopted."""
-    for pid, (parent, state) in _process_table().items():
-        if parent == os.getpid() and state == "Z":
+    for pid in _children(os.getpid()):
+        if not _is_alive(pid):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
