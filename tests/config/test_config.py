@@ -17,6 +17,7 @@ from typing import Any, Literal
 import chanfig
 import pytest
 import yaml
+from support.warm import interpreter
 
 from danling.config import RunnerConfig
 from danling.config.effects import idle_mesh_settings
@@ -591,7 +592,7 @@ class TestOlderKeys:
         ]
         script = tmp_path / "script.py"
         script.write_text("\n".join(lines))
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([interpreter(), str(script)], capture_output=True, text=True, timeout=60, check=True)
         for line, key in (
             (2, "platform"),
             (3, "checkpoint_interval"),

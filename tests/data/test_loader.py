@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.datasets import Augmented, BatchAugmented, drain, host_state, ids
+from support.warm import interpreter
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -306,6 +307,8 @@ def test_workers_survive_a_signal_to_the_group(straight: list[Tensor]) -> None:
 SCRIPT = """
 import os, sys, time, torch
 from danling.data import DataLoader
+# Idle workers of torch look every five seconds whether they have been left behind.
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5
 class Numbers(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):
@@ -332,9 +335,11 @@ if __name__ == "__main__":
 def test_process_ends_and_leaves_no_worker(tmp_path: Any, persistent: bool, end: str) -> None:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body="pass"))
+    # One that is killed does nothing at its end; the others end as the interpreter does.
+    python = interpreter() if "kill" in end else sys.executable
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
     result = subprocess.run(
-        [sys.executable, str(script)],
+        [python, str(script)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

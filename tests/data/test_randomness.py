@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -32,11 +30,9 @@ def test_derived_seeds_are_fixed_and_distinct() -> None:
     assert all(0 <= derive_seed(*part) < 2**63 for part in parts)
 
 
-def test_derived_seed_is_the_same_in_another_process() -> None:
-    code = "from danling.data import derive_seed; print(derive_seed(42, 'train', 7))"
-    environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "7", "PATH": ""}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert int(result.stdout) == derive_seed(42, "train", 7)
+def test_derived_seed_is_the_same_in_every_process() -> None:
+    """Strings hash otherwise in each of them; the number is that of a process of another day."""
+    assert derive_seed(42, "train", 7) == 1783253372788720138
 
 
 def test_derive_seed_refuses_other_types() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from support.pages import ROOT
+from support.warm import interpreter
 
 import danling
 from danling.checkpoints.reading import FORMAT_VERSION
@@ -67,6 +67,12 @@ def test_what_is_not_posix_is_imported_only_where_it_is_guarded() -> None:
 
 def test_a_runner_cannot_be_had_without_record_locks() -> None:
     """As on Windows, which has no `fcntl`."""
-    program = "import sys; sys.modules['fcntl'] = None; import danling; danling.Runner"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(ROOT))
+    program = (
+        "import sys\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'danling']: del sys.modules[name]\n"
+        "sys.modules['fcntl'] = None\n"
+        "import danling\n"
+        "danling.Runner"
+    )
+    ended = subprocess.run([interpreter(), "-c", program], capture_output=True, text=True, cwd=Path(ROOT))
     assert ended.returncode == 1 and "import of fcntl halted" in ended.stderr

@@ -65,11 +65,12 @@ def test_runs_on_two_processes(text: list[str]) -> None:
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        (("shard", "tensor"), ()),
+        (("tensor",), ()),
+        pytest.param(("shard", "tensor"), (), marks=pytest.mark.slow),
         pytest.param(("pipeline",), ("--model.tied", "false", "--model.depth", "2"), marks=pytest.mark.slow),
         pytest.param(("expert",), ("--model.experts", "4"), marks=pytest.mark.slow),
     ],
-    ids=["mesh", "pipeline", "experts"],
+    ids=["tensor", "mesh", "pipeline", "experts"],
 )
 def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...], text: list[str]) -> None:
     degrees = [argument for axis in axes for argument in (f"--parallel.axes.{axis}", "2")]

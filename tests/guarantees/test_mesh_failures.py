@@ -22,7 +22,7 @@ from support.layouts import LayoutRunner
 class Trained(LayoutRunner):
     def train_step(self, data):
         time.sleep(0.02)
-        if sys.argv[1] == "raise" and self.rank == 2 and self.state.train.global_step == 1:
+        if sys.argv[1] == "raise" and self.rank == 1 and self.state.train.global_step == 1:
             raise RuntimeError("this rank has had enough")
         return super().train_step(data)
 
@@ -46,7 +46,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str
 
 
 def test_a_killed_rank_ends_the_job() -> None:
-    with torchrun(write({"pipeline": 2, "shard": 2}), "train", nproc_per_node=4, environment=ENVIRONMENT) as job:
+    with torchrun(write({"pipeline": 2}), "train", environment=ENVIRONMENT) as job:
         job.wait_for_output("exp 5/3000", timeout=90)
         pids = dict(re.findall(r"rank (\d) is process (\d+)\.", job.output))
         os.kill(int(pids["1"]), signal.SIGKILL)
@@ -58,11 +58,11 @@ def test_a_killed_rank_ends_the_job() -> None:
 
 
 def test_the_traceback_of_the_rank_that_raised_comes_last() -> None:
-    with torchrun(write({"shard": 2, "tensor": 2}), "raise", nproc_per_node=4, environment=ENVIRONMENT) as job:
+    with torchrun(write({"tensor": 2}), "raise", environment=ENVIRONMENT) as job:
         exit_code, output = job.wait(timeout=90)
         assert exit_code == 1
         assert "this rank has had enough" in output
-        assert "rank      : 2" in output[output.rindex("Root Cause") :]
+        assert "rank      : 1" in output[output.rindex("Root Cause") :]
 
 
 def hang(config: Mapping[str, Any]) -> None:

@@ -162,7 +162,7 @@ def test_a_group_is_killed_again_and_again(stack: str, world_size: int, kills: i
             steady.wait_until(reached(tmp_path, 0, died_at + 4))
             killed.start()
             killed.wait_until(reached(tmp_path, 1, died_at + 6))
-        (tmp_path / "stop").write_text(str(max(step_of(tmp_path, 0), step_of(tmp_path, 1)) + 40))
+        (tmp_path / "stop").write_text(str(max(step_of(tmp_path, 0), step_of(tmp_path, 1)) + 20))
         healthy, returned = steady.values(), killed.values()
     for ended, other in zip(returned, healthy, strict=True):
         assert differences(ended["state"], other["state"]) == []

@@ -16,6 +16,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from support.pages import ROOT
+from support.warm import interpreter
 
 from danling.reporting.notebook import NotebookBar
 from danling.utils.notebook import in_notebook
@@ -60,7 +61,7 @@ class Manager(KernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """The kernel."""
-        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+        return KernelSpec(argv=[interpreter(), "-m", "ipykernel_launcher", "-f", "{connection_file}"])
 
 
 def run_cells(*cells: str) -> list[dict[str, str]]:

@@ -458,7 +458,7 @@ def hang_after_the_first_update(seconds: float) -> str:
 
 
 def test_the_timeout_of_training_acts() -> None:
-    assert "imed out" in run_processes(hang_after_the_first_update, 4.0, world_size=2)[0]
+    assert "imed out" in run_processes(hang_after_the_first_update, 2.5, world_size=2)[0]
 
 
 def test_base_runner_verbs_are_not_implemented() -> None:
