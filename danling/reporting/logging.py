@@ -100,8 +100,10 @@ def open_run_log(
         if file_handler is not None:
             LOGGER.addHandler(file_handler)
         LOGGER.addHandler(log.console)
-        if LOGGER.level == logging.NOTSET or LOGGER.level > level:
-            LOGGER.setLevel(level)
+        # Handlers that the program has given to the root logger are kept quiet on other ranks by the logger itself.
+        lowest = level if is_main else max(level, logging.WARNING)
+        if LOGGER.level == logging.NOTSET or LOGGER.level > lowest:
+            LOGGER.setLevel(lowest)
         _open_logs.append(log)
     return log
 

@@ -38,16 +38,20 @@ def keeping_trained(
     except passing:
         raise
     except BaseException as error:
-        # KeyboardInterrupt and SystemExit lose as much as an error does.
-        what = f"The evaluation after step {step} failed with {type(error).__name__}"
+        # KeyboardInterrupt and SystemExit, by which schedulers of trials end a training, lose as much as an error does.
+        failed = isinstance(error, Exception)
+        how = "failed with" if failed else "was ended by"
+        what = f"The evaluation after step {step} {how} {type(error).__name__}"
         try:
             saved = save()
         except Exception:
             logger.exception("%s, and what was trained could not be saved; the failure follows.", what)
         else:
             if saved:
-                logger.error(
-                    "%s. What was trained is saved; a run that goes on from it begins with this evaluation.", what
+                logger.log(
+                    logging.ERROR if failed else logging.WARNING,
+                    "%s. What was trained is saved; a run that goes on from it begins with this evaluation.",
+                    what,
                 )
             else:
                 logger.error(

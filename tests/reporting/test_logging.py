@@ -85,3 +85,13 @@ def test_a_program_that_logs_to_the_terminal_itself_sees_each_line_once(tmp_path
     done = subprocess.run([interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True)
     assert done.stderr == "mine hello\n"
     assert file.read_text().endswith("INFO danling: hello\n")
+
+
+def test_other_ranks_of_a_program_that_logs_to_the_terminal_itself_show_warnings_and_errors_only() -> None:
+    script = (
+        "import logging; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
+        "from danling.reporting.logging import open_run_log\n"
+        "open_run_log(None, is_main=False, rank=1); logger = logging.getLogger('danling'); logger.info('hello'); logger.warning('odd')\n"
+    )
+    done = subprocess.run([interpreter(), "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == "mine odd\n"

@@ -11,7 +11,7 @@ import pytest
 from danling.distributed import LocalDomain
 from danling.training import TrainingSession
 from danling.training.ending import TrainingEnd
-from danling.training.safeguard import TrainedKeeper
+from danling.training.safeguard import TrainedKeeper, keeping_trained
 from danling.training.saving import RunSaver
 
 
@@ -154,3 +154,20 @@ def test_what_is_saved_or_may_not_be_written_is_left_alone() -> None:
     assert kept.keeper.make_ready()() is True and kept.calls == []
     looking = Kept("alone", writes=False)
     assert looking.keeper.make_ready()() is False and looking.calls == []
+
+
+@pytest.mark.parametrize(
+    "error, level, words",
+    [
+        (ValueError("odd"), logging.ERROR, "failed with ValueError"),
+        (SystemExit(), logging.WARNING, "was ended by SystemExit"),
+    ],
+)
+def test_an_evaluation_that_a_scheduler_ends_has_not_failed(
+    error: BaseException, level: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "danling")
+    with pytest.raises(type(error)), keeping_trained(lambda: True, step=7):
+        raise error
+    (record,) = caplog.records
+    assert record.levelno == level and f"The evaluation after step 7 {words}" in record.getMessage()
