@@ -75,12 +75,11 @@ def main() -> None:
     paths = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False)
     results = search(options.root.resolve(), options.trials, options.epochs, options.at_once)
-    best = results.get_best_result(metric="acc", mode="max")
-    stopped = sum(result.metrics["epoch"] < options.epochs for result in results if result.metrics)
-    found = {name: best.config[name] for name in ("lr", "width")}
-    print(
-        f"best val accuracy {best.metrics['acc']:.3f} with {found}; {stopped} of {len(results)} trials were stopped early"
-    )
+    ends = [metrics for place in range(len(results)) if (metrics := results[place].metrics)]
+    best = max(ends, key=lambda end: end["acc"])
+    stopped = sum(end["epoch"] < options.epochs for end in ends)
+    found = {name: best["config"][name] for name in ("lr", "width")}
+    print(f"best val accuracy {best['acc']:.3f} with {found}; {stopped} of {len(results)} trials were stopped early")
 
 
 if __name__ == "__main__":

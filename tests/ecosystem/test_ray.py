@@ -71,7 +71,7 @@ def test_a_search_that_is_killed_goes_on(environment: dict[str, str]) -> None:
     with Job(command, environment=environment) as job:
         job.wait_until(lambda: any(trials.glob("*/checkpoints/ckpt-e000002.pth")), timeout=240)
         job.kill()
-    before = {place: (place / "results.json").read_text() for place in trials.iterdir()}
+    before = list(trials.iterdir())
     with Job(command, environment=environment) as job:
         code, output = job.wait(400)
     assert code == 0, output
