@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _PATIENCE = timedelta(seconds=10)
 """How long one look may take: the process that keeps the store may be gone."""
 
+_NO_STORE = (RuntimeError, ValueError, AttributeError)
+"""What is raised where the store does not answer, where there is none any more, and where it cannot be connected to twice."""
+
 _FOLDER = "notes"
 
 
@@ -50,7 +53,7 @@ class Board:
             try:
                 self._connected().set(f"{self._name}/{key}", text)
                 return
-            except (RuntimeError, ValueError):
+            except _NO_STORE:
                 self._is_gone = True
         if self._directory is not None:
             with suppress(OSError):
@@ -69,7 +72,7 @@ class Board:
             try:
                 store = self._connected()
                 return store.get(name).decode() if store.check([name]) else None
-            except (RuntimeError, ValueError):
+            except _NO_STORE:
                 self._is_gone = True
         if self._directory is None:
             return None

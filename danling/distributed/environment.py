@@ -163,7 +163,7 @@ def collective_timeout(device: torch.device) -> float | None:
     try:
         options: Any = dist.group.WORLD._get_backend(device).options
         return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, ValueError):
         return None
 
 

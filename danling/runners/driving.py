@@ -279,9 +279,16 @@ class TrainingDriver:
         share = settings.slow_rank_share
         if runner.placement.optimizer.size == 1 or (share is None and settings.hang_warning_seconds is None):
             return None
+        # Of a training that did not even begin.
+        self._stop_watching()
         watch = self._watch = self.parts.rank_watch(samples=share is not None)
         watch.start()
         return RankTimes(sampled=watch.sampler.take, hosts=watch.hosts, share=share) if share is not None else None
+
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
 
     def description(self) -> str:
         """Return what is going to be trained, in one line."""
@@ -361,9 +368,7 @@ class TrainingDriver:
     def close_training(self) -> None:
         """Close what was opened for a training."""
         runner = self.runner
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
+        self._stop_watching()
         runner._reporter.end()
         runner._reporter.flush()
         runner._data.free()

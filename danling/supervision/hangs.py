@@ -36,6 +36,9 @@ _GRACE_SECONDS = 3.0
 _SPEAKERS = 8
 """Ranks that may say what is found, each only if those before it do not: the store is asked for the notes of all by each of them."""
 
+_CLOCKS_APART_SECONDS = 10.0
+"""By how much the clocks of machines may differ."""
+
 _DEVICE = "work of the device"
 
 _STOPPED_SECONDS = 5.0
@@ -249,7 +252,9 @@ class HangWatch:
         """Tell the others what this rank does, and write its stacks where one of them asks for that; return what it asks for."""
         if self._noted_at is None or now - self._noted_at >= every:
             self._note(mine, now)
-        alarm = self._board.read("alarm") or ""
+        alarm, _, raised_at = (self._board.read("alarm") or "").partition(" ")
+        if not alarm or not self._is_of_now(float(raised_at), now):
+            alarm = ""
         if alarm and self._dumped != alarm:
             self._dumped = alarm
             self._dump(mine)
@@ -262,8 +267,12 @@ class HangWatch:
     def _raise(self, alarm: str) -> str:
         if self._raised != alarm:
             self._raised = alarm
-            self._board.write("alarm", alarm)
+            self._board.write("alarm", f"{alarm} {time.time()}")
         return alarm
+
+    def _is_of_now(self, moment: float, now: float) -> bool:
+        """Whether something was noted since there was no progress: ranks that were started anew may find notes of those before them."""
+        return time.time() - moment < now - self._quiet_since + _CLOCKS_APART_SECONDS
 
     def _dump(self, mine: Standing) -> None:
         file = self._directory() / f"step-{self._step():012d}-rank-{self._rank:05d}.txt"
@@ -309,7 +318,9 @@ class HangWatch:
         return True
 
     def _notes(self) -> dict[int, Standing | None]:
-        return {rank: Standing.parsed(self._board.read(f"standing/{rank}")) for rank in range(self._size)}
+        notes = {rank: Standing.parsed(self._board.read(f"standing/{rank}")) for rank in range(self._size)}
+        now = self._clock()
+        return {r: note if note is not None and self._is_of_now(note.time, now) else None for r, note in notes.items()}
 
     def _say(
         self, signs: Mapping[int, Standing | None], notes: Mapping[int, Standing | None], now: float, alarm: str

@@ -55,7 +55,7 @@ LENGTH = 8
 VOCABULARY = 12
 
 # Figures of `metrics.jsonl` that say how fast a run was, not what it computed.
-_MEASURED = ("time", "seconds", "per_second", "data_share", "memory", "mfu", "flops")
+_MEASURED = ("time", "seconds", "per_second", "data_share", "memory", "mfu", "flops", "ranks")
 
 
 # The configurations, and parameters that ZeRO 3 pads with what memory happened to hold; they are compared in the state.
