@@ -13,9 +13,10 @@ from typing import Any
 
 from danling.checkpoints.outline import Outline
 from danling.utils.plain import flatten
+from danling.utils.tables import as_text
 
 from .contents import read_contents
-from .output import OK, add_json, as_bytes, as_text, print_json, print_table
+from .output import OK, add_json, as_bytes, print_json, print_table
 from .source import checkpoint_at, shown
 
 

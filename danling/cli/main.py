@@ -3,8 +3,7 @@
 Exit codes:
     0  done, and what was looked at is in order.
     1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed,
-       the runs of `diff`
-       part, or `audit` found another end.
+       the runs of `diff` part, `audit` found another end, or `check-layout` other gradients.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.
@@ -29,6 +28,7 @@ SUBCOMMANDS = {
     "doctor": ("doctor", "train, save, kill and resume on two local processes, and say what works here"),
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
     "audit": ("audit", "train a stretch of a run again, and say whether its end is bitwise the stored one"),
+    "check-layout": ("check_layout", "compare the gradients of a program on a layout with those in one process"),
     "diff": ("diff", "say where two runs part: settings, versions, code, and the first step that differs"),
     "ranks": ("ranks", "say what the ranks of a run spent their time with, and which held the others up"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
@@ -38,7 +38,7 @@ SUBCOMMANDS = {
     "estimate": ("estimate", "estimate the memory on each rank in a layout"),
 }
 """By name: the module, and what it does in one line."""
-WITH_PROGRAM = frozenset({"audit", "doctor"})
+WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
 """Those that start a program, which stands behind `--`; they find it under `options.program`."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from danling.utils.files import json_text
+from danling.utils.tables import table_lines
 
 if TYPE_CHECKING:
     from danling.workspace.runs import Run
@@ -29,26 +30,8 @@ def print_json(value: object) -> None:
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print columns that line up; numbers are set right."""
-    cells = [[as_text(value) for value in row] for row in rows]
-    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(head)]
-    right = [bool(rows) and all(v is None or is_number(v) for v in (row[i] for row in rows)) for i in range(len(head))]
-    for line in ([*head], *cells):
-        fitted = (
-            text.rjust(width) if set_right else text.ljust(width) for text, width, set_right in zip(line, widths, right)
-        )
-        print("  ".join(fitted).rstrip())
-
-
-def as_text(value: object) -> str:
-    """Return a value as people read it: five digits of a float, `-` for nothing."""
-    if value is None:
-        return "-"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a number; truth values are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    for line in table_lines(head, rows):
+        print(line)
 
 
 def as_bytes(size: float) -> str:

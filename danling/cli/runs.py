@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from danling.utils.tables import as_text
 from danling.workspace.runs import Run, config_differences
 from danling.workspace.series import natural_key
 from danling.workspace.streams import Stream, streams_of
 
-from .output import NOTHING_THERE, add_json, as_text, name_problems, print_json, print_table
+from .output import NOTHING_THERE, add_json, name_problems, print_json, print_table
 from .source import runs_at
 
 _COLUMNS = ("run", "step", "attempts", "score_name", "best", "best_index", "latest", "changed")

@@ -307,6 +307,25 @@ class HeartbeatConfig(ClosedSection):
     """Subdirectory of the run directory."""
 
 
+class GradientsConfig(ClosedSection):
+    """The gradients of the first updates, recorded as `danling check-layout` asks for; the program ends after them."""
+
+    _path: ClassVar[str] = "audit.gradients"
+
+    dir: str | None = None
+    """Directory to record them in; none: they are not recorded."""
+    updates: PositiveInt = 2
+    """Number of updates."""
+    weights: str | None = None
+    """File with the weights to begin from; none writes those that the run has."""
+    dtype: str | None = None
+    """Floating dtype of torch that model and batches are cast to, such as float64; none keeps theirs."""
+    samples: PositiveInt | None = None
+    """Samples of an update over all ranks; none: as the loader says."""
+    replicas: PositiveInt = 1
+    """Ranks over which these samples are not to be divided evenly, so that a wrong divisor shows."""
+
+
 class AuditConfig(ClosedSection):
     """Checks of a run while it trains."""
 
@@ -322,6 +341,8 @@ class AuditConfig(ClosedSection):
     """Go on with what most attempts at such an update agree on, instead of ending the run where one of them differs."""
     until: list[int] | None = None
     """Updates and completed epochs at which a checkpoint is saved and the run ends, as `danling audit` asks for; none: the budget."""
+    gradients: Nested[GradientsConfig]
+    """The gradients of the first updates, as `danling check-layout` asks for."""
 
 
 class FtConfig(ClosedSection):

@@ -97,6 +97,7 @@ class RunData:
             ends the wait.
         waited: Called after such a wait; what it raises ends the pass.
         over: Called where such a loader has nothing left for good; what it raises ends the training.
+        divided: As of `Splits`.
 
     Attributes:
         splits: Names, settings and lengths.
@@ -113,6 +114,7 @@ class RunData:
         waiting: Callable[[int], None] = lambda place: None,
         waited: Callable[[], None] = lambda: None,
         over: Callable[[], None] = lambda: None,
+        divided: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         self._run = run
         self._unsaved_updates, self._over = unsaved_updates, over
@@ -123,6 +125,7 @@ class RunData:
             lambda: run.dataloaders,
             lambda key: run.config.get(key, None),
             accum_steps=self.undivided,
+            divided=divided,
         )
         self.plan = UpdatePlan(
             self.splits,

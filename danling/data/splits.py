@@ -27,6 +27,8 @@ class Splits:
         loaders: Returns the loaders by split.
         setting: Returns a setting of the run by name, `None` where it is not set.
         accum_steps: Returns the micro-batches of an update that is not divided; by default the setting of that name.
+        divided: Returns the settings of a split to train on by which its updates are divided, where a check of layouts wants others than
+            are set; `None` where none does.
 
     Attributes:
         lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose
@@ -40,8 +42,10 @@ class Splits:
         setting: Callable[[str], Any],
         *,
         accum_steps: Callable[[], int] | None = None,
+        divided: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         self.lengths: dict[str, int | None] | None = None
+        self._divided = divided
         self._datasets = datasets
         self._loaders = loaders
         self._setting = setting
@@ -146,7 +150,8 @@ class Splits:
         dataset = self._datasets().get(split)
         if isinstance(dataset, LoaderSettings):
             common = merge_settings(common, dataset.settings)
-        return merge_settings(common, own)
+        merged = merge_settings(common, own)
+        return dict(self._divided(merged)) if self._divided is not None and split in self.to_train() else merged
 
     def _given(self, split: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings under `dataloader` that all splits share, and those of one split."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -54,6 +54,10 @@ class MeshPreparation(ModelPreparation):
         divided = divided_axes(tensor)
         axes = (*axes_with(cuts_modules=True), *divided)
         return ",".join(divided) or "whole", tuple(self.topology.coordinate[axis] for axis in axes)
+
+    def place(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Return the coordinate of this rank on each axis of the mesh, and the degrees."""
+        return self.topology.coordinate, self.topology.axes.degrees
 
     def whole_parameters(self, named: NamedParameters) -> dict[str, bool] | None:
         """Return all parameter names of the whole model and whether they are trained; `None` without a pipeline."""

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from danling.audit.environment import write_environment
 from danling.audit.errors import ReplayMismatchError
+from danling.audit.gradient_capture import GradientCapture, GradientSettings
 from danling.audit.inventory import entries
 from danling.audit.record import DigestFile, DigestLine
 from danling.audit.replay import UpdateReplay
@@ -266,7 +267,7 @@ class TorchParts:
             reporter=runner._reporter,
             session=runner._session,
         )
-        micro_batches.audit = self.audit
+        micro_batches.audit, micro_batches.recorder = self.audit, self.recorder
         if self.replay is not None:
             micro_batches.audit = SeenSamples(self.replay.witness, self.audit)
         return micro_batches
@@ -341,7 +342,7 @@ class TorchParts:
             losses=self.losses,
             own_backward=runner._overrides("backward"),
         )
-        update.audit = self.audit
+        update.audit, update.recorder = self.audit, self.recorder
         target = runner.config.audit.until
         if target is not None:
             until = Until(target, at=lambda: runner.saver.at, session=runner._session, inner=self.audit)
@@ -379,6 +380,24 @@ class TorchParts:
             step=lambda: runner.state.train.global_step,
             counts_samples=placement.counts_samples,
             write=self._write_digests,
+        )
+
+    @cached_property
+    def recorder(self) -> GradientCapture | None:
+        """What records the gradients of the first updates; `None` unless a check of layouts has asked for them."""
+        runner = self.runner
+        settings = GradientSettings.of(runner.config.audit.gradients, runner.config.precision)
+        if settings is None:
+            return None
+        coordinate, degrees = runner.preparation.place()
+        return GradientCapture(
+            settings,
+            runner,
+            criterion=lambda: runner.criterion,
+            rank=runner.rank,
+            coordinate=coordinate,
+            degrees=degrees,
+            counts_samples=runner.placement.counts_samples,
         )
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:

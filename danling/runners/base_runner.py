@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from danling.audit.gradient_capture import divided_batch
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
@@ -71,6 +72,7 @@ from danling.training.run_state import (
     in_order,
 )
 from danling.training.saving import RunSaver
+from danling.utils.tensors import default_dtype, dtype_of
 from danling.workspace import Workspace
 from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
@@ -177,6 +179,7 @@ class BaseRunner(metaclass=MetaRunner):
             waiting=lambda place: self._session.leave_wait(place, self.placement.optimizer),
             waited=lambda: self._session.end_wait(self.placement.optimizer),
             over=self._session.leave_pass,
+            divided=self._division_of_check(),
         )
         self._streams = RankStreams(
             place=lambda: self.placement.stream_index,
@@ -209,6 +212,23 @@ class BaseRunner(metaclass=MetaRunner):
         self.set_deterministic()
         # Building a model may be what hangs.
         self._begin_heartbeat()
+
+    def _division_of_check(self) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
+        """Prepare this process for a check of layouts, and return how it divides updates; `None` where it is none."""
+        section = self.config.audit.gradients
+        if section.dir is None:
+            return None
+        if section.dtype is not None:
+            # Before a model is built: what its forward makes by itself has to be of the same dtype.
+            self._closers.enter_context(default_dtype(dtype_of(section.dtype)))
+        if self.config.seed is None:
+            self.config.seed = 0
+        return lambda settings: divided_batch(
+            settings,
+            accum_steps=int(self.config.accum_steps),
+            samples=section.samples,
+            replicas=int(section.replicas),
+        )
 
     def _find_placement(self) -> None:
         """Say where this rank stands among the others."""

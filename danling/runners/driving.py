@@ -162,6 +162,8 @@ class TrainingDriver:
         enter_training(runner.optimizer)
         if update.audit is not None:
             update.audit.begin()
+        if self.parts.recorder is not None:
+            self.parts.recorder.begin()
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""

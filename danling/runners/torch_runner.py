@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from danling.audit.layout_check import CheckOptions, check_this_program
+from danling.audit.layout_comparison import LayoutReport
 from danling.checkpoints import exclude, read_model
 from danling.checkpoints.pretrained import (
     DESCRIPTION,
@@ -113,6 +115,8 @@ class TorchRunner(BaseRunner):
         self._parts.check_saving()
         self.preparation = self.build_preparation()
         check_components(self, vars(self), reserved=RESERVED_FIGURES)
+        if self._parts.recorder is not None:
+            self._parts.recorder.prepare(self.model, self.criterion)
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
@@ -397,6 +401,29 @@ class TorchRunner(BaseRunner):
             self._parts.driver.try_evaluations(to_evaluate)
             self._parts.loop.train_steps(to_train, to_evaluate)
         return self.results
+
+    def check_layout(self, layout: str, **options: Any) -> LayoutReport:
+        """Compare the first updates of this program on a layout with those in one process, as `danling check-layout` does.
+
+        The program is started anew, as it was started, in processes of its own; each ends where it comes to this call, or to a training.
+        This runner is left as it is. Call on all ranks.
+
+        Args:
+            layout: Axes and their degrees, such as `"shard=2,tensor=2"`; or `"ddp=2"`, `"accelerate=2"`.
+            options: `updates`, `dtype` (`"float64"`, or `None` for the precision of the program), `batch`, `tolerance` and `timeout`, see
+                `danling.audit.layout_check.CheckOptions`.
+
+        Returns:
+            What was found: `is_same`, `cause`, and a finding for each parameter that differs; printed, the table of the command.
+
+        Raises:
+            NotChecked: If the program fails in them, or the updates are not of the same samples.
+            ValueError: If there is no such layout, or the program cannot be started again, as in a notebook.
+        """
+        if self._parts.recorder is not None:
+            self.train()
+            raise SystemExit(0)  # with fewer updates than are wanted
+        return check_this_program(layout, CheckOptions(**options), self.world)
 
     def build_agreement(self) -> PassAgreement:
         """Return how the ranks end a pass together; a stack whose ranks read the same data overrides it."""

@@ -64,6 +64,16 @@ class SampleAuditor(Protocol):
         """Take in a micro-batch on the device; `first` of its window."""
 
 
+class BatchRecorder(Protocol):
+    """What records the first updates; see `danling.audit.gradient_capture`."""
+
+    def took(self, data: object, moved: object, *, counts: bool) -> object:
+        """Return the data of a micro-batch as it is trained on."""
+
+    def ran(self) -> None:
+        """Look at what forward and backward have left."""
+
+
 class MicroBatches:
     """Runs single micro-batches.
 
@@ -77,6 +87,7 @@ class MicroBatches:
 
     Attributes:
         audit: Looks at the samples; `None` where nobody does.
+        recorder: Records the first updates; `None` where nobody does.
     """
 
     def __init__(
@@ -96,6 +107,7 @@ class MicroBatches:
         self._reporter = reporter
         self._session = session
         self.audit: SampleAuditor | None = None
+        self.recorder: BatchRecorder | None = None
 
     def run(self, batch: Batch, step: Callable[[object], object] | None = None) -> None:
         """Run forward and backward of a micro-batch of the open window.
@@ -108,6 +120,8 @@ class MicroBatches:
         if window.count == 0:
             hooks.reduction.begin(first=window.is_first)
         data = hooks.to_device(batch.data)
+        if self.recorder is not None:
+            data = self.recorder.took(batch.data, data, counts=batch.samples != 0)
         if self.audit is not None and batch.samples != 0:
             self.audit.saw(data, first=window.count == 0)
         weight, samples = self._weights.weigh(batch, data, hooks.batch_weight, training=True)
@@ -125,6 +139,8 @@ class MicroBatches:
                     self._loss.observe_returned(returned, peek_target(data))
         finally:
             self._session.in_step = False
+        if self.recorder is not None:
+            self.recorder.ran()
         hooks.state.train.micro_step += 1
 
     def run_alone(self, step: Callable[[Any], Any], data: object) -> object:

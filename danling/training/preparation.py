@@ -84,6 +84,10 @@ class ModelPreparation:
         """
         return "whole", ()
 
+    def place(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Return the coordinate of this rank on each axis, and the number of ranks along each. May be called on one rank."""
+        return {"replicate": self.world.rank}, {"replicate": self.world.size}
+
     def note_wrapped(self, model: nn.Module) -> None:
         """Note how much of a model is trained when it is wrapped: the wrapper reduces that and nothing else."""
         self._trained_when_wrapped = _trained_count(model)

@@ -121,6 +121,19 @@ class Judged:
         return {"norm of the gradient": norm.view(torch.int64), "decision": len(self.reason or "")}
 
 
+class UpdateRecorder(Protocol):
+    """What records the first updates; see `danling.audit.gradient_capture`. Called on all ranks."""
+
+    def measured(self, norm: Tensor) -> None:
+        """Record the gradient before it is clipped."""
+
+    def failed(self, loss: float | Tensor, weight: float | Tensor, samples: float | Tensor) -> None:
+        """Record an update whose gradient is not finite."""
+
+    def updated(self, outcome: UpdateOutcome, *, committed: bool) -> None:
+        """Record the weights after an update."""
+
+
 class UpdateStep:
     """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does.
 
@@ -145,6 +158,7 @@ class UpdateStep:
         rates: Learning rates of the update that is logged next: those it was made with.
         audit: Looks at the state after updates; `None` where nobody does.
         judge: Completes the gradient, decides the update and applies it; `None` where replica groups take it back.
+        recorder: Records the first updates; `None` where nobody does.
     """
 
     def __init__(
@@ -168,6 +182,7 @@ class UpdateStep:
         self.rates: list[float] = []
         self.audit: Auditor | None = None
         self.judge: Callable[[StepTotals], Judged | None] = self._judged
+        self.recorder: UpdateRecorder | None = None
         self._run = run
         self._session = session
         self._preparation = preparation
@@ -203,6 +218,8 @@ class UpdateStep:
         agreed, reason = judged.totals, judged.reason
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, judged.grad_norm, reason)
         self._conclude(outcome)
+        if self.recorder is not None:
+            self.recorder.updated(outcome, committed=outcome.committed)
         if self.audit is not None:
             self.audit.updated(outcome)
         if agreed.requests:
@@ -221,6 +238,10 @@ class UpdateStep:
         if not gradients and self._own_backward and run.reduction.parameters and float(agreed.weight):
             raise no_gradient()
         grad_norm = run.gradient_norm(gradients)
+        if self.recorder is not None:
+            self.recorder.measured(grad_norm)
+            if not bool(grad_norm.isfinite()):
+                self.recorder.failed(agreed.loss, agreed.weight, agreed.samples)
         reason = self.decision.objection(
             agreed,
             grad_norm,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +70,17 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"Expected the name of a dtype, such as 'float32'. Received: {name!r}.")
     return _DTYPES[name]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have torch make floating tensors of a dtype inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def floating_dtype(name: str, *, key: str) -> torch.dtype:

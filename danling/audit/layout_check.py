@@ -1,0 +1,257 @@
+"""Whether a user's own program trains on a layout as it does in one process: both make the first updates, and are compared.
+
+The program is started once in one process and once on the layout, with settings imposed on its runs: the same weights to begin from,
+the same samples in each update, no dropout, and float64, in which rounding cannot be mistaken for a mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from danling.utils.protocols import ReductionDomain
+
+from .gradient_record import WEIGHTS, RankRecord, count_updates, is_complete, read_ranks
+from .layout import Layout
+from .layout_comparison import LayoutReport, NotChecked, compare_records
+from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How a layout is checked.
+
+    Attributes:
+        updates: Updates that are compared.
+        dtype: `float64`, or `None` for the program's own precision.
+        batch: Samples of an update; `None` takes those of the program in one process, less one where the ranks that read different
+            samples would have equally many.
+        tolerance: Relative difference of a gradient that is rounding; `None` takes the root of the precision of the dtype.
+        timeout: Seconds that each start may take.
+    """
+
+    updates: int = 2
+    dtype: str | None = "float64"
+    batch: int | None = None
+    tolerance: float | None = None
+    timeout: float = 600.0
+
+
+def check_layout(
+    command: Sequence[str], layout: Layout, place: Path, options: CheckOptions | None = None
+) -> LayoutReport:
+    """Have a program make its first updates in one process and on a layout, and compare them.
+
+    Args:
+        command: The program and its arguments, as one would type them for one process.
+        layout: The layout.
+        place: An empty directory to train in.
+        options: How it is checked.
+
+    Raises:
+        NotChecked: If the program fails, or its updates are not of the same samples.
+        ValueError: If there is no such program, or it starts processes by itself.
+    """
+    options = options or CheckOptions()
+    _refuse_launchers(command)
+    place = place.absolute()
+    on_devices = torch.cuda.device_count() >= layout.processes
+    one = _train(command, layout, place / "one", options, alone=True, on_devices=on_devices, samples=options.batch)
+    first = one[0].update(1)
+    samples = int(first.samples) if layout.replicas > 1 else options.batch
+    weights = place / "one" / "records" / WEIGHTS
+    ranks = _train(
+        command, layout, place / "layout", options, alone=False, on_devices=on_devices, weights=weights, samples=samples
+    )
+    return compare_records(one[0], ranks, layout, options.tolerance)
+
+
+def _refuse_launchers(command: Sequence[str]) -> None:
+    words = [os.path.basename(word) for word in command[:3]]
+    if words and (words[0] in ("torchrun", "deepspeed", "accelerate") or "torch.distributed.run" in words):
+        raise ValueError(
+            f"Expected a program as it is started for one process: the processes of the layout are started here. Received: "
+            f"{' '.join(command[:3])}. Write `-- python train.py`."
+        )
+
+
+def _train(
+    command: Sequence[str],
+    layout: Layout,
+    place: Path,
+    options: CheckOptions,
+    *,
+    alone: bool,
+    on_devices: bool,
+    weights: Path | None = None,
+    samples: int | None = None,
+) -> list[RankRecord]:
+    """Have the program record its first updates, and return what its ranks have written."""
+    number = 1 if alone else layout.processes
+    records = place / "records"
+    records.mkdir(parents=True)
+    settings = recording_settings(layout, place, options, alone=alone, weights=weights, samples=samples)
+    with _started(command, settings, place, number, on_devices) as processes:
+        end = time.monotonic() + options.timeout
+        while not is_complete(records, number):
+            codes = [process.poll() for process in processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed or all(code is not None for code in codes):
+                rank = failed[0] if failed else 0
+                raise _failed(place, rank, f"exit code {codes[rank]}", records, alone, options)
+            if time.monotonic() > end:
+                raise _failed(place, 0, f"no end in {options.timeout:g} s", records, alone, options)
+            time.sleep(_POLL_SECONDS)
+    return read_ranks(records, number)
+
+
+def recording_settings(
+    layout: Layout,
+    place: Path,
+    options: CheckOptions,
+    *,
+    alone: bool,
+    weights: Path | None = None,
+    samples: int | None = None,
+) -> dict[str, object]:
+    """Return what is imposed on a program that records its first updates.
+
+    Args:
+        layout: The layout.
+        place: Directory of this start, with a directory `records`.
+        options: How it is checked.
+        alone: On one process rather than on the layout.
+        weights: File with the weights to begin from; `None` on one process, whose weights are taken.
+        samples: Samples of an update; `None` takes those of the program.
+    """
+    settings = {
+        **scratch_settings(place / "run"),
+        **layout.settings(alone=alone),
+        "checkpoint.load_only": True,
+        "compile.enable": False,
+        "ft.enabled": False,
+        "try_evaluation": False,
+        "evaluate_interval": 10**9,
+        "audit.digest_interval": None,
+        "audit.replay_interval": None,
+        "audit.gradients.dir": os.fspath(place.absolute() / "records"),
+        "audit.gradients.updates": options.updates,
+        "audit.gradients.weights": None if weights is None else os.fspath(weights),
+        "audit.gradients.dtype": options.dtype,
+        "audit.gradients.samples": samples,
+        # The micro-batches of a pipeline have to be of one size.
+        "audit.gradients.replicas": 1 if "pipeline" in layout.degrees else layout.replicas,
+    }
+    return settings if options.dtype is None else {**settings, "precision": None, "fsdp.mp_policy": None}
+
+
+@contextmanager
+def _started(
+    command: Sequence[str], settings: Mapping[str, object], place: Path, number: int, on_devices: bool
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the processes of a layout; on exit those that still run are ended."""
+    port = str(_free_port())
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(number):
+            environment = _environment(rank, number, port, on_devices)
+            processes.append(
+                start_program(command, settings, log=place / f"output-{rank}.log", environment=environment)
+            )
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                kill_program(process)
+            end_program(process)
+
+
+def _environment(rank: int, number: int, port: str, on_devices: bool) -> dict[str, str]:
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number))
+    # Of a launcher that this process may have been started by.
+    launcher = {"TORCHELASTIC_RUN_ID": "", "TORCHELASTIC_ERROR_FILE": "", "TORCHELASTIC_RESTART_COUNT": "0"}
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads, **launcher}
+    if sys.platform == "linux":
+        places["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return {**ranks, **places, **({} if on_devices else {"CUDA_VISIBLE_DEVICES": ""})}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _failed(place: Path, rank: int, how: str, records: Path, alone: bool, options: CheckOptions) -> NotChecked:
+    done = count_updates(records)
+    where = "in one process" if alone else "on the layout"
+    hints = {
+        True: "It has to train in one process: take a smaller model, or fewer layers, by its own arguments.",
+        False: "Mend that first.",
+    }
+    own = "" if options.dtype is None else " If it insists on a dtype of its own, add --dtype own."
+    return NotChecked(
+        f"Expected a program that makes {options.updates} updates of a runner {where}. Received: {how} of rank {rank} after {done} "
+        f"updates; the end of what it printed:\n{ProgramEnd(None, place / f'output-{rank}.log').tail.strip()}\n{hints[alone]}{own}"
+    )
+
+
+# From within the program
+
+
+def check_this_program(layout: str, options: CheckOptions, domain: ReductionDomain) -> LayoutReport:
+    """Check the program that is running, as it was started. Called on all ranks; the first one starts what is compared.
+
+    Args:
+        layout: The layout.
+        options: How it is checked.
+        domain: All ranks.
+
+    Raises:
+        NotChecked: On all ranks, if it cannot be checked.
+        ValueError: If there is no such layout.
+    """
+    chosen = Layout.parse(layout)
+    told: tuple[LayoutReport | None, str] = None, ""
+    if domain.rank == 0:
+        try:
+            with tempfile.TemporaryDirectory(prefix="danling-layout-") as place:
+                told = check_layout(_own_command(), chosen, Path(place), options), ""
+        except ValueError as error:
+            told = None, str(error)
+    found, error_text = domain.broadcast_object(told)
+    if found is None:
+        raise NotChecked(error_text)
+    return found
+
+
+def _own_command() -> list[str]:
+    """Return the command by which this program was started.
+
+    Raises:
+        ValueError: If it is none that can be started again, such as a notebook.
+    """
+    main = sys.modules.get("__main__")
+    if (
+        getattr(main, "__spec__", None) is None
+        and getattr(main, "__file__", None) is None
+        and "-c" not in sys.orig_argv
+    ):
+        raise ValueError(
+            "Expected a program that can be started again in other processes. Received: an interactive one, such as a notebook. Write it "
+            "as a script, and call `danling check-layout LAYOUT -- python script.py`."
+        )
+    return [sys.executable, *sys.orig_argv[1:]]

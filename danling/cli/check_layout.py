@@ -1,0 +1,91 @@
+"""Compare the first updates of a program on a layout with those in one process, and name the parameters that differ, with the likely cause.
+
+The program is started in one process, and then in as many as the layout has, each time with DANLING_SETTINGS in its environment:
+the degrees, the weights of the one process to begin from, the same samples in each update, in shares that differ, dropout off, float64.
+The gradient of every parameter is compared before it is clipped; then the loss, and the weights after the update.
+
+Ends with 0 if all is the same but for rounding, with 1 if not, with 2 if it could not be checked.
+
+Example: danling check-layout shard=2,tensor=2 -- python train.py --width 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .output import DAMAGED, OK, add_json, print_json
+
+if TYPE_CHECKING:
+    from danling.audit.layout_comparison import LayoutReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.add_argument(
+        "layout",
+        help="axes and their degrees, such as shard=2,tensor=2; or ddp=2, accelerate=2: their product is started",
+    )
+    parser.add_argument("--updates", type=int, default=2, help="updates to compare (default: 2)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "own"),
+        default="float64",
+        help="float64, or the precision of the program, where rounding is larger (default: float64)",
+    )
+    parser.add_argument(
+        "--batch", type=int, help="samples of an update (default: those of the program, in shares that differ)"
+    )
+    parser.add_argument("--tolerance", type=float, help="relative difference that is rounding (default: by the dtype)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that each start may take (default: 600)")
+    parser.add_argument(
+        "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
+    )
+    add_json(parser)
+    parser.epilog = "Behind `--` stands the program, as you start it for one process."
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check and print."""
+    from danling.audit.layout import Layout
+    from danling.audit.layout_check import CheckOptions, check_layout  # torch
+
+    layout = Layout.parse(options.layout)
+    for name in ("updates", "batch"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"Expected --{name} to be at least 1. Received: {value}. Leave it out.")
+    how = CheckOptions(
+        updates=options.updates,
+        dtype=None if options.dtype == "own" else options.dtype,
+        batch=options.batch,
+        tolerance=options.tolerance,
+        timeout=options.timeout,
+    )
+    with tempfile.TemporaryDirectory(prefix="danling-layout-") as temporary:
+        found = check_layout(options.program, layout, options.scratch or Path(temporary), how)
+    if options.json:
+        print_json(_facts(found))
+    else:
+        print(found)
+    return OK if found.is_same else DAMAGED
+
+
+def _facts(found: LayoutReport) -> dict[str, object]:
+    return {
+        "same": found.is_same,
+        "layout": dict(found.layout.degrees),
+        "stack": found.layout.stack,
+        "updates": found.updates,
+        "samples": found.samples,
+        "parameters": found.parameters,
+        "step": found.step,
+        "losses": found.losses,
+        "cause": found.cause,
+        "gradients": [vars(each) for each in found.gradients],
+        "weights": [vars(each) for each in found.weights],
+        "buffers": list(found.buffers),
+        "notes": list(found.notes),
+    }
