@@ -206,9 +206,9 @@ def _check_samples(number: int, wanted: UpdateRecord, made: Sequence[UpdateRecor
     few = made[0].samples
     raise NotChecked(
         f"Expected update {number} to be made of the same samples in one process and on the layout. Received: {wanted.samples:g} "
-        f"samples and {few:g}, whose contents are not the same. Look for a batch size that depends on the number of processes, a "
-        "loader of your own that is not divided over the ranks that read different samples, data that is drawn before `super().__init__`, and padding to the "
-        "longest sample of a batch, which --batch does not change: pad to one length."
+        f"samples and {few:g}, whose contents are not the same. Look for a batch size that depends on the number of processes, a loader of "
+        "your own that is not divided over the ranks that read different samples, data that is drawn before `super().__init__`, and "
+        "padding to the longest sample of a batch, which --batch does not change: pad to one length."
     )
 
 
