@@ -68,6 +68,11 @@ class _Join(torch.autograd.Function):
         return grad.chunk(2, 1)[ctx.rank], None, None
 
 
+copy_: Any = _Copy.apply
+sum_: Any = _Sum.apply
+join_: Any = _Join.apply
+
+
 class Block(nn.Module):
     """A feed-forward network, column-wise and then row-wise.
 
@@ -88,22 +93,24 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, WIDTH) to the same shape."""
         if self.group is None:
-            return x + self.down(self.dropout(self.up(self.norm(x)).relu()))
+            alone: Tensor = x + self.down(self.dropout(self.up(self.norm(x)).relu()))
+            return alone
         flaw, group = self.flaw, self.group
         if flaw == "sequence":
-            h = _Join.apply(self.norm(x.detach().chunk(2, 1)[self.rank]), group, self.rank)
+            h = join_(self.norm(x.detach().chunk(2, 1)[self.rank]), group, self.rank)
         else:
             h = self.norm(x)
             if flaw == "cut off":
                 h = h.detach()
             if flaw != "column":
-                h = _Copy.apply(h, group, 0.5 if flaw == "averaged" else 1.0)
+                h = copy_(h, group, 0.5 if flaw == "averaged" else 1.0)
         up: Any = self.up
         down: Any = self.down
         h = F.linear(h, up.weight.to_local(), up.bias.to_local()).relu()
         added = down.bias if flaw == "bias before the sum" or (flaw == "bias of one" and self.rank == 0) else None
-        y = _Sum.apply(F.linear(self.dropout(h), down.weight.to_local(), added), group)
-        return x + (y if flaw.startswith("bias") else y + down.bias)
+        y = sum_(F.linear(self.dropout(h), down.weight.to_local(), added), group)
+        result: Tensor = x + (y if flaw.startswith("bias") else y + down.bias)
+        return result
 
     def parallelize(self, mesh: Any, rank: int) -> None:
         """Divide the layers."""
