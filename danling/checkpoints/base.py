@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -58,11 +59,26 @@ class Sources(Protocol):
         """Remove what was brought of other runs."""
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Whether the ranks of a run do not all see one disk, so that no machine has the whole of a save, and only an object store has.
+
+    Attributes:
+        any: Whether there is such a rank.
+        follows: Whether this one removes on its machine what the main process has removed on its own.
+    """
+
+    any: bool = False
+    follows: bool = False
+
+
 Told = tuple[type[Exception], str]
 """The class and the text of an error."""
 
 _NAMED = 4
 """So many checkpoints are named in an error."""
+_SECONDS_BETWEEN_SIGNS = 1.0
+"""How often ranks that wait for each other's uploads hear that the others still do."""
 
 
 class CheckpointManager(ABC):
@@ -108,6 +124,8 @@ class CheckpointManager(ABC):
         self._sources: Sources | None = None
         self._brought: dict[Path, int] = {}
         self._damaged: set[Path] = set()
+        self.apart = Apart()
+        """Whether machines have disks of their own; said before anything is loaded."""
         self.mirror: Mirror | None = None
         """Copies what is saved to another place in the background; on all ranks or on none."""
         self.before_save: Callable[[], None] = _nothing
@@ -123,6 +141,20 @@ class CheckpointManager(ABC):
         """
         self._sources = sources
         self.stores += sources.own()
+
+    def lie_apart(self, apart: Apart) -> None:
+        """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies.
+
+        Args:
+            apart: Whether they have.
+        """
+        self.apart = apart
+        for store in self.stores:
+            store.is_part = apart.any and not store.is_elsewhere
+
+    def _whole(self) -> list[CheckpointStore]:
+        """Return the stores whose checkpoints every rank can read."""
+        return [store for store in self.stores if not store.is_part]
 
     # Saving
 
@@ -232,6 +264,19 @@ class CheckpointManager(ABC):
             pending = self.mirror.pending() if self.mirror is not None else frozenset()
             self.store.prune(self._line, keep=self.settings.keep_latest_k, resumed=self._resumed, pending=pending)
 
+    def _follow(self, sequence: int, exchange: Callable[[object], list[Any]]) -> None:
+        """Remove on machines with disks of their own what the main process has removed on its own. Called in background too.
+
+        Args:
+            sequence: Number of the newest save.
+            exchange: Gathers a value of every rank on all of them.
+        """
+        if not self.apart.any:
+            return
+        kept = exchange(self.store.held() if self.domain.rank == 0 else None)[0]
+        if self.apart.follows:
+            self.store.follow(sequence, kept)
+
     def _prepared(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return the payload as it is written, and what to call when that is done."""
         if self.settings.is_async:
@@ -332,8 +377,8 @@ class CheckpointManager(ABC):
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
         named = self._sources.named(source) if self._sources is not None else None
-        stores, wanted = (self.stores, source) if named is None else named
         number = self._brought.get(Path(source), -1)
+        stores, wanted = (self._whole() if number < 0 else self.stores, source) if named is None else named
         if number >= 0 and self.stores[number].pieces(Path(source)) is not None:
             # It stayed where it is, and what lies at its path is another one, or damaged.
             return self.stores[number], Path(source)
@@ -363,6 +408,7 @@ class CheckpointManager(ABC):
     def _find_latest(self) -> str | None:
         found = self._records()
         self._refuse_foreign(found)
+        found = [(record, store) for record, store in found if not store.is_part]
         last = newest(record for record, _ in found)
         if last is None:
             return None
@@ -394,7 +440,7 @@ class CheckpointManager(ABC):
     def _refuse_lost(self) -> None:
         storage.refuse_no_directory(self.directory)
         self._records()
-        lost = [line for store in self.stores for line in store.lost()]
+        lost = [line for store in self._whole() for line in store.lost()]
         if lost and self._find_latest() is None:
             listing = "".join(f"\n  {line}" for line in lost)
             raise CheckpointDamaged(
@@ -539,10 +585,17 @@ class CheckpointManager(ABC):
     def wait_for_mirror(self) -> None:
         """Wait until the last save is copied to the object store, or cannot be, which `close` raises; at most `checkpoint.wait_timeout`.
 
-        Nothing is agreed here.
+        The ranks leave together: one that has little to upload would wait for the others in its next collective, which fails after a while.
         """
-        if self.mirror is not None:
+        if self.mirror is None:
+            return
+        if self.domain.size == 1:
             self.mirror.wait(self.settings.wait_timeout)
+            return
+        waiting = threading.Thread(target=self.mirror.wait, args=(self.settings.wait_timeout,), daemon=True)
+        waiting.start()
+        while any(self.domain.gather_objects(waiting.is_alive())):
+            waiting.join(_SECONDS_BETWEEN_SIGNS)
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until live tensors may change. They may as soon as a save returns: it has copied them by then."""

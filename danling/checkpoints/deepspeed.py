@@ -111,6 +111,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         self.on_main(lambda: self._publish(record, plain, written, names, own=files.written, put_off=put_off))
         if domain.rank != 0:
             self._mirrored(record, names, target=record.name, own=files.written, put_off=put_off)
+        self._follow(record.sequence, domain.gather_objects)
 
     def _publish(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +32,8 @@ class CheckpointStore(ABC):
     """Whether checkpoints lie in another place than the directory, and are brought there by `verify`."""
 
     def __init__(self, directory: Path, *, run_id: str) -> None:
+        self.is_part = False
+        """Whether other machines have the rest of each checkpoint, so that none can be read here."""
         self.directory = directory
         self.run_id = run_id
         self._passed: dict[Path, str] = {}
@@ -140,6 +142,19 @@ class CheckpointStore(ABC):
         for name in to_delete(records, keep=keep, protected=protected):
             self._spared(partial(self.delete, name))
         self._spared(lambda: self.sweep(protected))
+
+    def held(self) -> set[str]:
+        """Return the names of what lies here of saves of which each machine has a part."""
+        return set()
+
+    def follow(self, sequence: int, kept: Collection[str]) -> None:
+        """Remove the part of older saves that this machine has, where the main process has removed its own.
+
+        Args:
+            sequence: Number of the newest save.
+            kept: What `held` returned on the main process.
+        """
+        return
 
     def _spared(self, removal: Callable[[], None]) -> None:
         try:

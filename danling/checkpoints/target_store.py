@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from . import storage
@@ -147,6 +148,9 @@ class TargetStore(CheckpointStore):
         except CheckpointDamaged as error:
             self.pass_over(path, error)
             return None
+        if self.is_part:
+            here = storage.names(target)
+            manifest = replace(manifest, files={name: of for name, of in manifest.files.items() if name in here})
         problems = find_problems(manifest, target, "size")
         if problems:
             self.pass_over(path, damaged(problems, path))
@@ -222,6 +226,16 @@ class TargetStore(CheckpointStore):
                 # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
                 storage.remove(self.path(record.name) / SUMS)
                 storage.remove_tree(self.path(record.name))
+
+    def held(self) -> set[str]:
+        """Return the names of the targets that lie here."""
+        return self._targets()
+
+    def follow(self, sequence: int, kept: Collection[str]) -> None:
+        """Remove the part of older targets that this machine has, where the main process has removed its own."""
+        for name in sorted(self._targets() - {*kept}):
+            if is_target(name) and int(name.partition("-")[0]) < sequence:
+                self._spared(partial(storage.remove_tree, self.path(name)))
 
 
 def is_unfinished(target: Path) -> bool:

@@ -137,6 +137,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             self._mirrored(save.record, save.names, target=save.record.name, own=own, put_off=put_off)
         if self.domain.rank == 0:
             self._saved(save.payload, save.names)
+        self._follow(save.record.sequence, self._exchange)
 
     def _is_mirror_behind(self) -> bool:
         """Whether a save waits to be copied on any rank. Called on all ranks, in the background too: they are to copy the same saves."""

@@ -149,7 +149,7 @@ class RemoteFiles(FileStore):
     def bring(self, path: Path) -> None:
         """Bring a checkpoint to this machine, where the directory is not that of the main process."""
         # An older one may lie there under the same name.
-        if _is_first_here() and not self._lies_here(path):
+        if is_first_here() and not self._lies_here(path):
             self.verify(path, "full")
 
     def _lies_here(self, path: Path) -> bool:
@@ -303,7 +303,7 @@ class RemoteTargets(TargetStore):
 
     def bring(self, path: Path) -> None:
         """Bring a target to this machine, where the directory is not that of the main process."""
-        if _is_first_here() and storage.size_of(path / SUMS) is None:
+        if is_first_here() and storage.size_of(path / SUMS) is None:
             self.verify(path, "full")  # nothing where it is read in parts
 
     def pass_over(self, path: Path, error: Exception) -> None:
@@ -457,7 +457,7 @@ class RemoteSources:
         if not name.endswith(_WEIGHTS) or is_name(name.removesuffix(SUFFIX)):
             return None
         path = self._place_for(url) / name
-        if _is_first_here():
+        if is_first_here():
             storage.make_directory(path.parent)
             chunks = self._connect(parent).chunks(name)
             storage.write_file(path, lambda writer: [writer.write(piece) for piece in chunks])
@@ -487,7 +487,7 @@ class RemoteSources:
 
     def release(self) -> None:
         """Remove what was brought of other runs: it has been read."""
-        if self._others and _is_first_here():
+        if self._others and is_first_here():
             for name in storage.names(self._directory):
                 if name.startswith(_BROUGHT):
                     storage.remove_tree(self._directory / name)
@@ -542,7 +542,7 @@ _BROUGHT = f"{storage.STAGED}from-"
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
-def _is_first_here() -> bool:
+def is_first_here() -> bool:
     """Whether this process is the first one of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 

@@ -142,14 +142,17 @@ class RemoteRun:
         return key.removeprefix(f"{self.layout.checkpoints}/")
 
 
-def runs_of_family(store: RemoteStore, family: str) -> list[str]:
-    """Return the names of the runs of a family that have a checkpoint or a file in a store; a lock alone is no run.
+def runs_of_id(store: RemoteStore, family: str, id: str) -> list[str]:
+    """Return the names of the runs of an id that have a checkpoint or a file in a store; a lock alone is no run.
 
     Args:
         store: The store.
         family: `RunLayout.family`.
+        id: Identity of the run: its names begin with it.
 
     Raises:
         RemoteError: If the store cannot be read.
     """
-    return [name for name in store.directories(family) if store.directories(f"{family}/{name}")]
+    # Each name is asked for by itself, and a family may have many runs of others.
+    named = [name for name in store.directories(family) if name == id or name.startswith(f"{id}-")]
+    return [name for name in named if store.directories(f"{family}/{name}")]

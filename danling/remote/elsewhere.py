@@ -11,7 +11,7 @@ from danling.checkpoints.base import CheckpointManager
 from danling.config import RunnerConfig
 
 from .checkpoints import RemoteSources
-from .contents import runs_of_family
+from .contents import runs_of_id
 from .layout import RunLayout
 from .mirror import MirrorSettings
 from .run_mirror import RunMirror
@@ -49,14 +49,15 @@ class RunElsewhere:
         )
         return open_store(url, settings=settings, credentials=self._credentials)
 
-    def runs(self, family: str) -> list[str]:
-        """Return the names of the runs of a family that the store of the run has; none without a store. May be called on one rank.
+    def runs(self, family: str, id: str) -> list[str]:
+        """Return the names of the runs of an id that the store of the run has; none without a store. May be called on one rank.
 
         Args:
             family: `RunLayout.family`.
+            id: Identity of the run.
         """
         url = self._settings().checkpoint.remote.url
-        return runs_of_family(self.connect(url), family) if url is not None else []
+        return runs_of_id(self.connect(url), family, id) if url is not None else []
 
     @cached_property
     def sources(self) -> RemoteSources:
@@ -66,6 +67,15 @@ class RunElsewhere:
         return RemoteSources(
             checkpoints, run_id=run_id, connect=self.connect, home=(url, layout) if url is not None else None
         )
+
+    def has(self, name: str) -> bool:
+        """Whether the store of the run has a checkpoint of a name. May be called on one rank.
+
+        Args:
+            name: Such as `best`.
+        """
+        home = self.sources.home
+        return home is not None and name in home.listed.manifests | home.listed.pointers
 
     def bring_files(self, directory: Path, *, on_first: Callable[[Callable[[], None]], None]) -> None:
         """Bring the metrics and other files of a run that goes on, so that its curves do where its machine was lost. Called on all ranks.

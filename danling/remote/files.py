@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from danling.workspace.litter import is_unfinished
 
 from .layout import RunLayout
 from .store import RemoteStore
+
+logger = logging.getLogger("danling")
 
 _DIRECTORIES = ("metadata", "logs", "tensorboard")
 _FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.json", "digests.jsonl")
@@ -29,6 +33,7 @@ class FileMirror:
         self._layout = layout
         self._directory = directory
         self._copied: dict[str, tuple[int, int]] = {}
+        self._unread: set[str] = set()
 
     def copy(self) -> None:
         """Copy what has changed. A file that is being written to goes up as it is now, and again the next time.
@@ -40,12 +45,20 @@ class FileMirror:
             name = path.relative_to(self._directory).as_posix()
             try:
                 found = path.stat()
+                if not stat.S_ISREG(found.st_mode):
+                    continue  # a pipe would be waited for
                 state = (found.st_size, found.st_mtime_ns)
                 if self._copied.get(name) == state:
                     continue
                 # Read at once: what is appended meanwhile must not go up in part.
                 content = path.read_bytes()
             except FileNotFoundError:
+                continue
+            except OSError as error:
+                # A save is worth more than a log that cannot be read.
+                if name not in self._unread:
+                    self._unread.add(name)
+                    logger.warning("%s is not copied to %s: %s", path, self._store.url, error)
                 continue
             self._store.put(self._layout.file(name), content)
             self._copied[name] = state

@@ -33,6 +33,7 @@ _RENEWALS = 4
 """How often it is renewed in that time."""
 
 _LOOK_SECONDS = 1.0
+_PATIENCE_SECONDS = 10.0
 _PROBE = ".probe-"
 
 
@@ -233,8 +234,10 @@ class Lease:
         self._end.set()
         if thread is None:
             return
-        thread.join(self.store.settings.timeout_seconds)
-        if self._error is None and not thread.is_alive():
+        # A store that does not answer is not waited for: the lease ends by itself.
+        answers = time.monotonic() - self._renewed < 2 * self.seconds / _RENEWALS
+        thread.join(_PATIENCE_SECONDS if answers else 0.0)
+        if self._error is None and answers and not thread.is_alive():
             with suppress(RemoteError):
                 # Only what this process has put: another one may have taken over since.
                 if self.store.get_tagged(self.key)[1] == self._tag:

@@ -134,6 +134,8 @@ class CheckpointMirror:
         self._thread: threading.Thread | None = None
         self._ending = self._closed = False
         self._final = False
+        self._given_up = False
+        """Whether `wait` has waited long for a save that could not be copied, and nothing was saved or copied since."""
         self._failure: BaseException | None = None
         self._error: BaseException | None = None
         self._told: set[str] = set()
@@ -177,6 +179,7 @@ class CheckpointMirror:
                 dropped = [waiting for waiting in self._waiting if waiting.saved.may_give_way]
                 self._waiting = deque(waiting for waiting in self._waiting if not waiting.saved.may_give_way)
             self._waiting.append(upload)
+            self._given_up = False
             if self._thread is None:
                 # A daemon: an upload that hangs must not keep a process alive that close() has given up waiting for.
                 self._thread = threading.Thread(target=self._work, name="danling-remote", daemon=True)
@@ -209,6 +212,7 @@ class CheckpointMirror:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the last save is copied, or an attempt has failed that began after this call."""
+        begun = time.monotonic()
         with self._changed:
             self._ending, self._failure, self._final = True, None, False
             put_off, self._put_off = self._put_off, None
@@ -217,6 +221,8 @@ class CheckpointMirror:
             self._enqueue(put_off)
         with self._changed:
             idle = self._changed.wait_for(lambda: self._is_idle or self._final, timeout)
+            failed = not idle or self._failure is not None
+            self._given_up = failed and time.monotonic() - begun > self.store.settings.timeout_seconds
             self._ending = False
         if self.rank == 0 and idle and self._failure is None and self._is_idle and self.lost() is None:
             try:
@@ -236,7 +242,8 @@ class CheckpointMirror:
             self.on_close()
 
     def _close(self, timeout: float | None) -> None:
-        self.wait(timeout)
+        if not self._given_up:
+            self.wait(timeout)
         with self._changed:
             left, failure = not self._is_idle or self._put_off is not None, self._failure
             given_up, self._waiting = self._waiting, deque()
@@ -335,6 +342,7 @@ class CheckpointMirror:
         """Note how an upload ended, and return whether nothing more is to be done with it: one that failed comes first again."""
         with self._changed:
             self._running, self._failure = None, error
+            self._given_up = self._given_up and error is not None
             self._final = self._final or (error is not None and awaited)
             gives_way = self._alone and upload.saved.may_give_way and bool(self._waiting)
             done = error is None or gives_way or self._closed

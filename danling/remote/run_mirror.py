@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
 from pathlib import Path
 
 from danling.checkpoints import storage
-from danling.checkpoints.base import CheckpointManager
+from danling.checkpoints.base import Apart, CheckpointManager
 from danling.checkpoints.mirroring import Saved
 from danling.checkpoints.policy import Record
 from danling.checkpoints.target_store import SUMS, TargetStore
 from danling.utils.notebook import in_notebook
 
+from .checkpoints import is_first_here
 from .contents import RemoteRun
 from .errors import RemoteError
 from .files import FileMirror
@@ -19,6 +21,8 @@ from .layout import RunLayout
 from .lease import SECONDS, Lease
 from .mirror import CheckpointMirror, MirrorSettings
 from .store import RemoteStore
+
+_LOOK_SECONDS = 2.0
 
 
 class RunMirror:
@@ -62,6 +66,16 @@ class RunMirror:
         self.mirror.on_close = self._lease.release
         manager.on_main(self._open)
         manager.mirror = self.mirror
+        if size > 1:
+            manager.lie_apart(self._apart(directory))
+
+    def _apart(self, directory: Path) -> Apart:
+        """Find out whether all ranks see the disk of the main process."""
+        token: Path = self._manager.on_main(lambda: _written(storage.staged_name(directory)))
+        seen = _is_seen(token)
+        all_see = all(self._manager.domain.gather_objects(seen))
+        self._manager.on_main(lambda: storage.remove(token))
+        return Apart(any=not all_see, follows=not seen and is_first_here())
 
     def _open(self) -> None:
         self._lease.acquire()
@@ -80,7 +94,7 @@ class RunMirror:
         self._manager.on_main(self._begin)
 
     def _begin(self) -> None:
-        here = [store for store in self._manager.stores if not store.is_elsewhere]
+        here = [store for store in self._manager.stores if not (store.is_elsewhere or store.is_part)]
         local = [(record, store) for store in here for record in store.records(complete=True)]
         if not local and self._manager.resumed is None and self.run.records:
             newest = max(self.run.records, key=lambda record: record.sequence)
@@ -115,6 +129,22 @@ class RunMirror:
             step: Committed updates of the run.
         """
         return {"remote": self.mirror.figures(step)}
+
+
+def _written(path: Path) -> Path:
+    storage.make_directory(path.parent)
+    path.touch()
+    return path
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether a file that has just been made on another machine is there: a network disk may show it a moment later."""
+    end = time.monotonic() + _LOOK_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _is_target_name(record: Record, store: object) -> bool:

@@ -158,7 +158,7 @@ class RemoteStore:
             content: Its contents, or the file that has them.
         """
         settings = self.settings
-        several = isinstance(content, Path) and content.stat().st_size > settings.part_size
+        several = (len(content) if isinstance(content, bytes) else content.stat().st_size) > settings.part_size
         with self._asking("put", key) as store:
             _obstore().put(
                 store,

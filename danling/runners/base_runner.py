@@ -1088,7 +1088,12 @@ class BaseRunner(metaclass=MetaRunner):
         logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
         if source is not None:
             self.saver.best_elsewhere = best_left_behind(
-                self.workspace.checkpoints, self.best_index, self.best_score, source, speaks=self.is_main_process
+                self.workspace.checkpoints,
+                self.best_index,
+                self.best_score,
+                source,
+                is_stored=lambda: self.is_main_process and self._elsewhere.has("best"),
+                speaks=self.is_main_process,
             )
             self.saver.note_loaded()
 

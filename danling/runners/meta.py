@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from danling.checkpoints.errors import CheckpointError
+
 from .alone import make_standalone
 from .names import check_names, explain_property, is_library, noting
 
@@ -85,6 +87,9 @@ def close_after_error(runner: Any) -> None:
     try:
         if "_closers" in vars(runner):
             runner.close()
+    except CheckpointError as error:
+        # It says itself what is wrong and what to do; what follows may be the end that a signal has asked for.
+        logger.error("Closing failed as well: %s", error)
     except Exception:
         logger.exception("Closing after a failure failed as well; the failure itself follows.")
 

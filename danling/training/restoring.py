@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -152,7 +152,13 @@ class RunRestorer:
 
 
 def best_left_behind(
-    directory: Path, index: int | None, score: float | None, source: object, *, speaks: bool = True
+    directory: Path,
+    index: int | None,
+    score: float | None,
+    source: object,
+    *,
+    is_stored: Callable[[], bool] = lambda: False,
+    speaks: bool = True,
 ) -> int | None:
     """Return the index of the best score if its checkpoint lies beside the one that was loaded, not among the run's own, and log it.
 
@@ -161,9 +167,10 @@ def best_left_behind(
         index: Epoch or step of the best score.
         score: The best score.
         source: What was loaded.
+        is_stored: Tells whether the run's object store has it.
         speaks: Whether this process logs it.
     """
-    if index is None or any((directory / name).exists() for name in ("best", "best.pth")):
+    if index is None or any((directory / name).exists() for name in ("best", "best.pth")) or is_stored():
         return None
     if speaks:
         logger.info(

@@ -38,7 +38,7 @@ class RunPlace:
         world: All ranks of the job, or of this replica group.
         replicas: Ranks that read different samples.
         part: Returns the directory below the run directory that this replica group writes into, `None` where there is one group.
-        elsewhere: Returns the names of the runs that an object store has in a family, by the name of the family; on the main process.
+        elsewhere: Returns the names of the runs of a family and an id that an object store has; on the main process.
 
     Raises:
         ValueError: If the directory that the configuration names holds another run.
@@ -51,7 +51,7 @@ class RunPlace:
         world: Domain,
         replicas: int,
         part: Callable[[], str | None],
-        elsewhere: Callable[[str], Iterable[str]] = lambda family: (),
+        elsewhere: Callable[[str, str], Iterable[str]] = lambda family, id: (),
     ) -> None:
         self._settings, self._world, self._replicas, self._part = settings, world, replicas, part
         self._elsewhere = elsewhere
@@ -183,7 +183,7 @@ class RunPlace:
         return self._claim.dir, self._claim.id, self._claim.notice
 
     def _numbers_elsewhere(self) -> list[int]:
-        found = (number_of(name, self.id) for name in self._elsewhere(self.family))
+        found = (number_of(name, self.id) for name in self._elsewhere(self.family, self.id))
         return sorted(number for number in found if number is not None)
 
     def _entered(self) -> str:

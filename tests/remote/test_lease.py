@@ -137,6 +137,16 @@ def test_who_cannot_renew_the_lease_writes_nothing_until_it_is_renewed(store: Re
     lease.release()
 
 
+def test_a_store_that_does_not_answer_is_not_waited_for_at_the_end(store: RemoteStore, proxy: FaultProxy) -> None:
+    lease = Lease(store, KEY, seconds=0.4)
+    lease.acquire()
+    proxy.hold()
+    until(lambda: lease.lost is not None)
+    begun = time.monotonic()
+    lease.release()
+    assert time.monotonic() - begun < 10, "a request lasts 20 seconds"
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that another thread does."""
     end = time.monotonic() + 30

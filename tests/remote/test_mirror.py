@@ -41,7 +41,7 @@ class Place:
         manager = FileCheckpointManager(
             self.directory / "checkpoints", domain=LocalDomain(), run_id="run", settings=policy, step_mode=True
         )
-        store = open_store(f"s3://{self.bucket}/pre", settings=QUICK)
+        store = open_store(f"s3://{self.bucket}/pre", settings=changes.pop("requests", QUICK))
         settings = MirrorSettings(**changes)
         copy = RunMirror(store, LAYOUT, directory=self.directory, manager=manager, settings=settings)
         self.opened.append(manager)
@@ -262,6 +262,18 @@ def test_a_store_that_fails_lets_training_go_on_and_close_says_what_is_missing(
     assert place.step("latest") == 1
 
 
+def test_what_the_end_of_a_training_has_waited_for_in_vain_close_does_not_wait_for_again(place: Place) -> None:
+    manager = place.manager(requests=RemoteSettings(retries=0, timeout_seconds=1.0))
+    fault = place.proxy.hold(when=is_object)
+    save(manager, 1)
+    assert fault.came.wait(30)
+    manager.wait_for_mirror()
+    tried = fault.hit
+    with pytest.raises(RemoteError, match="Expected the last save in"):
+        manager.close()
+    assert fault.hit == tried == 2, "the one under way, and another one"
+
+
 def test_a_store_that_comes_back_gets_the_newest(place: Place) -> None:
     manager = place.manager()
     for code, status in (("SlowDown", 503), ("AccessDenied", 403), ("InsufficientStorage", 507)):
@@ -394,6 +406,9 @@ def test_files_of_the_run_go_before_the_save_becomes_visible(place: Place) -> No
     fault.release()
     manager.wait_for_mirror()
     place.proxy.forget()
+    # What cannot be read keeps no save from being safe.
+    os.mkfifo(place.directory / "logs" / "pipe")
+    os.symlink("loop", place.directory / "logs" / "loop")
     (place.directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     save(manager, 2)
     manager.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,21 @@ def test_it_ends_bitwise_as_the_run_that_was_left_alone(tmp_path: Path, url: str
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 9))
     assert (directory / "results.json").read_bytes() == (first / "results.json").read_bytes()
     assert len(list((directory / "logs").glob("*.log"))) == 2
+
+
+@pytest.mark.parametrize("backend", ["file", "dcp"])
+def test_the_best_of_the_lost_machine_is_that_of_the_run(
+    tmp_path: Path, url: str, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
+    with (
+        caplog.at_level(logging.INFO, "danling"),
+        TracingRunner(settings(tmp_path / "empty", url, backend=backend, seed=3)) as runner,
+    ):
+        assert runner.best_index is not None and runner.state.train.global_step == 4
+        step = runner.read_checkpoint("best")["state"]["train"]["global_step"]
+        assert step == runner.best_index
+    assert "here a best is kept from the next better one on" not in caplog.text
 
 
 def test_a_seed_that_was_drawn_is_that_of_the_lost_machine(tmp_path: Path, url: str) -> None:

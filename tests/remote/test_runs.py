@@ -32,7 +32,7 @@ class Toy(dl.TorchRunner):
         self.criterion = nn.CrossEntropyLoss()
 
 
-def config(url: str, root: Path, **changes: Any) -> dl.RunnerConfig:
+def config(url: str | None, root: Path, **changes: Any) -> dl.RunnerConfig:
     made = dl.RunnerConfig(epochs=3, seed=1, dataloader={"batch_size": 8}, optim={"type": "sgd", "lr": 0.1})
     made.merge({"checkpoint.remote.url": url, "checkpoint.remote.retries": 0, "workspace_root": str(root), **changes})
     return made
@@ -115,6 +115,38 @@ def test_denied_in_the_middle_training_goes_on_and_the_end_fails(proxy: FaultPro
         runner.close()
 
 
+def test_workers_are_forked_while_an_upload_runs(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    fault = proxy.hold(when=lambda request: request.is_upload and "/objects/" in request.path)
+
+    class Held(Toy):
+        def train_epoch(self, split: str = "train") -> dict[str, float]:
+            if self.state.train.epoch:
+                assert fault.came.wait(60)
+            if self.state.train.epoch == 2:
+                fault.release()
+            return dict(super().train_epoch(split))
+
+    with Held(config(url, tmp_path, **{"dataloader.num_workers": 2})) as runner:
+        runner.train()
+        assert runner.state.train.global_step == 24
+    assert fault.hit
+
+
+def test_who_has_no_store_loads_no_client_and_starts_no_thread(tmp_path: Path) -> None:
+    script = f"""
+import sys, threading
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.modules["obstore"] = None
+from remote.test_runs import Toy, config
+with Toy(config(None, Path({str(tmp_path)!r}))) as runner:
+    runner.train()
+    assert not [thread.name for thread in threading.enumerate() if thread.name in ("danling-remote", "danling-lease")]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_is_required_ends_the_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     runner = Toy(config(url, tmp_path, **{"checkpoint.remote.required": True, "epochs": 200}))
     proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
@@ -161,18 +193,26 @@ with Toy(config({url!r}, Path({root!r}), **{{"epochs": 40, "checkpoint.remote.ti
 
 
 @pytest.mark.parametrize(
-    ("fault", "changes", "ends", "warm"),
+    ("fault", "changes", "ends", "code", "warm"),
     [
         # The interpreter's own end has the last word here.
-        ("denies", {}, True, False),
-        pytest.param("hangs", {}, True, False, marks=pytest.mark.slow),
-        ("denies", {"required": True}, False, True),
+        ("denies", {}, True, 1, False),
+        pytest.param("hangs", {}, True, 1, False, marks=pytest.mark.slow),
+        ("denies", {"required": True}, False, 1, True),
+        ("denies", {"epochs": 4000}, False, 143, True),
     ],
 )
 def test_the_exit_code_says_that_the_last_save_is_not_there(
-    proxy: FaultProxy, url: str, tmp_path: Path, fault: str, changes: dict[str, Any], ends: bool, warm: bool
+    proxy: FaultProxy,
+    url: str,
+    tmp_path: Path,
+    fault: str,
+    changes: dict[str, Any],
+    ends: bool,
+    code: int,
+    warm: bool,
 ) -> None:
-    named = {f"checkpoint.remote.{name}": value for name, value in changes.items()}
+    named = {name if name == "epochs" else f"checkpoint.remote.{name}": value for name, value in changes.items()}
     script = SCRIPT.format(tests=str(Path(__file__).parents[1]), url=url, root=str(tmp_path), changes=named)
     python = interpreter() if warm else sys.executable
     program = subprocess.Popen(
@@ -183,6 +223,16 @@ def test_the_exit_code_says_that_the_last_save_is_not_there(
         proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
     else:
         proxy.hold(when=lambda request: request.is_upload)
-    out, errors = program.communicate("\n", timeout=120)
-    assert program.returncode == 1 and ("ended at 320" in out) == ends
+    assert program.stdin is not None and program.stderr is not None
+    program.stdin.write("\n")
+    program.stdin.flush()
+    errors = ""
+    if code == 143:
+        while "is not safe in" not in errors:
+            errors += program.stderr.readline()
+        program.terminate()
+    out, rest = program.communicate(timeout=120)
+    errors += rest
+    assert program.returncode == code and ("ended at 320" in out) == ends
     assert ("Expected the last save in s3://" in errors) and "is not safe in" in errors
+    assert ("Traceback" in errors) == (code == 1), "a signal is no failure, and one line says what is missing"

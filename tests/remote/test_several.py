@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,21 @@ def test_two_ranks_go_on_bitwise_on_an_empty_machine(moto: ObjectServer, url: st
     complete = {key.split("/targets/")[1].split("/")[0] for key in keys if key.endswith("/manifest.sha256")}
     assert of_targets == complete and bool(complete) == (stack != "ddp")
     assert any("__1_0.distcp" in key for key in keys) == (stack == "parallel")
+
+
+def train_in_haste(root: str, url: str) -> int:
+    """Train with collectives that fail after two seconds."""
+    with AnyStackRunner(settings(root, url, stack="ddp", comm={"train_timeout_seconds": 2.0})) as runner:
+        runner.train()
+        return int(runner.state.train.global_step)
+
+
+@pytest.mark.slow
+def test_ranks_that_have_nothing_to_upload_wait_for_the_one_that_has(
+    proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
+    fault = proxy.hold(when=lambda request: request.is_upload and request.path.endswith("latest.pth.sha256"))
+    healer = threading.Thread(target=lambda: (fault.came.wait(60), time.sleep(8), fault.release()))
+    healer.start()
+    assert run_processes(train_in_haste, str(tmp_path), url) == [8, 8]
+    healer.join()
