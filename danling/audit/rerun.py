@@ -65,11 +65,12 @@ class ProgramFailed(ValueError):
     """The program did not come to the end of the stretch."""
 
 
-def checkpoints_of(run: Path) -> list[Stored]:
+def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
     """Return the checkpoints of a run by position, the first one first.
 
     Args:
         run: The run directory.
+        is_ours: Whether who writes into it is this process itself, and waits.
 
     Raises:
         FileNotFoundError: If it is none, or has no checkpoint.
@@ -79,7 +80,7 @@ def checkpoints_of(run: Path) -> list[Stored]:
         raise FileNotFoundError(
             f"Expected a run directory. Received: {str(run)!r}, which is none. Name one of `danling runs`."
         )
-    if is_in_use(run):
+    if not is_ours and is_in_use(run):
         raise ValueError(
             f"Expected a run that nobody writes to. Received: {str(run)!r}, whose writer is running. Stop it, or wait until it has ended."
         )
@@ -155,31 +156,87 @@ def audit_run(
         FileNotFoundError: If there is no run, or it has no checkpoint.
         ValueError: If it is written to, the stretch cannot be, or the program failed.
     """
-    first, last = stretch_of(checkpoints_of(run), start, end)
-    again = scratch.absolute() / "run"
-    of_run = Run(run, "stored")
-    every = of_run.config.get("audit.digest_interval") or (None if read_digests(run) else 1)
-    settings = {
-        **scratch_settings(again),
-        "resume": None if first is None else os.fspath(first.path),
-        "audit.until": [last.step, last.epoch],
-        "audit.digest_interval": every,
-        "checkpoint.keep_latest_k": 0,
-    }
-    if of_run.config.get("seed") is not None:
-        settings["seed"] = of_run.config["seed"]
-    ended = run_program(command, settings, log=scratch / "output.log", timeout=timeout)
-    made = checkpoints_of(again) if is_run(again) and not is_in_use(again) and _has_checkpoint(again) else []
-    reached = [each for each in made if (each.step, each.epoch) == (last.step, last.epoch)]
-    if ended.code != 0 or not reached:
+    again = Retraining.of(run, scratch, start=start, end=end)
+    ended = run_program(command, again.settings, log=scratch / "output.log", timeout=timeout)
+    if ended.code != 0 or again.reached is None:
         how = "no end in time" if ended.code is None else f"exit code {ended.code}"
-        there = "a checkpoint there" if reached else "no checkpoint there"
+        there = "a checkpoint there" if again.reached is not None else "no checkpoint there"
         raise ProgramFailed(
-            f"Expected the program to train to update {last.step}, as the run did, and to end. Received: {how}, and {there}; the end of "
-            f"what it printed:\n{ended.tail}\nStart it with the settings of the run; --scratch keeps all that it left."
+            f"Expected the program to train to update {again.end.step}, as the run did, and to end. Received: {how}, and {there}; the end "
+            f"of what it printed:\n{ended.tail}\nStart it with the settings of the run; --scratch keeps all that it left."
         )
-    stored, trained = (read_payload(_target(each.path)) for each in (last, reached[-1]))
-    return AuditResult(first, last, differing_paths(stored, trained), compare_runs(of_run, Run(again, "audited")))
+    return again.result()
+
+
+@dataclass(frozen=True)
+class Retraining:
+    """A stretch of a run that is trained again in a directory of its own.
+
+    Attributes:
+        run: The run directory.
+        directory: Where it is trained again.
+        start: The checkpoint that it begins from; `None` from scratch.
+        end: The checkpoint that the end is compared with.
+        settings: By which a program does it, by dotted key.
+    """
+
+    run: Path
+    directory: Path
+    start: Stored | None
+    end: Stored
+    settings: Mapping[str, object]
+
+    @classmethod
+    def of(cls, run: Path, scratch: Path, *, start: int | None, end: int | None, is_ours: bool = False) -> Retraining:
+        """Return what is to be done to train a stretch again.
+
+        Args:
+            run: The run directory.
+            scratch: Directory to train in, which does not hold a run.
+            start: See `stretch_of`.
+            end: See `stretch_of`.
+            is_ours: Whether who writes into the run is this process itself, and waits.
+
+        Raises:
+            FileNotFoundError: If there is no run, or it has no checkpoint.
+            ValueError: If it is written to, or the stretch cannot be.
+        """
+        first, last = stretch_of(checkpoints_of(run, is_ours=is_ours), start, end)
+        of_run, directory = Run(run, "stored"), scratch.absolute() / "run"
+        every = of_run.config.get("audit.digest_interval") or (None if read_digests(run) else 1)
+        settings: dict[str, object] = {
+            **scratch_settings(directory),
+            "resume": None if first is None else os.fspath(first.path),
+            "audit.until": [last.step, last.epoch],
+            "audit.digest_interval": every,
+            "checkpoint.keep_latest_k": 0,
+        }
+        if of_run.config.get("seed") is not None:
+            settings["seed"] = of_run.config["seed"]
+        return cls(run, directory, first, last, settings)
+
+    @property
+    def reached(self) -> Stored | None:
+        """The checkpoint at the end of what was trained again; `None` where there is none."""
+        there = is_run(self.directory) and not is_in_use(self.directory) and _has_checkpoint(self.directory)
+        made = checkpoints_of(self.directory) if there else []
+        return next((m for m in made[::-1] if (m.step, m.epoch) == (self.end.step, self.end.epoch)), None)
+
+    def result(self) -> AuditResult:
+        """Compare the end with the stored one.
+
+        Raises:
+            ProgramFailed: If nothing was trained to it.
+        """
+        reached = self.reached
+        if reached is None:
+            raise ProgramFailed(
+                f"Expected a training to update {self.end.step}, as that of the run. Received: no checkpoint there. Train with the "
+                "settings of the run."
+            )
+        stored, trained = (read_payload(_target(each.path)) for each in (self.end, reached))
+        comparison = compare_runs(Run(self.run, "stored"), Run(self.directory, "audited"))
+        return AuditResult(self.start, self.end, differing_paths(stored, trained), comparison)
 
 
 def _has_checkpoint(run: Path) -> bool:

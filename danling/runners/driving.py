@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from danling.audit.replayed import armed, stepped
+from danling.audit.rerun import AuditResult, Retraining
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
-from danling.data import Batch
+from danling.data import Batch, preserved_random_state
 from danling.distributed import set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
@@ -143,6 +148,30 @@ class TrainingDriver:
             return False
         runner._reporter.forget_samples(runner.state.train.samples)
         return True
+
+    def audit(self, start: int | None, end: int | None, scratch: str | Path | None) -> AuditResult:
+        """Train a stretch of the run again; see `TorchRunner.audit`."""
+        runner, world = self.runner, self.runner.world
+        if runner._session.running:
+            raise ValueError(
+                "Expected a run that stands between two trainings. Received: audit() within train(). Call it when train() has returned."
+            )
+        runner.checkpoint_manager.wait()
+        place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))
+        try:
+            run = runner.workspace.dir
+            again = world.on_first(lambda: Retraining.of(run, place, start=start, end=end, is_ours=True))
+            config = deepcopy(runner.config)
+            for key, value in again.settings.items():
+                config.set(key, value)
+            with preserved_random_state(runner.device), type(runner)(config) as trained:
+                trained.train()
+            world.barrier()
+            return world.on_first(again.result)
+        finally:
+            if scratch is None:
+                world.barrier()
+                shutil.rmtree(place, ignore_errors=True)
 
     # Within it
 

@@ -46,12 +46,6 @@ def check_replay(runner: TorchRunner) -> None:
             "leave the others waiting. Received: ft.enabled=True. Leave one of them out."
         )
 
-    if runner.stack == "deepspeed":
-        raise ValueError(
-            "Expected a stack whose gradients can be put back with audit.replay_interval. Received: stack='deepspeed', whose engine keeps "
-            "them. Train on 'parallel' with parallel.axes.shard, or leave the key out."
-        )
-
 
 def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
     """Return what makes updates of a runner again."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from danling.audit.layout_check import CheckOptions, check_this_program
 from danling.audit.layout_comparison import LayoutReport
+from danling.audit.rerun import AuditResult
 from danling.checkpoints import exclude, read_model
 from danling.checkpoints.pretrained import (
     DESCRIPTION,
@@ -424,6 +425,28 @@ class TorchRunner(BaseRunner):
             self.train()
             raise SystemExit(0)  # with fewer updates than are wanted
         return check_this_program(layout, CheckOptions(**options), self.world)
+
+    def audit(
+        self, from_checkpoint: int | None = None, to_checkpoint: int | None = None, *, scratch: str | Path | None = None
+    ) -> AuditResult:
+        """Train between two checkpoints of this run again, and say whether the end is bitwise the stored one. Call on all ranks.
+
+        Another runner of this class, made of a copy of `config` alone, trains in a scratch directory; nothing is written into the run. Call
+        it outside of a training. `danling audit RUN -- python train.py` does the same from outside, with any program.
+
+        Args:
+            from_checkpoint: Updates at the checkpoint to begin from; 0 is from scratch, `None` the last one before the end.
+            to_checkpoint: Updates at the one to compare with; `None` is the newest.
+            scratch: Directory to train in, which is kept; shared by all ranks. `None` takes one that is removed.
+
+        Returns:
+            Whether all is the same, which entries of the checkpoints differ, and where figures on the way part; the same on all ranks.
+
+        Raises:
+            FileNotFoundError: If the run has no checkpoint.
+            ValueError: If it has none at one of these updates, or is training.
+        """
+        return self._parts.driver.audit(from_checkpoint, to_checkpoint, scratch)
 
     def build_agreement(self) -> PassAgreement:
         """Return how the ranks end a pass together; a stack whose ranks read the same data overrides it."""

@@ -142,16 +142,16 @@ def remember_gradients(parameters: Iterable[nn.Parameter]) -> Callable[[], None]
     Args:
         parameters: Each once.
     """
-    kept = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+    kept = [(p, p.grad, None if p.grad is None else local_part(p.grad.detach()).clone()) for p in parameters]
 
     def put_back() -> None:
         for parameter, gradient, value in kept:
-            if gradient is None or value is None or value.layout is not torch.strided:
-                parameter.grad = None if value is None else value.clone()
-            else:
+            if gradient is not None and value is not None and value.layout is torch.strided:
                 with torch.no_grad():
-                    local_part(gradient).copy_(local_part(value))
+                    local_part(gradient).copy_(value)
                 parameter.grad = gradient
+            else:
+                parameter.grad = None if value is None else value.clone()
 
     return put_back
 

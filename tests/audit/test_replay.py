@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.flips import Flip, Flipped, Striker, settings, train_flipped
+from support.flips import Flip, Flipped, FlippedText, Striker, settings, train_flipped
 from support.processes import run_outcomes, run_processes
 from torch import Tensor
 
@@ -95,17 +95,6 @@ def train_ddp(
     return train_flipped(settings(root, **more), striker)
 
 
-def test_on_two_ranks_flips_of_either_are_healed(tmp_path: Path) -> None:
-    clean = run_processes(train_ddp, str(tmp_path / "a"), {"steps": 16, **OFF}, None, (), world_size=2)
-    ends = run_processes(train_ddp, str(tmp_path / "b"), {"steps": 16, **HEAL}, 5, (0, 1), world_size=2)
-    for (reference, _, _), (end, _, _) in zip(clean, ends):
-        assert not same(reference, end)
-    # Rank 0 speaks for all; whose flip it was is in what it says.
-    said = ends[0][2]
-    assert not missed(ends[0][1], said)
-    assert {f"rank {rank} on" in text for rank in (0, 1) for _, text in said} == {True, False}
-
-
 @pytest.mark.parametrize(
     ("kind", "instant", "named"),
     [("gradient", "backward", "the gradient of '4.weight'"), ("weight", "forward", "weights.0/")],
@@ -149,13 +138,58 @@ def test_nothing_of_it_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> 
     assert called == []
 
 
-SHARDED = {"stack": "parallel", "parallel.axes.shard": 2}
+LATE: dict[str, Any] = {
+    "kinds": ("weight", "moment", "gradient", "stream"),
+    "instants": ("after backward", "clip", "step", "after step", "end"),
+}
+VISIBLE: dict[str, Any] = {"kinds": ("weight", "moment", "buffer", "stream", "batch", "loss")}
+"""What is no gradient, of which an engine shows the ranks only a share, and that late."""
+STACKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": ({}, {}),
+    "fsdp": ({"stack": "parallel", "parallel.axes.shard": 2}, {}),
+    "tensor": ({"stack": "parallel", "parallel.axes.tensor": 2}, LATE),
+    "pipeline": ({"stack": "parallel", "parallel.axes.pipeline": 2}, LATE),
+    "accelerate": ({"stack": "accelerate"}, {}),
+    "deepspeed": (
+        {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 4096}}},
+        VISIBLE,
+    ),
+}
 
 
-@pytest.mark.parametrize("more", [SHARDED, {"stack": "accelerate"}], ids=["fsdp", "accelerate"])
-def test_on_other_stacks_flips_are_healed_too(more: dict[str, Any], tmp_path: Path) -> None:
-    clean = run_processes(train_ddp, str(tmp_path / "a"), {"steps": 9, **more, **OFF}, None, (), world_size=2)
-    ends = run_processes(train_ddp, str(tmp_path / "b"), {"steps": 9, **more, **HEAL}, 5, (0, 1), world_size=2)
-    for (reference, _, _), (end, _, _) in zip(clean, ends):
-        assert not same(reference, end)
-    assert not missed(ends[0][1], ends[0][2])
+Ended = tuple[dict[str, Tensor], list[Flip], list[tuple[int, str]]]
+
+
+def train_stack(root: str, more: dict[str, Any], which: dict[str, Any]) -> list[Ended]:
+    """Train on a rank of a stack: without checks, with them, and with flips that are healed."""
+    kind = FlippedText if which == LATE else Flipped
+    trials = (("clean", OFF, None), ("checked", {}, None), ("healed", HEAL, Striker(5, ranks=(0, 1), **which)))
+    return [train_flipped(settings(f"{root}/{name}", **more, **own), striker, kind) for name, own, striker in trials]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_on_every_stack_flips_are_found_and_healed_and_none_is_an_alarm(stack: str, tmp_path: Path) -> None:
+    if stack in ("accelerate", "deepspeed"):
+        pytest.importorskip(stack)
+    more, which = STACKS[stack]
+    ranks = run_processes(train_stack, str(tmp_path), {"steps": 6, **more}, which, world_size=2, timeout=120)
+    struck = {flip.step for _, _, (_, flips, _) in ranks for flip in flips if flip.struck and flip.step > 1}
+    (_, _, alarms), (_, _, said) = ranks[0][1:]
+    assert not alarms and {step for step, _ in said} == struck == set(range(2, 7))
+    for (clean, _, _), (checked, _, _), (healed, _, _) in ranks:
+        assert not same(clean, checked) and not same(clean, healed)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}])
+def test_engines_that_keep_no_gradient_are_refused_with_the_reason(zero: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(ValueError, match="Expected gradients that can be put back .* Received: deepspeed.zero_opt"):
+        Flipped(settings(tmp_path, stack="deepspeed", deepspeed={"zero_optimization": zero}))
+
+
+def test_compiled_code_raises_no_alarm_and_what_compiles_is_not_checked(tmp_path: Path) -> None:
+    more = {"steps": 8, "compile.enable": True, "compile.backend": "aot_eager"}
+    clean, _, _ = train_flipped(settings(tmp_path / "clean", **more, **OFF))
+    end, _, said = train_flipped(settings(tmp_path / "checked", **more))
+    assert not said
+    assert not same(clean, end)

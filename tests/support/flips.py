@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from models.gpt import GPT
 from torch import Tensor, nn
 
 import danling as dl
 from danling.utils.tensors import local_part
 
+from .layouts import LENGTH, VOCABULARY, Sentences
 from .toys import NoisyPoints
 
 STATE = ("weight", "moment", "buffer")
@@ -159,8 +161,7 @@ class Striker:
         if kind == "buffer":
             return list(self.runner.unwrapped_model.buffers())
         if kind == "gradient" and "of" not in self.held:
-            gradients = [parameter.grad for parameter in parameters]
-            return [gradient for gradient in gradients if gradient is not None and local_part(gradient).numel()]
+            return [gradient for _, gradient in self.runner.reduction.named_gradients() if local_part(gradient).numel()]
         return [self.held[{"gradient": "of"}.get(kind, kind)]]
 
 
@@ -246,6 +247,30 @@ class Flipped(dl.Runner):
         super().zero_gradients()
 
 
+class FlippedText(Flipped):
+    """A language model, for stacks that divide it over tensor and pipeline ranks.
+
+    Args:
+        config: The configuration.
+        striker: Flips bits between forward and end.
+    """
+
+    def __init__(self, config: dict[str, Any], striker: Striker | None = None) -> None:
+        super().__init__(config, striker)
+        self.model = GPT(VOCABULARY, context=LENGTH, width=16, depth=2, heads=4, tied=False, dropout=0.1)
+        self.datasets = {"train": Sentences(64)}
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Strike after the backward."""
+        found = super(Flipped, self).train_step(data)
+        self.strike("after backward")
+        return found
+
+    def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over the targets that count."""
+        return super(Flipped, self).compute_loss(pred.flatten(0, 1), target.flatten())
+
+
 class Heard(logging.Handler):
     """Notes at which update something was said of a mismatch.
 
@@ -288,10 +313,10 @@ def settings(root: Any, **more: Any) -> dict[str, Any]:
 
 
 def train_flipped(
-    config: dict[str, Any], striker: Striker | None = None
+    config: dict[str, Any], striker: Striker | None = None, kind: type[Flipped] = Flipped
 ) -> tuple[dict[str, Tensor], list[Flip], list[tuple[int, str]]]:
     """Train a run in which bits flip; return its end, the flips, and what was said, with the update of the last flip before."""
-    with Flipped(config, striker) as runner:
+    with kind(config, striker) as runner:
         heard, logger = Heard(runner), logging.getLogger("danling")
         logger.addHandler(heard)
         try:
