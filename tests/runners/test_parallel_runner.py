@@ -65,7 +65,8 @@ def settings(root: Path, axes: Mapping[str, int] | None, **more: Any) -> dict[st
         "steps": 4,
         "evaluate_interval": 4,
         "log": False,
-        "optim": {"type": "adamw", "lr": 1e-2},
+        # Not Adam, which divides by the size of a gradient and would hide one that is too large.
+        "optim": {"type": "sgd", "lr": 0.1, "momentum": 0.9},
         "dataloader": {"batch_size": 4 // replicas},
         "checkpoint": {"interval": 100},
     }
