@@ -63,7 +63,7 @@ def user_loaders() -> dict[str, Callable[[], Any]]:
 def resumed_loaders() -> list[Any]:
     """Return each loader, told its place by its own state and by counting, and at every how many positions it stops.
 
-    With workers, which take long, it stops at every seventh one; at each of them as a slow variant.
+    With workers, which take long, it stops at every thirteenth one; at each of them as a slow variant.
     """
     slow = {("torch, 2 workers", False), ("stateful, 2 workers", True), ("stateful, persistent", True)}
     cases: list[Any] = []
@@ -71,7 +71,7 @@ def resumed_loaders() -> list[Any]:
         workers = "workers" in name or "persistent" in name
         for by_counting in (False, True):
             if (name, by_counting) not in slow:
-                cases.append((name, by_counting, 7 if workers else 1))
+                cases.append((name, by_counting, 13 if workers else 1))
             if workers:
                 cases.append(pytest.param(name, by_counting, 1, marks=pytest.mark.slow))
     return cases

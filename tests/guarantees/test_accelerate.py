@@ -164,7 +164,7 @@ def each_on_both(root: str) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_is_that_of_ddp_to_the_bit(world_size: int, tmp_path: Path) -> None:
     """Ragged windows, dropout, averages, clipping, a schedule; twelve runners in the life of one process."""
     ranks = run_processes(each_on_both, str(tmp_path), world_size=world_size, timeout=100)

@@ -58,7 +58,7 @@ _SLOW = pytest.mark.slow
         pytest.param("epoch", 2, 0, 1, 3),
         pytest.param("step", 2, 0, 1, 3),
         pytest.param("epoch", 1, 2, 1, 6),
-        pytest.param("step", 2, 2, 5, 12),
+        pytest.param("step", 2, 2, 5, 12, marks=_SLOW),
         pytest.param("epoch", 1, 0, 1, 1, marks=_SLOW),
         pytest.param("step", 1, 0, 1, 1, marks=_SLOW),
         pytest.param("epoch", 2, 0, 1, 1, marks=_SLOW),
@@ -94,7 +94,7 @@ def test_resumed_at_every_step(
     ("world_size", "mode", "every"),
     [
         (1, "async", 3),
-        (2, "disabled", 3),
+        (2, "disabled", 6),
         pytest.param(1, "async", 1, marks=_SLOW),
         pytest.param(2, "disabled", 1, marks=_SLOW),
     ],

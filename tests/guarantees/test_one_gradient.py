@@ -83,7 +83,7 @@ def one_update(root: str, kind: str, sizes: list[int], accum_steps: int) -> dict
 
 
 @pytest.mark.parametrize("kind", ["plain", "weighted", "sum"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_split_gives_the_gradient_of_the_whole(world_size: int, kind: str, tmp_path: Path) -> None:
     x, labels, _ = points()
     model = build()

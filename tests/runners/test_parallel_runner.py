@@ -120,8 +120,6 @@ BOTH = {"pipeline": 2, "shard": 2}
 _QUICK = [
     ({}, BOTH),
     ({"reduction": "sum"}, BOTH),
-    ({"reduction": "sum"}, FSDP),
-    ({"optimizer": True}, BOTH),
     ({"optimizer": True}, PIPELINE),
     ({"held_out": 1}, FSDP),
     ({"held_out": 1}, {"pipeline": 3}),

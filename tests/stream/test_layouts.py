@@ -57,7 +57,7 @@ def train(root: Path, axes: Mapping[str, int], batch_size: int) -> dict[str, Any
         "accum_steps": 2,
         "max_grad_norm": 0.05,
         "log": False,
-        "optim": {"type": "adamw", "lr": 1e-2},
+        "optim": {"type": "sgd", "lr": 0.1, "momentum": 0.9},
         "checkpoint": {"interval": 2, "async_enabled": False},
         "dataloader": {"batch_size": 11},
         **({"stack": "parallel", "parallel": {"axes": dict(axes)}} if axes else {}),
