@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.flawed_layouts import FlawedRunner, record
+from support.layouts import LayoutRunner
 from support.processes import run_processes
 
 from danling.audit.gradient_record import read_ranks
@@ -157,3 +158,36 @@ def test_what_a_layout_imposes() -> None:
     assert several["parallel.axes.shard"] == several["parallel.axes.tensor"] == 2
     ddp = Layout.parse("ddp=3")
     assert (ddp.processes, ddp.replicas) == (3, 3) and ddp.settings(alone=False) == {"stack": "ddp"}
+
+
+def _gpt(case: str) -> LayoutRunner:
+    settings = {
+        "steps": 9,
+        "log": False,
+        "accum_steps": 2,
+        "max_grad_norm": 0.05,
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "adamw", "lr": 1e-2},
+    }
+    return LayoutRunner(
+        settings, model={"experts": 4, "dropout": 0.1} if "expert" in case else {"tied": case == "tensor=2"}
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pipeline=2", "context=2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor=2", "expert=2"))],
+)
+def test_axes_of_a_model_that_knows_them_are_found_right(layout: str, tmp_path: Path) -> None:
+    """No seed is set, which is then 0 in both, and gradients and weights of each stage stand beside those of the whole model."""
+    for alone in (True, False):
+        world = 1 if alone else 2
+        failed = run_processes(
+            record, _gpt, [layout], layout, str(tmp_path), alone=alone, world_size=world, timeout=200
+        )
+        assert failed == [{}] * world
+    one = read_ranks(tmp_path / layout / "one" / "records", 1)[0]
+    ranks = read_ranks(tmp_path / layout / "layout" / "records", 2)
+    report = compare_records(one, ranks, Layout.parse(layout))
+    assert report.is_same and report.updates == 2 and report.parameters >= len(one.trained), str(report)
+    assert {name for rank in ranks for name in rank.trained} == set(one.trained)
