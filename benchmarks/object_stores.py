@@ -1,12 +1,16 @@
 """What it costs to copy a run to an object store while it trains, beside the client library's own copy of the same files.
 
-    python benchmarks/object_stores.py                      # 250 MB to a server on this machine, half a minute
+    python benchmarks/object_stores.py                      # 250 MB to a server on this machine, a minute
     python benchmarks/object_stores.py --megabytes 1000 --url s3://bucket/prefix --json remote.json
+    python benchmarks/object_stores.py --parts              # what is moved of a sharded checkpoint, on 1, 2 and 4 ranks
 
 Saves a state of so many megabytes as a file, and copies it by obstore alone and by the library in turn, several times. The library
 reads every file once more, to compare it with its SHA-256 before it goes up, and puts a manifest. Then it trains on one thread, with and
-without a copy under way: updates a second, the longest update, and the most memory of the process. Without `--url` it starts localbucket,
-which keeps objects on the disk of this machine and takes its share of the processors.
+without a copy under way: updates a second, the longest update, how long a save in the background stops the loop, and the most memory of
+the process. Without `--url` it starts localbucket, which keeps objects on the disk of this machine and takes its share of the processors.
+
+With `--parts` two processes save sharded weights of so many megabytes, and 1, 2 and 4 processes load their shards from the store: the bytes
+that all of them read, counted in the client, in checkpoints.
 """
 
 from __future__ import annotations
@@ -24,29 +28,41 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import obstore
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from danling.checkpoints import CheckpointSettings, FileCheckpointManager
-from danling.distributed import LocalDomain
-from danling.remote import RemoteStore, RunLayout, open_store
+from danling.checkpoints import CheckpointSettings, FileCheckpointManager, TorchDistributedCheckpointManager
+from danling.distributed import LocalDomain, world_of
+from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
+from danling.remote.checkpoints import RemoteSources
 from danling.remote.mirror import MirrorSettings
 from danling.remote.run_mirror import RunMirror
+from danling.remote.store import Tag
 
 ROUNDS = 5
 SECONDS_OF_TRAINING = 4.0
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextlib.contextmanager
 def local_server(directory: Path) -> Iterator[str]:
     """Run localbucket; yield the URL of a bucket of it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
         [sys.executable, "-m", "localbucket", str(directory), "--port", str(port)],
@@ -74,36 +90,48 @@ def local_server(directory: Path) -> Iterator[str]:
 
 
 class Run:
-    """A run directory with a manager that is mirrored.
+    """A run directory with a manager that saves in the background.
 
     Args:
-        store: The store.
+        store: Where saves are copied to; `None` copies none.
         directory: The run directory.
         megabytes: Size of its state.
     """
 
-    def __init__(self, store: RemoteStore, directory: Path, megabytes: int) -> None:
+    def __init__(self, store: RemoteStore | None, directory: Path, megabytes: int) -> None:
         self.state = torch.empty(megabytes * 2**18)
         self.manager = FileCheckpointManager(
             directory / "checkpoints",
             domain=LocalDomain(),
             run_id="run",
-            settings=CheckpointSettings(async_mode="disabled", keep_latest_k=1),
+            settings=CheckpointSettings(async_mode="async", keep_latest_k=1),
             step_mode=True,
         )
-        layout = RunLayout("bench", secrets.token_hex(8))
-        settings = MirrorSettings(keep_latest_k=1, seconds_between_lines=1e9)
-        copy = RunMirror(store, layout, directory=directory, manager=self.manager, settings=settings)
-        copy.begin()
-        self.mirror = copy.mirror
         self.step = 0
+        self._writing = False
+        self.manager.after_save = self._written
+        if store is not None:
+            layout = RunLayout("bench", secrets.token_hex(8))
+            settings = MirrorSettings(keep_latest_k=1, seconds_between_lines=1e9)
+            RunMirror(store, layout, directory=directory, manager=self.manager, settings=settings).begin()
 
-    def save(self) -> None:
-        """Save a state that differs from all before."""
+    def _written(self, payload: Mapping[str, Any]) -> None:
+        self._writing = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is written or copied."""
+        return self._writing or (self.manager.mirror is not None and bool(self.manager.mirror.pending()))
+
+    def save(self) -> float:
+        """Save a state that differs from all before, and return for how many milliseconds the loop stood still."""
         self.step += 1
         self.state.normal_()
         payload = {"format_version": 1, "model": {"weight": self.state}, "state": {}}
+        self._writing = True
+        begin = time.perf_counter()
         self.manager.save_checkpoint(payload, epoch=0, global_step=self.step)
+        return (time.perf_counter() - begin) * 1e3
 
 
 def copies(run: Run, store: RemoteStore) -> tuple[list[float], list[float]]:
@@ -112,6 +140,7 @@ def copies(run: Run, store: RemoteStore) -> tuple[list[float], list[float]]:
     file = run.manager.directory / "latest.pth"
     for _ in range(ROUNDS):
         run.save()
+        run.manager.wait()
         begin = time.perf_counter()
         run.manager.wait_for_mirror()
         ours.append(file.stat().st_size / 1e6 / (time.perf_counter() - begin))
@@ -121,22 +150,153 @@ def copies(run: Run, store: RemoteStore) -> tuple[list[float], list[float]]:
     return plain, ours
 
 
-def train(run: Run, *, copied: bool) -> tuple[float, float]:
-    """Train for a while; return updates a second and the longest update in milliseconds, while copies are under way or none is."""
+class Trained(NamedTuple):
+    """What training was like.
+
+    Attributes:
+        updates: A second.
+        longest: The longest update, in milliseconds.
+        stop: For how many milliseconds a save stopped the loop, in the median.
+    """
+
+    updates: float
+    longest: float
+    stop: float
+
+
+def train(run: Run | None) -> Trained:
+    """Train for a while, without saves or with one after the other: each begins when the one before is written and copied."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch, times, spent = torch.randn(64, 256), list[float](), 0.0
+    batch, times, stops, spent = torch.randn(64, 256), list[float](), list[float](), 0.0
     while spent < SECONDS_OF_TRAINING:
-        if copied and not run.mirror.pending():
-            run.save()
+        if run is not None and not run.is_busy:
+            stops.append(run.save())
         begin = time.perf_counter()
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
         times.append(time.perf_counter() - begin)
         spent += times[-1]
+    if run is not None:
+        run.manager.wait()
+        run.manager.wait_for_mirror()
+    return Trained(len(times) / spent, max(times) * 1e3, statistics.median(stops) if stops else 0.0)
+
+
+class Counting(RemoteStore):
+    """A client that counts the bytes of objects that it has read."""
+
+    read = 0
+
+    def get_tagged(self, key: str) -> tuple[bytes, Tag]:
+        """Count."""
+        found = super().get_tagged(key)
+        self.read += len(found[0])
+        return found
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Count."""
+        found = super().get_ranges(key, ranges)
+        self.read += sum(map(len, found))
+        return found
+
+    def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
+        """Count."""
+        for piece in super().chunks(key, size):
+            self.read += len(piece)
+            yield piece
+
+
+def sharded(rank: int, world: int, port: int, place: str, url: str, megabytes: int, counts: Any) -> None:
+    """Save sharded weights on all ranks, or load them where some are stored, and count what this rank has read.
+
+    Args:
+        rank: Of this process.
+        world: Number of processes.
+        port: A free one.
+        place: A directory that is empty.
+        url: Of the store.
+        megabytes: Size of the weights.
+        counts: Bytes by rank; `None` saves.
+    """
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    mesh, store = init_device_mesh("cpu", (world,)), Counting(url, settings=RemoteSettings())
+    manager = TorchDistributedCheckpointManager(
+        Path(place, "checkpoints"),
+        domain=world_of(world, torch.device("cpu")),
+        run_id="run",
+        settings=CheckpointSettings(async_mode="disabled"),
+        step_mode=True,
+    )
+    layout, rows = RunLayout("bench", "parts"), megabytes * 2**20 // 8 // 8192 // 4
+    weights = {
+        f"weight{number}": distribute_tensor(torch.randn(rows, 8192), mesh, [Shard(0)], src_data_rank=None)
+        for number in range(8)
+    }
+    if counts is None:
+        RunMirror(store, layout, directory=Path(place), manager=manager, settings=MirrorSettings())
+        manager.save_checkpoint({"format_version": 1, "model": weights, "state": {}}, epoch=0, global_step=1)
+    else:
+        manager.look_in(RemoteSources(Path(place), run_id="run", connect=lambda _: store, home=(url, layout)))
+        found = manager.find_latest()
+        assert found is not None
+        manager.load_checkpoint(found, template={"model": weights})
+        counts[rank] = store.read
+    manager.close()
+    dist.destroy_process_group()
+
+
+def _on(world: int, *args: object) -> None:
+    """Run `sharded` on so many processes."""
+    context, port = get_context("spawn"), free_port()
+    processes = [context.Process(target=sharded, args=(rank, world, port, *args)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes)
+
+
+def moved(place: Path, url: str, megabytes: int) -> dict[str, float]:
+    """Return the bytes that 1, 2 and 4 ranks read of a sharded checkpoint, in checkpoints, and the largest share of a rank of them."""
+    figures = {}
+    _on(2, str(place / "saved"), url, megabytes, None)
+    for world in (1, 2, 4):
+        counts = get_context("spawn").Array("q", world)
+        _on(world, str(place / f"on{world}"), url, megabytes, counts)
+        size = megabytes * 2**20
+        figures[f"moved_by_{world}"] = sum(counts[:]) / size
+        figures[f"largest_of_{world}"] = max(counts[:]) / size
+    return figures
+
+
+def copied(place: Path, url: str, megabytes: int) -> dict[str, float]:
+    """Return what it costs to copy saves of a file."""
+    store = open_store(url)
+    run, uncopied = Run(store, place / "run", megabytes), Run(None, place / "uncopied", megabytes)
+    run.save()
+    run.manager.wait()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     run.manager.wait_for_mirror()
-    return len(times) / spent, max(times) * 1e3
+    plain, ours = copies(run, store)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    rounds = [(train(None), train(uncopied), train(run)) for _ in range(2)]
+    run.manager.close()
+    uncopied.manager.close()
+    found = {
+        "plain_mb_per_second": statistics.median(plain),
+        "copied_mb_per_second": statistics.median(ours),
+        "share": statistics.median(own / other for own, other in zip(ours, plain)),
+        "memory_mb": memory,
+    }
+    for index, kind in enumerate(("alone", "saved", "copied")):
+        found[f"updates_per_second_{kind}"] = statistics.median(each[index].updates for each in rounds)
+        found[f"longest_update_{kind}_ms"] = min(each[index].longest for each in rounds)
+        if index:
+            found[f"stop_{kind}_ms"] = statistics.median(each[index].stop for each in rounds)
+    return found
 
 
 def main() -> None:
@@ -144,31 +304,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=250)
     parser.add_argument("--url", help="where to; localbucket on this machine without it")
+    parser.add_argument("--parts", action="store_true", help="measure what is moved of a sharded checkpoint")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         server = contextlib.nullcontext(asked.url) if asked.url else local_server(Path(place, "server"))
         with server as url:
-            store = open_store(url)
-            run = Run(store, Path(place, "run"), asked.megabytes)
-            run.save()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            run.manager.wait_for_mirror()
-            plain, ours = copies(run, store)
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-            pairs = [(train(run, copied=False), train(run, copied=True)) for _ in range(2)]
-            run.manager.close()
-    found = {
-        "plain_mb_per_second": statistics.median(plain),
-        "copied_mb_per_second": statistics.median(ours),
-        "share": statistics.median(own / other for own, other in zip(ours, plain)),
-        "updates_per_second": statistics.median(alone[0] for alone, _ in pairs),
-        "updates_per_second_copied": statistics.median(during[0] for _, during in pairs),
-        "longest_update_ms": min(alone[1] for alone, _ in pairs),
-        "longest_update_copied_ms": min(during[1] for _, during in pairs),
-        "memory_mb": memory,
-    }
+            measure = moved if asked.parts else copied
+            found = measure(Path(place), url, asked.megabytes)
     for name, value in found.items():
         print(f"{name:28} {value:10.2f}")
     if asked.json is not None:
