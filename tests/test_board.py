@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
@@ -48,3 +51,28 @@ def test_files_take_the_place_of_a_store_that_is_gone(tmp_path: Path) -> None:
     blocked = Board(gone, "1", directory=lambda: left)
     blocked.write("a", "b")
     assert blocked.read("a") is None
+
+
+def _keep(ready: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ready.send(store.port)
+    signal.pause()
+
+
+def test_files_take_the_place_of_a_store_whose_process_is_stopped(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    keeper = context.Process(target=_keep, args=(theirs,), daemon=True)
+    keeper.start()
+    store = TCPStore("127.0.0.1", ours.recv(), None, False, wait_for_workers=False)
+    mine, yours = (Board(lambda: store, "1", directory=lambda: tmp_path) for _ in range(2))
+    mine.write("a", "x")
+    assert yours.read("a") == "x"
+    try:
+        os.kill(keeper.pid or 0, signal.SIGSTOP)
+        assert mine.read("a") is None and yours.read("a") is None
+        mine.write("a", "y")
+        assert yours.read("a") == "y"
+    finally:
+        keeper.kill()
+        keeper.join()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from danling.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_PATIENCE = timedelta(seconds=10)
+_T = TypeVar("_T")
+
+_PATIENCE_SECONDS = 3.0
 """How long one look may take: the process that keeps the store may be gone."""
 
 _NO_STORE = (RuntimeError, ValueError, AttributeError)
@@ -51,7 +54,7 @@ class Board:
         """
         if not self._is_gone:
             try:
-                self._connected().set(f"{self._name}/{key}", text)
+                self._answer(lambda store: store.set(f"{self._name}/{key}", text))
                 return
             except _NO_STORE:
                 self._is_gone = True
@@ -70,8 +73,7 @@ class Board:
         name = f"{self._name}/{key}"
         if not self._is_gone:
             try:
-                store = self._connected()
-                return store.get(name).decode() if store.check([name]) else None
+                return self._answer(lambda store: store.get(name).decode() if store.check([name]) else None)
             except _NO_STORE:
                 self._is_gone = True
         if self._directory is None:
@@ -83,10 +85,32 @@ class Board:
         except OSError:
             return None
 
+    def _answer(self, ask: Callable[[Store], _T]) -> _T:
+        """Return what the store says, if it says so in time: torch waits for ever for one whose process is stopped."""
+        answers: list[_T] = []
+        errors: list[Exception] = []
+
+        def go() -> None:
+            try:
+                answers.append(ask(self._connected()))
+            except Exception as error:
+                errors.append(error)
+
+        asking = threading.Thread(target=go, name="danling-board", daemon=True)
+        asking.start()
+        asking.join(_PATIENCE_SECONDS)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise RuntimeError(
+                f"Expected the store to answer within {_PATIENCE_SECONDS:g} s. Received: nothing. The notes are files now."
+            )
+        return answers[0]
+
     def _connected(self) -> Store:
         if self._store is None:
             # Of which torch's own description knows nothing.
             shared: Any = self._open()
             self._store = shared.clone()
-            self._store.set_timeout(_PATIENCE)
+            self._store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
         return self._store

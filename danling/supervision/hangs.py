@@ -224,7 +224,7 @@ class HangWatch:
         limit = self._limit()
         if limit is None:
             return math.inf, math.inf
-        lead = min(max(limit / 10, 4 * _GRACE_SECONDS), 60.0, limit / 2)
+        lead = min(max(limit / 10, 5 * _GRACE_SECONDS), 60.0, limit / 2)
         return limit - lead, lead
 
     def _standing(self) -> Standing:

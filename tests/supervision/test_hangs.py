@@ -178,9 +178,9 @@ def test_who_evaluates_excuses_all(jobs: Any, said: pytest.LogCaptureFixture) ->
 
 def test_before_the_limit_it_is_said_even_of_an_evaluation(jobs: Any, said: pytest.LogCaptureFixture) -> None:
     job = jobs(evaluated, in_collective, in_collective, limit=100.0)
-    job.seconds(87)
+    job.seconds(84)
     assert not said.records
-    job.seconds(12)
+    job.seconds(15)
     (record,) = said.records
     text = record.getMessage()
     assert (
