@@ -113,7 +113,9 @@ def _compared(
         if gradients
         else (_weights(number, wanted, made, ranks, relative, eps), _buffers(wanted, made, relative))
     )
-    differs = bool(gradients or weights or buffers) or not same_loss
+    # Ranks that all read the same samples come to the same mean.
+    same_weight = abs(made[0].weight - wanted.weight) <= 1e-9 * abs(wanted.weight)
+    differs = bool(gradients or weights or buffers) or not (same_loss and same_weight)
     if differs:
         _check_samples(number, wanted, made, layout)
     return LayoutReport(
@@ -126,7 +128,15 @@ def _compared(
         gradients=gradients,
         weights=weights,
         buffers=buffers,
-        cause=explain(wanted, made[0], gradients, len(names), layout, same_loss=same_loss, weights=weights),
+        cause=explain(
+            wanted,
+            made[0],
+            gradients,
+            len(names),
+            layout,
+            same_loss=same_loss,
+            differing=_differing(one, ranks, layout),
+        ),
         notes=notes,
     )
 
@@ -220,7 +230,7 @@ def explain(
     layout: Layout,
     *,
     same_loss: bool,
-    weights: Sequence[Finding],
+    differing: str | None = None,
 ) -> str | None:
     """Return the one sentence that explains what differs in an update, `None` where each parameter has a cause of its own.
 
@@ -231,7 +241,7 @@ def explain(
         parameters: Number of parameters that were compared.
         layout: The layout.
         same_loss: Whether the loss is the same.
-        weights: Weights that differ though the gradients do not.
+        differing: What in the model makes layouts differ rightly; `None` where nothing does.
     """
     if wanted.weight and abs(made.weight / wanted.weight - 1) > 1e-9:
         ratio = made.weight / wanted.weight
@@ -245,6 +255,8 @@ def explain(
         if not same_loss and abs(made.loss / wanted.loss - ratios[0]) > 1e-6 * abs(ratios[0]):
             what = "and the loss differs otherwise"
         return f"every gradient is {ratios[0]:.6g} times that of one process, {what}: {gradients[0].cause}"
+    if not same_loss and differing is not None:
+        return f"the loss differs already, and may do so: {differing}"
     if not same_loss:
         return (
             "the loss differs already: the forward pass on the layout is not that of one process. Look for a bias or a residual that every "
@@ -260,11 +272,25 @@ def explain(
     return None
 
 
+def _differing(one: RankRecord, ranks: Sequence[RankRecord], layout: Layout) -> str | None:
+    """Return what in the model makes the loss depend on the layout without a mistake of it; `None` where nothing does."""
+    if one.draws or any(rank.draws for rank in ranks):
+        return "the forward pass draws random numbers, other ones on each layout; switch that off for the check"
+    if one.batch_norms and (layout.replicas > 1 or "pipeline" in layout.degrees):
+        return (
+            "batch normalization takes the statistics of the samples that a rank has at once; take SyncBatchNorm, or check the model "
+            "without it"
+        )
+    return None
+
+
 def _notes(one: RankRecord, ranks: Sequence[RankRecord]) -> list[str]:
     """Return what else is to be known of a comparison, a sentence each."""
     notes = []
     if one.dropped:
-        notes.append(f"Dropout of {one.dropped} modules was switched off: layouts draw other random numbers.")
+        notes.append(
+            f"Dropout of {one.dropped} {'module' if one.dropped == 1 else 'modules'} was switched off: layouts draw other random numbers."
+        )
     if one.draws or any(rank.draws for rank in ranks):
         notes.append(
             "The forward pass draws random numbers that are no dropout of a module; layouts draw others, and differ by that."
@@ -278,8 +304,8 @@ def _notes(one: RankRecord, ranks: Sequence[RankRecord]) -> list[str]:
         )
     if one.batch_norms:
         notes.append(
-            f"{one.batch_norms} modules normalize by the statistics of the samples that a rank has at once, which differ from layout to "
-            "layout; SyncBatchNorm takes those of all ranks."
+            f"Batch normalization ({one.batch_norms}) takes the statistics of the samples that a rank has at once, which differ from "
+            "layout to layout; SyncBatchNorm takes those of all ranks."
         )
     return notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from support.flawed_layouts import FlawedRunner, record
 from support.layouts import LayoutRunner
 from support.processes import run_processes
 
-from danling.audit.gradient_record import read_ranks
+from danling.audit.gradient_record import RankRecord, UpdateRecord, read_ranks
 from danling.audit.layout import Layout
-from danling.audit.layout_comparison import LayoutReport, NotChecked, compare_records
+from danling.audit.layout_comparison import LayoutReport, NotChecked, _differing, compare_records, explain
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -191,3 +192,19 @@ def test_axes_of_a_model_that_knows_them_are_found_right(layout: str, tmp_path: 
     report = compare_records(one, ranks, Layout.parse(layout))
     assert report.is_same and report.updates == 2 and report.parameters >= len(one.trained), str(report)
     assert {name for rank in ranks for name in rank.trained} == set(one.trained)
+
+
+def test_what_makes_layouts_differ_rightly_is_named_and_not_the_layout() -> None:
+    one = UpdateRecord(1.0, 8.0, 8.0, 0, 1.0, {}, {}, {})
+    layout = Layout.parse("ddp=2")
+    other = replace(one, loss=1.1)
+    record_of = RankRecord(0, {"replicate": 0}, {"replicate": 2}, [], {}, [], 0, False, 1, 1e-16, 1)
+    told = _differing(record_of, [record_of], layout)
+    assert told is not None and "batch normalization takes the statistics" in told
+    assert _differing(record_of, [record_of], Layout.parse("tensor=2")) is None
+    drawing = _differing(replace(record_of, draws=True), [record_of], layout)
+    assert drawing is not None and "draws random numbers" in drawing
+    explained = explain(one, other, [], 3, layout, same_loss=False, differing=told)
+    assert explained is not None and explained.startswith(
+        "the loss differs already, and may do so: batch normalization"
+    )
