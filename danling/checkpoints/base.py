@@ -676,7 +676,8 @@ class CheckpointManager(ABC):
         if error is None:
             return None
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            error = disk_error("write or read", Path(error.filename or self.directory), error)
+            path = Path(error.filename or self.directory)
+            error = disk_error("write or read", path, error, free=storage.free_bytes(path))
         if isinstance(error, CheckpointDiskError):
             return CheckpointDiskError, f"{error} {self._still_good()}"
         if isinstance(error, (CheckpointError, ValueError)):

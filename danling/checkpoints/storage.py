@@ -38,11 +38,11 @@ def _trying(operation: str, path: Path) -> Iterator[None]:
     except CheckpointDiskError:
         raise
     except OSError as error:
-        free = None if operation in _LOOKS else _free(path)
+        free = None if operation in _LOOKS else free_bytes(path)
         raise disk_error(operation, path, error, free=free) from error
 
 
-def _free(path: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
     """Return the free bytes where a path lies; `None` when even that cannot be known."""
     for directory in (path, *path.parents):
         try:
