@@ -24,7 +24,7 @@ import pytest
 import torch
 from support.collecting import pytest_collection as pytest_collection
 from support.object_servers import ObjectServer, local_bucket, moto_server
-from support.process_tree import adopt_orphans, kill_all, offspring, reap
+from support.process_tree import adopt_orphans, kill_all, offspring, reap, seconds_since_boot
 from support.processes import fork_server, server_processes
 
 torch.set_num_threads(1)
@@ -84,16 +84,15 @@ def _logs_of_this_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_left() -> Iterator[None]:
-    before = offspring(os.getpid())
+    begun = seconds_since_boot()
     yield
     end = time.monotonic() + 3.0
-    while (left := _new_processes(before)) and time.monotonic() < end:
+    while (left := _new_processes(begun)) and time.monotonic() < end:
         time.sleep(0.02)
     kill_all(left)
     reap()
     assert not left, f"Expected no process to outlive the test. Received: {left}."
 
 
-def _new_processes(before: dict[int, str]) -> dict[int, str]:
-    everything = offspring(os.getpid(), without=server_processes())
-    return {pid: command for pid, command in everything.items() if pid not in before}
+def _new_processes(begun: float) -> dict[int, str]:
+    return offspring(os.getpid(), without=server_processes(), since=begun)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def adopt_orphans() -> None:
@@ -51,10 +52,15 @@ def descendants(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
     return {pid: _command_line(pid) for pid in found if pid not in ignored}
 
 
-def offspring(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
+def offspring(root: int, *, without: Iterable[int] = (), since: float = -2.0) -> dict[int, str]:
     """Return what `descendants` does from a few files, not one of each process of the machine: for what every test asks.
 
-    A process may be missed at the instant at which a sibling of it is gone.
+    A process may be missed at the instant at which a sibling of it is gone: who compares two answers goes by `since`.
+
+    Args:
+        root: The process whose children, and theirs, are wanted.
+        without: Processes that do not count; their children do.
+        since: Leave out those that were there by then, as `seconds_since_boot` tells.
     """
     found: list[int] = []
     pending = [root]
@@ -63,7 +69,18 @@ def offspring(root: int, *, without: Iterable[int] = ()) -> dict[int, str]:
         found += living
         pending += living
     ignored = set(without)
-    return {pid: _command_line(pid) for pid in found if pid not in ignored}
+    return {pid: _command_line(pid) for pid in found if pid not in ignored and _started(pid) > since}
+
+
+def seconds_since_boot() -> float:
+    """Return the time by which the kernel notes the start of processes, in its steps."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS) / _TICKS if sys.platform == "linux" else 0.0
+
+
+def _started(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / _TICKS
+    return -1.0
 
 
 def _children(pid: int) -> list[int]:
