@@ -43,9 +43,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager, TorchDistributedCheckpointManager
 from danling.distributed import LocalDomain, world_of
 from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
-from danling.remote.checkpoints import RemoteSources
 from danling.remote.mirror import MirrorSettings
 from danling.remote.run_mirror import RunMirror
+from danling.remote.sources import RemoteSources
 from danling.remote.store import Tag
 
 ROUNDS = 5

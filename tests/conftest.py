@@ -24,6 +24,8 @@ import pytest
 import torch
 from support.collecting import pytest_collection as pytest_collection
 from support.object_servers import ObjectServer, local_bucket, moto_server
+from support.places import share_places
+from support.preloading import take_huge_pages
 from support.process_tree import adopt_orphans, kill_all, offspring, reap, seconds_since_boot
 from support.processes import fork_server, server_processes
 
@@ -50,8 +52,17 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         capture = plugins.get_plugin("capturemanager")
         capture.resume_global_capture()
         fork_server()
+        # Loaders fork their workers from this process.
+        take_huge_pages()
         capture.suspend_global_capture()
     return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _places_of_all_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ranks of the tests of all workers of pytest-xdist share the places of `support.places`."""
+    if hasattr(request.config, "workerinput"):
+        share_places(tmp_path_factory.getbasetemp().parent / "places")
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,8 @@ def test_files_take_the_place_of_a_store_whose_process_is_stopped(tmp_path: Path
     assert yours.read("a") == "x"
     try:
         os.kill(keeper.pid or 0, signal.SIGSTOP)
+        # The signal is on its way: until it has arrived, the store still answers.
+        os.waitpid(keeper.pid or 0, os.WUNTRACED)
         assert mine.read("a") is None and yours.read("a") is None
         mine.write("a", "y")
         assert yours.read("a") == "y"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.kill import kill_after, kill_when, python, run_python
 from support.patience import patience
-from support.process_tree import descendants
+from support.process_tree import descendants, offspring, seconds_of_start
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
 from support.torchrun import run_torchrun, torchrun
 from support.warm import interpreter
@@ -244,6 +244,14 @@ def test_a_script_that_ends_too_early_says_what_it_printed() -> None:
     assert run_python("short.py") == (0, "good bye\n")
     with pytest.raises(AssertionError, match="good bye"), python("short.py") as job:
         kill_when(job, Path("never").exists)
+
+
+def test_a_process_that_begins_in_the_same_step_of_the_clock_counts() -> None:
+    with subprocess.Popen(["sleep", "60"]) as job:
+        began = seconds_of_start(job.pid)
+        assert job.pid in offspring(os.getpid(), since=began)
+        assert job.pid not in offspring(os.getpid(), since=began + 0.01)
+        job.kill()
 
 
 def test_a_test_that_leaves_a_process_fails(pytester_run: str) -> None:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from danling.utils.names import canonical_name
 from danling.utils.tensors import dtype_of, local_part
 
+from .comparable import ComparableCalls, cast_floating, cast_loose_tensors, hold_batch_norms, switch_dropout_off
 from .gradient_record import WEIGHTS, Part, RankRecord, part_of, recorded, write_rank, write_update
 from .hashing import Hasher
 
@@ -104,6 +105,9 @@ class GradientCapture:
         coordinate: Of this rank on each axis.
         degrees: Number of ranks along each axis.
         counts_samples: Whether the samples of this rank count.
+
+    Attributes:
+        calls: Is to be entered before the first forward, until the end of the run.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class GradientCapture:
         counts_samples: bool,
     ) -> None:
         self.settings = settings
+        self.calls = ComparableCalls(settings.dtype)
         self._run = run
         self._criterion = criterion
         self._rank = rank
@@ -129,6 +134,7 @@ class GradientCapture:
         self._begun = False
         self._initial: list[str] = []
         self._dropped = 0
+        self._held: list[nn.Module] = []
         self._draws = False
         self._streams: list[Tensor] = []
         self._update: dict[str, Any] = {}
@@ -149,12 +155,14 @@ class GradientCapture:
         if dtype is not None:
             for module in modules:
                 module._apply(lambda value: value.to(dtype) if value.is_floating_point() else value)  # type: ignore[no-untyped-call]
+                cast_loose_tensors(module, dtype)
 
     def begin(self) -> None:
         """Write the weights that the run has, or take those that were written. Called on all ranks."""
         if self._begun:
             return
         self._begun = True
+        self._held = hold_batch_norms(self._run.unwrapped_model)
         if self.settings.weights is None:
             state = {
                 name: _host(value) for name, value in self._run.model_state_dict().items() if isinstance(value, Tensor)
@@ -200,11 +208,15 @@ class GradientCapture:
         self.begin()
         if counts and self._counts_samples:
             self._digest += int(self._hasher.digest_samples(data))
+        for module in self._held:
+            module.training = False
+        self.calls.looks = True
         self._streams = _streams()
         return moved if self.settings.dtype is None else cast_floating(moved, self.settings.dtype)
 
     def ran(self) -> None:
         """Note whether the micro-batch has drawn random numbers. No communication."""
+        self.calls.looks = False
         now = _streams()
         self._draws |= any(not torch.equal(before, after) for before, after in zip(self._streams, now))
 
@@ -271,7 +283,7 @@ class GradientCapture:
         several = self._run.unwrapped_model.named_parameters(remove_duplicate=False)
         tied = {canonical_name(name): names.get(id(p), "") for name, p in several}
         model = self._run.unwrapped_model
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is None]
         # Those of all ranks together are no cause of a difference.
         alone = [module for module in norms if not isinstance(module, nn.SyncBatchNorm)]
         eps = [torch.finfo(p.dtype).eps for _, p in named if p.is_floating_point()]
@@ -283,54 +295,15 @@ class GradientCapture:
             tied={name: listed for name, listed in tied.items() if listed and name != listed},
             initial=self._initial,
             dropped=self._dropped,
+            drops_in_calls=self.calls.dropped,
             draws=self._draws,
+            held_norms=len(self._held),
             batch_norms=len(alone),
-            eps=max([self.settings.compute_eps, *eps]),
+            eps=max([self.settings.compute_eps, self.calls.eps, *eps]),
+            coarse=self.calls.eps > max(eps, default=0.0),
             updates=self._made,
             directory=self.settings.directory,
         )
-
-
-def switch_dropout_off(module: nn.Module) -> int:
-    """Set the rates of dropout of a module and those below it to 0; return how many modules had one.
-
-    Rates are floats in (0, 1) in attributes with `drop` in their names, and `p` of torch's own modules.
-
-    Args:
-        module: The module.
-    """
-    found = 0
-    for each in module.modules():
-        own = isinstance(each, nn.modules.dropout._DropoutNd)
-        rates = [
-            name
-            for name, value in vars(each).items()
-            if type(value) is float and 0 < value < 1 and ("drop" in name.lower() or (own and name == "p"))
-        ]
-        for name in rates:
-            setattr(each, name, 0.0)
-        found += bool(rates)
-    return found
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return a batch with its floating tensors in another dtype: those in mappings, lists, tuples, and objects with `apply`.
-
-    Args:
-        value: The batch.
-        dtype: The dtype.
-    """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        items = {key: cast_floating(item, dtype) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)):
-        cast = [cast_floating(item, dtype) for item in value]
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    if callable(getattr(value, "apply", None)) and not isinstance(value, type):
-        return value.apply(lambda item: cast_floating(item, dtype))
-    return value
 
 
 def _host(value: Tensor) -> Tensor:
@@ -342,27 +315,3 @@ def _streams() -> list[Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams.append(torch.cuda.get_rng_state())
     return streams
-
-
-def divided_batch(
-    settings: Mapping[str, Any], *, accum_steps: int, samples: int | None, replicas: int
-) -> Mapping[str, Any]:
-    """Return the settings of a split to train on by which its updates have the same samples on every layout, in shares that differ.
-
-    Where all ranks have equally many samples a wrong divisor does not show. A split whose batches a user makes stays as it is.
-
-    Args:
-        settings: Of the split.
-        accum_steps: Micro-batches of an update that is not divided.
-        samples: Of an update; `None` takes those that the settings say, less one where they would be divided evenly.
-        replicas: Ranks that read different samples on the layout; 1 leaves the settings as they are.
-    """
-    batch = settings.get("batch_size")
-    if replicas == 1 and samples is None:
-        return settings
-    if samples is None:
-        samples = settings.get("global_batch_size") or int(batch or 1) * accum_steps
-        samples = max(samples, replicas + 1)
-        samples -= samples % replicas == 0
-    kept = {name: value for name, value in settings.items() if name not in ("batch_size", "micro_batch_size")}
-    return {**kept, "global_batch_size": samples}

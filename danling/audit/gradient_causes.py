@@ -272,6 +272,8 @@ class _Comparison:
         return (*(self._of_rows(whole, self.one) or self._otherwise(whole, self.one)), None)
 
     def _scaled(self, ratio: float) -> str:
+        if abs(ratio - 1) < _FITS:
+            return "the same but for a small difference: rounding in a coarser dtype (see --tolerance), or a small term"
         if abs(ratio + 1) < _FITS:
             return "has the other sign: it is subtracted somewhere, or reversed"
         for axes in _subsets(list(self.degrees)):

@@ -78,9 +78,12 @@ class RankRecord:
         tied: Further names of parameters that have several, by these names: the name under which they are listed.
         initial: Names of weights that were not those of one process before they were replaced by these.
         dropped: Modules whose dropout was switched off.
+        drops_in_calls: Whether that of calls of functions was.
         draws: Whether forward or backward drew random numbers all the same.
-        batch_norms: Modules that normalize by the statistics of a batch.
+        held_norms: Modules of batch normalization that were given their running statistics.
+        batch_norms: Modules that normalize by the statistics of a batch all the same.
         eps: Relative precision of the coarsest dtype that gradients were computed in.
+        coarse: Whether that is coarser than those of the parameters.
         updates: Number of updates that are recorded.
     """
 
@@ -91,9 +94,12 @@ class RankRecord:
     tied: Mapping[str, str]
     initial: Sequence[str]
     dropped: int
+    drops_in_calls: bool
     draws: bool
+    held_norms: int
     batch_norms: int
     eps: float
+    coarse: bool
     updates: int
     directory: Path = field(default_factory=Path)
 
@@ -154,12 +160,17 @@ def write_rank(record: RankRecord) -> None:
 
 def is_complete(directory: Path, ranks: int) -> bool:
     """Whether all ranks have written all that they record."""
-    return all(_rank_file(directory, rank).exists() for rank in range(ranks))
+    return all(has_recorded(directory, rank) for rank in range(ranks))
 
 
-def count_updates(directory: Path) -> int:
-    """Return how many updates the first rank has written."""
-    return len(list(directory.glob("rank-0.update-*.pt")))
+def has_recorded(directory: Path, rank: int) -> bool:
+    """Whether a rank has written all that it records."""
+    return _rank_file(directory, rank).exists()
+
+
+def count_updates(directory: Path, rank: int) -> int:
+    """Return how many updates a rank has written."""
+    return len(list(directory.glob(f"rank-{rank}.update-*.pt")))
 
 
 def read_ranks(directory: Path, ranks: int) -> list[RankRecord]:

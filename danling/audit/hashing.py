@@ -81,6 +81,30 @@ class Hasher:
         columns = self._keys(False, offset[-1] + bits.shape[-1])[offset[-1] :]
         return self._of_rows(bits.reshape(-1, bits.shape[-1]), rows, columns)
 
+    @torch.no_grad()
+    def digest_held(self, tensor: Tensor) -> Tensor:
+        """Return the digest of what this rank holds of a tensor, compared with itself alone: 0-dim int64 on its device.
+
+        Its place in a whole is no part of it, so that 8 bytes are hashed at a time: a third of the time of `digest` in float32.
+
+        Args:
+            tensor: Of any dtype and shape.
+        """
+        local = local_part(tensor.detach())
+        keyed = key_of(local.dtype, tuple(local.shape))
+        if local.device != self.device:
+            return self._elsewhere(local.device).digest_held(local)
+        if _parts(local):
+            return self.digest(local) * keyed
+        local = _stored(local)
+        bits = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
+        number = 8 // bits.element_size()
+        length = len(bits) - len(bits) % number if bits.storage_offset() % number == 0 else 0
+        total = self._of_vector(bits[:length].view(torch.int64), 0)
+        if length < len(bits):
+            total = total + self._of_vector(bits[length:].view(_BITS[bits.element_size()]), 0) * _signed(_GOLDEN)
+        return total * keyed
+
     def _elsewhere(self, device: torch.device) -> Hasher:
         if self._other is None or self._other.device != device:
             self._other = Hasher(device)

@@ -21,7 +21,7 @@ import torch
 
 from danling.utils.protocols import ReductionDomain
 
-from .gradient_record import WEIGHTS, RankRecord, count_updates, is_complete, read_ranks
+from .gradient_record import WEIGHTS, RankRecord, count_updates, has_recorded, is_complete, read_ranks
 from .layout import Layout
 from .layout_comparison import LayoutReport, NotChecked, compare_records
 from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
@@ -107,12 +107,13 @@ def _train(
         end = time.monotonic() + options.timeout
         while not is_complete(records, number):
             codes = [process.poll() for process in processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed or all(code is not None for code in codes):
-                rank = failed[0] if failed else 0
-                raise _failed(place, rank, f"exit code {codes[rank]}", records, alone, options)
+            # One that has ended well without having recorded all: the others wait for it, and fail later.
+            ended = [rank for rank, code in enumerate(codes) if code is not None and not has_recorded(records, rank)]
+            if ended:
+                rank = next((rank for rank in ended if codes[rank]), ended[0])
+                raise _failed(place, rank, f"exit code {codes[rank]}", alone, options, samples)
             if time.monotonic() > end:
-                raise _failed(place, 0, f"no end in {options.timeout:g} s", records, alone, options)
+                raise _failed(place, 0, f"no end in {options.timeout:g} s", alone, options, samples)
             time.sleep(_POLL_SECONDS)
     return read_ranks(records, number)
 
@@ -144,6 +145,9 @@ def recording_settings(
         "ft.enabled": False,
         "try_evaluation": False,
         "evaluate_interval": 10**9,
+        # Before the time is over it shall be known which rank the others wait for.
+        "comm.init_timeout_seconds": options.timeout / 2,
+        "comm.train_timeout_seconds": options.timeout / 2,
         "audit.digest_interval": None,
         "audit.replay_interval": None,
         "audit.gradients.dir": os.fspath(place.absolute() / "records"),
@@ -195,18 +199,36 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _failed(place: Path, rank: int, how: str, records: Path, alone: bool, options: CheckOptions) -> NotChecked:
-    done = count_updates(records)
+def _failed(place: Path, rank: int, how: str, alone: bool, options: CheckOptions, samples: int | None) -> NotChecked:
+    done = count_updates(place / "records", rank)
     where = "in one process" if alone else "on the layout"
-    hints = {
-        True: "It has to train in one process: take a smaller model, or fewer layers, by its own arguments.",
-        False: "Mend that first.",
-    }
-    own = "" if options.dtype is None else " If it insists on a dtype of its own, add --dtype own."
+    tail = ProgramEnd(None, place / f"output-{rank}.log").tail.strip()
+    standing = _standing(place / "run")
+    stood = f"\nBefore, no update came to its end:\n{standing}" if standing else ""
     return NotChecked(
         f"Expected a program that makes {options.updates} updates of a runner {where}. Received: {how} of rank {rank} after {done} "
-        f"updates; the end of what it printed:\n{ProgramEnd(None, place / f'output-{rank}.log').tail.strip()}\n{hints[alone]}{own}"
+        f"updates; the end of what it printed:\n{tail}{stood}\n{_hint(how, done, alone, options, samples)}"
     )
+
+
+def _hint(how: str, done: int, alone: bool, options: CheckOptions, samples: int | None) -> str:
+    """Return what to do about a program that failed."""
+    if how == "exit code 0":
+        if not alone:
+            return "It ended well there, but too early, and not so in one process: look for what it does by the number of its processes."
+        fewer = f", or compare fewer with --updates {done}" if done else ""
+        return f"It ended well, but too early: have it train a runner for {options.updates} updates at least{fewer}."
+    own = "" if options.dtype is None else " If it insists on a dtype of its own, add --dtype own."
+    if alone:
+        return f"It has to train in one process: take a smaller model, or fewer layers, by its own arguments.{own}"
+    few = f" Its ranks share {samples} samples in an update; --batch gives them more." if samples is not None else ""
+    return f"Mend that first.{own}{few}"
+
+
+def _standing(run: Path) -> str:
+    """Return where the ranks stood that waited for each other, a line for each; the empty text where none did."""
+    files = sorted((run / "hangs").glob("*.txt"))
+    return "\n".join(file.read_text(errors="replace").partition("\n")[0] for file in files)
 
 
 # From within the program

@@ -32,6 +32,7 @@ class LayoutReport:
         weights: Parameters whose weights differ after the update, though the gradients do not.
         buffers: Buffers that differ after the update.
         cause: What explains all of it; `None` where there is no difference, or each parameter has a cause of its own.
+        undecided: Whether the loss differs, and does so on every other layout by what the model is: nothing can be said of this one.
         notes: What else is to be known of the comparison.
     """
 
@@ -45,6 +46,7 @@ class LayoutReport:
     weights: Sequence[Finding] = ()
     buffers: Sequence[str] = ()
     cause: str | None = None
+    undecided: bool = False
     notes: Sequence[str] = ()
 
     @property
@@ -117,7 +119,8 @@ def _compared(
     same_weight = abs(made[0].weight - wanted.weight) <= 1e-9 * abs(wanted.weight)
     differs = bool(gradients or weights or buffers) or not (same_loss and same_weight)
     if differs:
-        _check_samples(number, wanted, made, layout)
+        _check_samples(number, wanted, made)
+    differing = _differing(one, ranks, layout)
     return LayoutReport(
         layout=layout,
         updates=number,
@@ -135,8 +138,9 @@ def _compared(
             len(names),
             layout,
             same_loss=same_loss,
-            differing=_differing(one, ranks, layout),
+            differing=differing,
         ),
+        undecided=differs and not same_loss and same_weight and differing is not None,
         notes=notes,
     )
 
@@ -208,7 +212,7 @@ def _buffers(wanted: UpdateRecord, made: Sequence[UpdateRecord], relative: float
     return found
 
 
-def _check_samples(number: int, wanted: UpdateRecord, made: Sequence[UpdateRecord], layout: Layout) -> None:
+def _check_samples(number: int, wanted: UpdateRecord, made: Sequence[UpdateRecord]) -> None:
     """Refuse to call a difference one of the layout where the samples were others."""
     digest = sum(update.digest for update in made)
     if (digest - wanted.digest) % (1 << 64) == 0:
@@ -278,8 +282,8 @@ def _differing(one: RankRecord, ranks: Sequence[RankRecord], layout: Layout) -> 
         return "the forward pass draws random numbers, other ones on each layout; switch that off for the check"
     if one.batch_norms and (layout.replicas > 1 or "pipeline" in layout.degrees):
         return (
-            "batch normalization takes the statistics of the samples that a rank has at once; take SyncBatchNorm, or check the model "
-            "without it"
+            "batch normalization without running statistics takes those of the samples that a rank has at once; check the model without "
+            "it"
         )
     return None
 
@@ -287,10 +291,10 @@ def _differing(one: RankRecord, ranks: Sequence[RankRecord], layout: Layout) -> 
 def _notes(one: RankRecord, ranks: Sequence[RankRecord]) -> list[str]:
     """Return what else is to be known of a comparison, a sentence each."""
     notes = []
-    if one.dropped:
-        notes.append(
-            f"Dropout of {one.dropped} {'module' if one.dropped == 1 else 'modules'} was switched off: layouts draw other random numbers."
-        )
+    if one.dropped or one.drops_in_calls:
+        modules = f"{one.dropped} {'module' if one.dropped == 1 else 'modules'}" if one.dropped else ""
+        dropped = " and ".join([*filter(None, [modules]), *(["calls of functions"] if one.drops_in_calls else [])])
+        notes.append(f"Dropout of {dropped} was switched off: layouts draw other random numbers.")
     if one.draws or any(rank.draws for rank in ranks):
         notes.append(
             "The forward pass draws random numbers that are no dropout of a module; layouts draw others, and differ by that."
@@ -299,13 +303,19 @@ def _notes(one: RankRecord, ranks: Sequence[RankRecord]) -> list[str]:
     if initial:
         shown = ", ".join(initial[:3]) + (", ..." if len(initial) > 3 else "")
         notes.append(
-            f"The initial weights of {len(initial)} parameters ({shown}) depend on the layout; those of one process were taken on both "
-            "sides."
+            f"The initial weights of {len(initial)} {'parameter' if len(initial) == 1 else 'parameters'} ({shown}) depend on the layout; "
+            "those of one process were taken on both sides."
         )
-    if one.batch_norms:
+    if one.held_norms:
         notes.append(
-            f"Batch normalization ({one.batch_norms}) takes the statistics of the samples that a rank has at once, which differ from "
-            "layout to layout; SyncBatchNorm takes those of all ranks."
+            f"Batch normalization ({one.held_norms}) was given its running statistics: those of the samples that a rank has at once differ "
+            "from layout to layout."
+        )
+    coarse = max((rank.eps for rank in (one, *ranks) if rank.coarse), default=0.0)
+    if coarse:
+        notes.append(
+            "A part of it is computed in a coarser dtype than its weights have, as by a call of float(): differences up to "
+            f"{coarse**0.5:.1g} are taken for rounding."
         )
     return notes
 
@@ -319,11 +329,14 @@ def _lines(found: LayoutReport) -> Iterator[str]:
         )
     else:
         first, second = found.losses
-        yield f"{found.layout}: update {found.step} is not that of one process"
+        if found.undecided:
+            yield f"{found.layout}: not checked, since the losses of update {found.step} cannot be the same"
+        else:
+            yield f"{found.layout}: update {found.step} is not that of one process"
         yield f"loss {first:.10g} in one process, {second:.10g} on the layout; {found.samples} samples"
         if found.cause is not None:
             yield f"likely cause: {found.cause}"
-        if found.gradients:
+        if found.gradients and not found.undecided:
             yield f"{len(found.gradients)} of {found.parameters} gradients differ"
             yield from _table(found.gradients)
         if found.weights:

@@ -60,6 +60,7 @@ class Comparison:
         has_environment: Whether both have noted it.
         code: The same of the state of their code.
         compared: Steps at which both have digests.
+        figures: Figures that both have at one step at least.
         partings: The first step of each figure that differs, the first one first; of one step, what comes first within an update.
     """
 
@@ -68,6 +69,7 @@ class Comparison:
     has_environment: bool
     code: Mapping[str, Pair]
     compared: Sequence[int]
+    figures: Sequence[str]
     partings: Sequence[Parting]
 
 
@@ -84,12 +86,13 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     environments = read_environment(first.path), read_environment(second.path)
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
     figures = _of_digests(*digests), [_of_metrics(run) for run in (first, second)]
-    found = [
-        parting
+    shared = [
+        (name, of_first[name], of_second[name])
         for of_first, of_second in figures
         for name in of_first.keys() & of_second.keys()
-        if (parting := first_difference(name, of_first[name], of_second[name])) is not None
+        if of_first[name].keys() & of_second[name].keys()
     ]
+    found = [parting for each in shared if (parting := first_difference(*each)) is not None]
     both = all(environments)
     return Comparison(
         settings,
@@ -97,6 +100,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         both,
         _differences(*({key: run.git.get(key) for key in _CODE} for run in (first, second))),
         sorted(digests[0].keys() & digests[1].keys()),
+        sorted(name for name, _, _ in shared),
         sorted(found, key=lambda parting: (parting.step, _rank(parting.figure), parting.figure)),
     )
 

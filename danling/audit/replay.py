@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -22,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from danling.utils.protocols import ReductionDomain
-from danling.utils.tensors import local_part
 
 from .attempts import GRADIENT, REDUCED, Attempts, attempted, mismatch, place_of, shared
 from .errors import ReplayMismatchError
 from .hashing import Hasher
-from .held import HeldState, Named, PutBack, StateCopy, differing, read_digests
+from .held import HeldState, Named, StateCopy, differing, read_digests
+from .reached import PutBack
 from .witness import Seen, Streams, Window, Witness, bits_of, streams_digests
 
 logger = logging.getLogger("danling")
@@ -37,8 +38,10 @@ _UNTOUCHED = ("weights", "optimizer")
 """Beginnings of the names of what a forward leaves as it is, so that a difference there came first."""
 _SHIELDED = ("torch", "python", "numpy")
 """Random streams that reading a batch leaves as they are."""
-_ADVANCED = ("ema", "scaler")
+_ADVANCED = ("ema", "scaler", "settings")
 """Beginnings of the names of what the end of an update advances."""
+_OF_USERS = ("attribute/", "weights/", "gradients/")
+"""Beginnings of the names of what is neither the model's nor its optimizer's; buffers are named alike, and looked at."""
 
 T = TypeVar("T")
 Record = Mapping[tuple[int, str], int]
@@ -77,6 +80,8 @@ class ReplayedRun:
         compilations: Returns how often something was compiled in this process.
         own_step: Whether `step` is the user's own, who may change gradients and weights in it.
         draws_between: Whether code of the user's that may draw random numbers is called between updates.
+        watch: Looks at what the run holds, and returns what names that which has changed since.
+        writes_at_end: Whether code of the user's is called at the end of an update, such as a schedule, which may write to what is theirs.
     """
 
     step: Callable[[], int]
@@ -88,6 +93,8 @@ class ReplayedRun:
     compilations: Callable[[], int]
     own_step: bool
     draws_between: Callable[[], bool]
+    watch: Callable[[], Callable[[], list[str]]]
+    writes_at_end: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,9 @@ class _Standing:
 
     state: StateCopy
     streams: dict[str, Any]
+
+
+Digests = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,8 @@ class UpdateReplay:
         self._known_model: object = None
         self._is_between = True
         self._is_owed = False
+        self._state: Digests = {}
+        self._reduced: Seen = {}
         self._caught: Exception | None = None
         self._left: ReplayMismatchError | None = None
         self._armed: _Standing | None = None
@@ -199,6 +211,26 @@ class UpdateReplay:
             self._armed = self._stand(self._stepped)
         self._stepped = None
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Look whether reading a batch of an update that is checked writes to what is put back.
+
+        Raises:
+            ValueError: If it does.
+        """
+        if not self._is_due(self._run.step() + 1):
+            yield
+            return
+        changed = self._run.watch()
+        yield
+        names = changed()
+        if names:
+            raise ValueError(
+                "Expected data sets that write to nothing that the runner holds with audit.replay_interval: an update that is made again "
+                f"does not read its batches again, and puts back what the runner holds. Received: {names[0]!r} of the runner, which has "
+                "changed while a batch was read. Keep it in the data set, or leave the key out."
+            )
+
     def settle(self) -> None:
         """Compare the state with what it was after the last update, where it was looked at. Called before it may be changed.
 
@@ -208,17 +240,27 @@ class UpdateReplay:
         self._raise_left()
         armed, self._armed = self._armed, None
         if armed is not None:
-            what = f"what the run holds after update {self._run.step()}"
-            self._check_unchanged(armed, what, with_streams=not self._run.draws_between())
+            self._settled(armed)
+
+    def _settled(self, armed: _Standing) -> Digests:
+        what = f"what the run holds after update {self._run.step()}"
+        return self._check_unchanged(armed, what, with_streams=not self._run.draws_between())
 
     def _is_due(self, step: int) -> bool:
         return self._is_owed or step % self.every == 0
 
-    def _stand(self, known: _Standing | None = None) -> _Standing:
-        return _Standing(self._held.copy(None if known is None else known.state), self._streams.capture())
+    def _stand(self, known: _Standing | None = None, now: Digests | None = None) -> _Standing:
+        return _Standing(self._held.copy(None if known is None else known.state, now), self._streams.capture())
 
-    def _put_back(self, standing: _Standing, *, tensors_alone: bool = False, with_streams: bool = True) -> None:
-        lost = self._held.put_back(standing.state, tensors_alone=tensors_alone)
+    def _put_back(
+        self,
+        standing: _Standing,
+        *,
+        tensors_alone: bool = False,
+        with_streams: bool = True,
+        trusting: bool = False,
+    ) -> None:
+        lost = self._held.put_back(standing.state, tensors_alone=tensors_alone, trusting=trusting)
         if with_streams:
             self._streams.restore(standing.streams)
         if any(shared(len(lost), self._domain, self._device)):
@@ -232,12 +274,17 @@ class UpdateReplay:
 
     def _check_unchanged(
         self, standing: _Standing, what: str, *, with_streams: bool, leave_out: tuple[str, ...] = ()
-    ) -> None:
-        """Compare what is held with what it was; where it has changed, put it back, and raise unless it is to be healed."""
-        changed = [name for name in self._held.changed(standing.state) if not name.startswith(leave_out)]
+    ) -> Digests:
+        """Compare what is held with what it was; where it has changed, put it back, and raise unless it is to be healed.
+
+        Returns:
+            The digests of what is held then.
+        """
+        now = self._held.read(standing.state)
+        changed = [name for name in self._held.changed(standing.state, now) if not name.startswith(leave_out)]
         if with_streams:
-            before, now = streams_digests(standing.streams), streams_digests(self._streams.capture())
-            changed += [f"the random stream {key!r}" for key in differing(before, now) if key in _SHIELDED]
+            streams = streams_digests(standing.streams), streams_digests(self._streams.capture())
+            changed += [f"the random stream {key!r}" for key in differing(*streams) if key in _SHIELDED]
         if any(shared(len(changed), self._domain, self._device)):
             told = self._domain.gather_objects((changed, place_of(self._device)))
             # Settings may have been changed since, such as the learning rate.
@@ -252,6 +299,8 @@ class UpdateReplay:
                 "writes to it, the memory of that device or a link is to be suspected: take the machine out and go on with auto_resume; "
                 "audit.heal=true puts it back and goes on."
             )
+            return self._held.read(standing.state)
+        return now
 
     def _end_or_go_on(self, text: str) -> None:
         if not self.heal:
@@ -283,19 +332,18 @@ class UpdateReplay:
         if is_new or not self._run.has_updated():
             self._is_owed, self._armed = True, None
             return make(batches, consumed)
-        armed = self._armed
-        if armed is not None:
-            self.settle()
-        return self._checked(make, batches, consumed, armed)
+        self._raise_left()
+        armed, self._armed = self._armed, None
+        standing = self._stand(armed, None if armed is None else self._settled(armed))
+        return self._checked(make, batches, consumed, standing)
 
     def _checked(
         self,
         make: Callable[[Iterator[Any], list[Any]], bool],
         batches: Iterator[Any],
         consumed: list[Any],
-        armed: _Standing | None,
+        standing: _Standing,
     ) -> bool:
-        standing = self._stand(armed)
         counted, gradients = self._run.remember(), self._gradients.remember()
 
         def take_back() -> None:
@@ -316,14 +364,15 @@ class UpdateReplay:
             self.witness.open_again()
             filled = []
             # One that failed half-way has not read all of its batches.
-            return self._record(
-                lambda: attempt(chain(self.witness.copies(), self.witness.keeping(batches))), self._seen_of_forwards
-            )
+            return self._record(lambda: attempt(chain(self.witness.copies(), self.witness.keeping(batches))), seen)
+
+        def seen() -> Seen:
+            return {**self.witness.seen(), **self._of_gradients(), **self._of_state(standing)}
 
         self.witness.open()
         compiled = self._run.compilations()
         try:
-            first = self._record(lambda: attempt(self.witness.keeping(batches)), self._seen_of_forwards)
+            first = self._record(lambda: attempt(self.witness.keeping(batches)), seen)
             if any(shared(self._run.compilations() - compiled, self._domain, self._device)) and fits:
                 self._raise_caught()
                 self._is_owed = True
@@ -339,7 +388,8 @@ class UpdateReplay:
         self._is_owed = False
         self._take_back = take_back
         if not self._run.own_step:
-            self._ready = self._made_ready(standing)
+            # Nothing has come between the last attempt and this.
+            self._ready = self._made_ready(self._stand(standing, self._state))
         return True
 
     def _record(self, make: Callable[[], None], seen: Callable[[], Seen]) -> Record:
@@ -375,7 +425,7 @@ class UpdateReplay:
         self._end_or_go_on(text)
         self._raise_caught()
 
-    def _made_ready(self, known: _Standing) -> _Ready:
+    def _made_ready(self, standing: _Standing) -> _Ready:
         window = self._window
         sums = {name: getattr(window, name) for name in ("loss", "weight", "samples", "nonfinite")}
         kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in sums.items()}
@@ -384,32 +434,33 @@ class UpdateReplay:
             for name, value in kept.items():
                 setattr(window, name, value)
 
-        return _Ready(self._stand(known), self._gradients.remember(), put_back, self._record_ready())
+        record = self._record_ready(standing, gradients=self._reduced, state=self._state)
+        return _Ready(standing, self._gradients.remember(), put_back, record)
 
     # What is compared
 
-    def _seen_of_forwards(self) -> Seen:
-        return {**self.witness.seen(), **self._of_gradients(), **self._of_state()}
-
-    def _record_ready(self) -> Record:
+    def _record_ready(
+        self, standing: _Standing, *, gradients: Seen | None = None, state: Digests | None = None
+    ) -> Record:
         window = self._window
         values = {"loss": window.loss, "weight": window.weight, "samples": window.samples}
         seen: Seen = {(_FIRST, f"the {name} of the window"): bits_of(value) for name, value in values.items()}
-        return self._read({**seen, **self._of_gradients(), **self._of_state(), **self._of_streams()})
+        gradients = self._of_gradients() if gradients is None else gradients
+        held = self._of_state(standing) if state is None else _staged(state)
+        return self._read({**seen, **gradients, **held, **self._of_streams()})
 
     def _of_gradients(self) -> Seen:
         is_reduced = self._gradients.is_reduced()
         stage, word = (REDUCED, "reduced gradient") if is_reduced else (GRADIENT, "gradient")
-        return {
-            (stage, f"the {word} of {name!r}"): self._hasher.digest(local_part(gradient))
+        self._reduced = {
+            (stage, f"the {word} of {name!r}"): self._hasher.digest_held(gradient)
             for name, gradient in self._gradients.held()
         }
+        return self._reduced
 
-    def _of_state(self) -> Seen:
-        return {
-            (_FIRST if name.startswith(_UNTOUCHED) else _LAST, name): digest
-            for name, digest in self._held.digests().items()
-        }
+    def _of_state(self, known: _Standing) -> Seen:
+        self._state = self._held.read(known.state)
+        return _staged(self._state)
 
     def _of_streams(self) -> Seen:
         found = streams_digests(self._streams.capture())
@@ -436,7 +487,10 @@ class UpdateReplay:
         if take_back is None:
             return judge(totals)
         if ready is None:
-            ready = self._made_ready(self._stand())
+            standing = self._stand()
+            self._state = standing.state.digests
+            self._of_gradients()
+            ready = self._made_ready(standing)
         else:
             self._check_ready(ready, take_back)
         totals = self._checked_sums(totals, take_back)
@@ -449,10 +503,16 @@ class UpdateReplay:
             result = judge(totals)
 
         def seen() -> Seen:
-            return {**_of_result(result), **self._of_gradients(), **self._of_state(), **self._of_streams()}
+            state = self._of_state(stands_at.standing)
+            return {**_of_result(result), **self._of_gradients(), **state, **self._of_streams()}
+
+        made = 0
 
         def again() -> Record:
-            self._put_back(stands_at.standing)
+            nonlocal made
+            # If the copy has changed, this attempt comes to something else, and the next one looks.
+            self._put_back(stands_at.standing, trusting=made == 0)
+            made += 1
             stands_at.gradients()
             self._run.forget_decision()
             return self._record(attempt, seen)
@@ -462,12 +522,12 @@ class UpdateReplay:
             self._raise_caught()
         else:
             self._accept(self._attempted(first, again), f"the step of update {self._run.step() + 1}", take_back)
-            self._stepped = self._stand(ready.standing)
+            self._stepped = self._stand(ready.standing, self._state)
         return cast(T, result)
 
     def _check_ready(self, ready: _Ready, take_back: PutBack) -> None:
         """Compare window, gradient and state with what they were when the last backward had come to its end."""
-        changed = [name for _, name in differing(ready.record, self._record_ready())]
+        changed = [name for _, name in differing(ready.record, self._record_ready(ready.standing))]
         if any(shared(len(changed), self._domain, self._device)):
             told = self._domain.gather_objects((changed, place_of(self._device)))
             where = [f"rank {rank} on {place}: {names[0]}" for rank, (names, place) in enumerate(told) if names]
@@ -510,8 +570,9 @@ class UpdateReplay:
         if self._stepped is None:
             return
         what = f"what the step of update {self._run.step()} has left"
+        leave_out = (*_ADVANCED, *_OF_USERS) if self._run.writes_at_end() else _ADVANCED
         try:
-            self._check_unchanged(self._stepped, what, with_streams=True, leave_out=_ADVANCED)
+            self._check_unchanged(self._stepped, what, with_streams=True, leave_out=leave_out)
         except ReplayMismatchError as error:
             if not error.is_taken_back:
                 raise
@@ -521,6 +582,10 @@ class UpdateReplay:
         left, self._left = self._left, None
         if left is not None:
             raise left
+
+
+def _staged(digests: Digests) -> Seen:
+    return {(_FIRST if name.startswith(_UNTOUCHED) else _LAST, name): digest for name, digest in digests.items()}
 
 
 def _of_result(result: Any) -> Seen:

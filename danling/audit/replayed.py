@@ -10,6 +10,9 @@ from .until import InnerAudit
 from .update_audit import AuditedUpdate
 from .witness import Witness
 
+_OVER = object()
+"""What stands for a batch when there is none left; `None` may be one."""
+
 
 class Forwards(Protocol):
     """What runs the micro-batches of an update; see `danling.training.micro_batches`."""
@@ -41,12 +44,7 @@ class ReplayedForwards:
         self._replay = replay
 
     def run(self, source: Any, batches: Iterator[Any], consumed: list[Any]) -> bool:
-        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
-
-        Args:
-            source: The batches of the split.
-            batches: What is left of the pass on this rank.
-            consumed: Is filled with the micro-batches.
+        """Run forward and backward of one update; see `danling.training.micro_batches.Forwards`.
 
         Raises:
             ReplayMismatchError: If they did not come to the same.
@@ -118,9 +116,9 @@ def armed(batches: Iterator[Any], replay: UpdateReplay) -> Iterator[Any]:
     """
     while True:
         replay.arm()
-        try:
-            batch = next(batches)
-        except StopIteration:
+        with replay.reading():
+            batch = next(batches, _OVER)
+        if batch is _OVER:
             return
         yield batch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,15 @@ class AuditResult:
         end: The checkpoint that the end was compared with.
         differing: Paths of what is not bitwise the same in the checkpoints, such as `model/0.weight`.
         comparison: The run beside the stretch that was trained again: settings, environments, figures.
+        failed: How the program failed after the stretch, such as without a checkpoint of the run that is not there; `None` where it
+            ended well.
     """
 
     start: Stored | None
     end: Stored
     differing: Sequence[str]
     comparison: Comparison
+    failed: str | None = None
 
     @property
     def is_same(self) -> bool:
@@ -158,14 +161,16 @@ def audit_run(
     """
     again = Retraining.of(run, scratch, start=start, end=end)
     ended = run_program(command, again.settings, log=scratch / "output.log", timeout=timeout)
-    if ended.code != 0 or again.reached is None:
+    if ended.code is None or again.reached is None:
         how = "no end in time" if ended.code is None else f"exit code {ended.code}"
         there = "a checkpoint there" if again.reached is not None else "no checkpoint there"
         raise ProgramFailed(
             f"Expected the program to train to update {again.end.step}, as the run did, and to end. Received: {how}, and {there}; the end "
             f"of what it printed:\n{ended.tail}\nStart it with the settings of the run; --scratch keeps all that it left."
         )
-    return again.result()
+    # What a program does after its training is not compared.
+    failed = f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None
+    return replace(again.result(), failed=failed)
 
 
 @dataclass(frozen=True)

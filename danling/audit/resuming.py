@@ -34,6 +34,10 @@ _BEGINNING = (
     "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
     "threads see danling doctor --determinism"
 )
+_FAILS = (
+    "Mend that first. It has to come through when it is started again where it was before; and of several runs that it makes the first one "
+    "is looked at, which has to be long enough, since all of them would train in one directory."
+)
 _LONGER_SECONDS = 3.0
 
 Leave = Callable[[subprocess.Popen[bytes]], None]
@@ -131,9 +135,10 @@ class ResumeCheck:
 
     def _failed(self, received: str) -> ScriptFailed:
         tail = ProgramEnd(None, self._log).tail.strip()
+        fails = "exit code" in received and not received.startswith("exit code 0")
         return ScriptFailed(
             f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
-            f"{received}; the end of what it printed:\n{tail}\nGive it more to do, or set --updates."
+            f"{received}; the end of what it printed:\n{tail}\n{_FAILS if fails else 'Give it more to do, or set --updates.'}"
         )
 
 

@@ -233,7 +233,7 @@ class Witness:
         def look(name: str) -> Callable[[Tensor], None]:
             def note(parameter: Tensor) -> None:
                 if parameter.grad is not None:
-                    seen[GRADIENT, f"the gradient of {name!r}"] = self._hasher.digest(parameter.grad)
+                    seen[GRADIENT, f"the gradient of {name!r}"] = self._hasher.digest_held(parameter.grad)
 
             return note
 

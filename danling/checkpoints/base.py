@@ -1,4 +1,4 @@
-"""What the checkpoint managers share: policy and agreement; where and how a checkpoint is written is a store's business."""
+"""What the checkpoint managers share: when a save is made and who hears of it; where and how it is written is a store's business."""
 
 from __future__ import annotations
 
@@ -6,28 +6,20 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
 
 from danling.utils.protocols import ReductionDomain
 
-from . import storage
-from .backends import stores_in
-from .errors import (
-    CheckpointDamaged,
-    CheckpointDiskError,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointNotFound,
-    disk_error,
-)
+from .agreement import RankAgreement
 from .executor import SaveExecutor
-from .litter import pruned_sums
+from .lineage import SaveLineage
 from .mirroring import Mirror, Saved
-from .ownership import newest_record
-from .policy import Line, Record, history_name, newest, next_line, on_line
+from .policy import Record, history_name
 from .reading import read_payload
+from .search import Apart, CheckpointSearch, Sources
 from .settings import CheckpointSettings
 from .snapshot import SnapshotBuffers, to_host
 from .store import CheckpointStore
@@ -36,47 +28,6 @@ logger = logging.getLogger("danling")
 
 T = TypeVar("T")
 
-_ALONE = {
-    "full": ": it was verified by those inside of it, which tell damage, but not which save it is.",
-    "size": ": all but its tensors was verified by those inside of it.",
-    "none": ", and checkpoint.verify='none' looks at nothing else.",
-}
-
-
-class Sources(Protocol):
-    """Where checkpoints are found that do not lie in a directory; see `danling.remote.checkpoints.RemoteSources`."""
-
-    def own(self) -> list[CheckpointStore]:
-        """Return the stores of the run itself."""
-
-    def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
-        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
-
-    def bring_file(self, url: str) -> Path | None:
-        """Bring what another program wrote, and return where it lies now; `None` for the URL of a run."""
-
-    def release(self) -> None:
-        """Remove what was brought of other runs."""
-
-
-@dataclass(frozen=True)
-class Apart:
-    """Whether the ranks of a run do not all see one disk, so that no machine has the whole of a save, and only an object store has.
-
-    Attributes:
-        any: Whether there is such a rank.
-        follows: Whether this one removes on its machine what the main process has removed on its own.
-    """
-
-    any: bool = False
-    follows: bool = False
-
-
-Told = tuple[type[Exception], str]
-"""The class and the text of an error."""
-
-_NAMED = 4
-"""So many checkpoints are named in an error."""
 _SECONDS_BETWEEN_SIGNS = 1.0
 """How often ranks that wait for each other's uploads hear that the others still do."""
 
@@ -108,24 +59,17 @@ class CheckpointManager(ABC):
     ) -> None:
         self.directory = Path(directory)
         self.domain = domain
-        self.run_id = run_id
         self.settings = settings
         self.step_mode = step_mode
-        self._compare = compare
-        # A run may go on with another kind of manager: what the other kinds have written counts and can be loaded.
-        self.stores = stores_in(self.directory, first=self.store_class, run_id=run_id)
-        self.store = self.stores[0]
+        self.search = CheckpointSearch(
+            self.directory, first=self.store_class, run_id=run_id, settings=settings, compare=compare
+        )
+        self.store = self.search.stores[0]
+        self._ranks = RankAgreement(domain, self.directory, still_good=self.search.still_good)
+        self._lineage = SaveLineage(self.search, settings, mirror=lambda: self.mirror)
         self._executor = SaveExecutor()
         self._buffers = SnapshotBuffers()
-        self._line: Line | None = None
-        self._resumed: Record | None = None
         self._closed = False
-        self._alone: set[Path] = set()
-        self._sources: Sources | None = None
-        self._brought: dict[Path, int] = {}
-        self._damaged: set[Path] = set()
-        self.apart = Apart()
-        """Whether machines have disks of their own; said before anything is loaded."""
         self.mirror: Mirror | None = None
         """Copies what is saved to another place in the background; on all ranks or on none."""
         self.before_save: Callable[[], None] = _nothing
@@ -133,28 +77,26 @@ class CheckpointManager(ABC):
         self.after_save: Callable[[Mapping[str, Any]], None] = _unheard
         """Called on rank 0 with the payload of a full state that lies on the disk, maybe in the background; it must not communicate."""
 
+    @property
+    def stores(self) -> list[CheckpointStore]:
+        """Where the checkpoints of the run lie: its own store first, then those of other kinds and elsewhere."""
+        return self.search.stores
+
     def look_in(self, sources: Sources) -> None:
         """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names.
 
         Args:
             sources: Where.
         """
-        self._sources = sources
-        self.stores += sources.own()
+        self.search.look_in(sources)
 
     def lie_apart(self, apart: Apart) -> None:
         """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies.
 
         Args:
-            apart: Whether they have.
+            apart: Whether they have; said before anything is loaded.
         """
-        self.apart = apart
-        for store in self.stores:
-            store.is_part = apart.any and not store.is_elsewhere
-
-    def _whole(self) -> list[CheckpointStore]:
-        """Return the stores whose checkpoints every rank can read."""
-        return [store for store in self.stores if not store.is_part]
+        self.search.lie_apart(apart)
 
     # Saving
 
@@ -208,28 +150,7 @@ class CheckpointManager(ABC):
             global_step: Committed updates.
         """
         self.before_save()
-        if self._line is None:
-            self._line = self._open_line()
-        self._make_room(needed)
-        self._line = replace(self._line, sequence=self._line.sequence + 1)
-        line = self._line
-        return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
-
-    def _make_room(self, needed: int) -> None:
-        """Refuse a save that the disk has no room for, though what waits to be copied elsewhere is given up for it."""
-        try:
-            storage.require_space(self.directory, needed)
-        except CheckpointError:
-            given_up = self.mirror.let_go() if self.mirror is not None else []
-            if not given_up:
-                raise
-            logger.warning(
-                "%s has no room for the next save: %s will not be copied to the object store, and may be removed here.",
-                self.directory,
-                ", ".join(given_up),
-            )
-            self._prune()
-            storage.require_space(self.directory, needed)
+        return self._lineage.open_attempt(names, needed=needed, epoch=epoch, global_step=global_step)
 
     def _mirrored(
         self,
@@ -255,27 +176,13 @@ class CheckpointManager(ABC):
 
     def _saved(self, payload: Mapping[str, Any], names: Iterable[str]) -> None:
         """Do what follows when a payload lies under its names on the disk. Called on rank 0, maybe in the background."""
-        self._prune()
+        self._lineage.prune()
         if "latest" in names:
             self.after_save(payload)
 
-    def _prune(self) -> None:
-        if self._line is not None:
-            pending = self.mirror.pending() if self.mirror is not None else frozenset()
-            self.store.prune(self._line, keep=self.settings.keep_latest_k, resumed=self._resumed, pending=pending)
-
     def _follow(self, sequence: int, exchange: Callable[[object], list[Any]]) -> None:
-        """Remove on machines with disks of their own what the main process has removed on its own. Called in background too.
-
-        Args:
-            sequence: Number of the newest save.
-            exchange: Gathers a value of every rank on all of them.
-        """
-        if not self.apart.any:
-            return
-        kept = exchange(self.store.held() if self.domain.rank == 0 else None)[0]
-        if self.apart.follows:
-            self.store.follow(sequence, kept)
+        """Remove on machines with disks of their own what the main process has removed on its own; see `SaveLineage.follow`."""
+        self._lineage.follow(sequence, exchange, is_main=self.domain.rank == 0)
 
     def _prepared(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return the payload as it is written, and what to call when that is done."""
@@ -311,10 +218,10 @@ class CheckpointManager(ABC):
     def _fetched(self, source: str | Path) -> tuple[Path, CheckpointStore | None]:
         """Return the verified file or target of a checkpoint, which every rank can read, and the store that it was brought from, if any."""
         self.wait()
-        number, path = self.on_main(lambda: self._verified(source))
+        number, path = self.on_main(lambda: self.search.verified(source))
         if number < 0:
             return path, None
-        store = self._stores_of(source)[number]
+        store = self.search.stores_for(source)[number]
         self.on_all(lambda: store.bring(path))
         return path, store
 
@@ -350,83 +257,14 @@ class CheckpointManager(ABC):
         Returns:
             Whether it is one that was read in parts; others were verified before, and an older one would not help.
         """
-        return self.on_main(lambda: self._pass_over(Path(source), error))
-
-    def _pass_over(self, path: Path, error: Exception) -> bool:
-        number = self._brought.get(path, -1)
-        if number < 0 or path in self._damaged:
-            return False
-        self._damaged.add(path)
-        self.stores[number].pass_over(path, error)
-        return True
-
-    def _verified(self, source: str | Path) -> tuple[int, Path]:
-        """Return the number of a store that has to bring a checkpoint to every machine, else -1, and the verified file or target."""
-        store, path = self._resolve(source)
-        store.verify(path, self.settings.verify)
-        if store.lacks_sums(path) and path not in self._alone:
-            self._alone.add(path)
-            logger.warning("%s has no checksums beside it%s", path, _ALONE[self.settings.verify])
-        self._record_of(store, path)
-        number = self._stores_of(source).index(store) if store.is_elsewhere else self._brought.get(path, -1)
-        return number, store.target(path)
-
-    def _stores_of(self, source: str | Path) -> list[CheckpointStore]:
-        named = self._sources.named(source) if self._sources is not None else None
-        return self.stores if named is None else named[0]
-
-    def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
-        named = self._sources.named(source) if self._sources is not None else None
-        number = self._brought.get(Path(source), -1)
-        stores, wanted = (self._whole() if number < 0 else self.stores, source) if named is None else named
-        if number >= 0 and self.stores[number].pieces(Path(source)) is not None:
-            # It stayed where it is, and what lies at its path is another one, or damaged.
-            return self.stores[number], Path(source)
-        for store in stores:
-            found = store.find(wanted)
-            if found is not None:
-                return store, found
-        if named is not None:
-            names = sorted({record.name for store in stores for record in store.records(complete=True)})
-            raise CheckpointNotFound(
-                f"Expected a checkpoint at {source}. Received: none (in {stores[0].place} there are: {', '.join(names) or 'none'}). Give "
-                "the URL of one that is there."
-            )
-        present = sorted({record.name for store in self.stores for record in store.records(complete=True)})
-        raise CheckpointNotFound(
-            f"Expected a checkpoint: a name in {self.directory} (there are: {', '.join(present) or 'none'}), or a path. "
-            f"Received: {str(source)!r}. Give one that is there, or bring it back (is the file system mounted?)."
-        )
+        return self.on_main(lambda: self.search.pass_over(Path(source), error))
 
     def find_latest(self) -> str | None:
         """Return the newest checkpoint of this run's line that is intact, as a source to load; those that are skipped are logged.
 
         Call on all ranks.
         """
-        return self.on_main(self._find_latest)
-
-    def _find_latest(self) -> str | None:
-        found = self._records()
-        self._refuse_foreign(found)
-        found = [(record, store) for record, store in found if not store.is_part]
-        last = newest(record for record, _ in found)
-        if last is None:
-            return None
-        line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
-        for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
-            path = store.path(record.name)
-            if path in self._damaged:
-                continue
-            try:
-                store.verify(path, self.settings.verify)
-            except (CheckpointError, OSError) as error:
-                store.pass_over(path, error)
-            else:
-                if store.is_elsewhere:
-                    # From now on it is found in the directory, which other machines may not share.
-                    self._brought[path] = self.stores.index(store)
-                return record.name if store is self.store else str(path)
-        return None
+        return self.on_main(self.search.find_latest)
 
     def refuse_lost(self) -> None:
         """Refuse to begin anew where checkpoints lie of which none can be loaded. Call on all ranks.
@@ -435,18 +273,7 @@ class CheckpointManager(ABC):
             CheckpointDamaged: If there are such.
             CheckpointDiskError: If the directory is a link to where nothing is mounted, so that nobody knows.
         """
-        self.on_main(self._refuse_lost)
-
-    def _refuse_lost(self) -> None:
-        storage.refuse_no_directory(self.directory)
-        self._records()
-        lost = [line for store in self._whole() for line in store.lost()]
-        if lost and self._find_latest() is None:
-            listing = "".join(f"\n  {line}" for line in lost)
-            raise CheckpointDamaged(
-                f"Expected a checkpoint in {self.directory} that verifies, since some lie there. Received none that does:{listing}\n"
-                "Mend or bring back one of them (is a file system not mounted?). To begin anew, name another `dir`, or move these away."
-            )
+        self.on_main(self.search.refuse_lost)
 
     def check_directory(self) -> None:
         """Refuse a directory in which another run saves; nothing is written. Call on all ranks.
@@ -454,54 +281,15 @@ class CheckpointManager(ABC):
         Raises:
             CheckpointMismatch: If there is a checkpoint of another run.
         """
-        self.on_main(lambda: self._refuse_foreign(self._records()))
+        self.on_main(lambda: self.search.refuse_foreign(self.search.records()))
 
     def tidy(self) -> None:
         """Remove what killed saves and deletions have left in the directory of this run. Call on all ranks, where nobody else writes."""
-        self.on_main(self._tidy)
-
-    def _tidy(self) -> None:
-        last = newest_record(self.directory)
-        if last is None or last.run != self.run_id:
-            return
-        try:
-            for store in self.stores:
-                if store.is_used():
-                    store.recover()
-            storage.clean(self.directory, storage.UPLOADING)
-            for orphan in pruned_sums(self.directory, self.settings.keep_latest_k):
-                storage.remove(orphan)
-        except OSError as error:
-            logger.warning("What killed saves have left in %s could not be removed: %s", self.directory, error)
+        self.on_main(self.search.tidy)
 
     def is_foreign(self) -> bool:
-        """Whether another run saves in the directory."""
-        return self.on_main(lambda: any(record.run != self.run_id for record, _ in self._records()))
-
-    def _records(self) -> list[tuple[Record, CheckpointStore]]:
-        return [(record, store) for store in self.stores for record in store.records(complete=False)]
-
-    def _refuse_foreign(self, found: Iterable[tuple[Record, CheckpointStore]]) -> None:
-        foreign = [(record, store) for record, store in found if record.run != self.run_id]
-        if not foreign:
-            return
-        record, store = max(foreign, key=lambda pair: pair[0].sequence)
-        differences = self._differences(record, store)
-        others = "".join(f"\n  {line}" for line in differences)
-        raise CheckpointMismatch(
-            f"Expected {store.place} to hold checkpoints of this run ({self.run_id}). Received: {record.name} of run {record.run}"
-            + (f", whose configuration differs:{others}\nRestore it, or give" if differences else ". Give")
-            + " this run a directory of its own, in which `resume` and a path go on from there; checkpoint.load_only only looks."
-        )
-
-    def _differences(self, record: Record, store: CheckpointStore) -> list[str]:
-        if self._compare is None:
-            return []
-        try:
-            path = store.target(store.path(record.name))
-            return self._compare(read_payload(path, sections=["runner", "state"], mmap=True))
-        except (CheckpointError, OSError):
-            return []
+        """Whether another run saves in the directory. Call on all ranks."""
+        return self.on_main(self.search.is_foreign)
 
     def step_of(self, source: str | Path) -> int:
         """Return the committed updates of a checkpoint, without reading it. Call on all ranks.
@@ -509,7 +297,7 @@ class CheckpointManager(ABC):
         Args:
             source: As in `load_checkpoint`.
         """
-        record = self.on_main(lambda: self._describe(source))
+        record = self.on_main(lambda: self.search.describe(source))
         return record.step if record is not None else 0
 
     def begin(self, source: str | Path) -> None:
@@ -522,19 +310,18 @@ class CheckpointManager(ABC):
             source: As in `load_checkpoint`.
         """
         self.wait()
-        self._resumed = self.on_main(lambda: self._describe(source))
-        self._line = None
+        self._lineage.continue_from(self.on_main(lambda: self.search.describe(source)))
         self.release()
 
     @property
     def resumed(self) -> Record | None:
         """The checkpoint of this run that it goes on from; `None` from scratch, and from another run."""
-        return self._resumed
+        return self._lineage.resumed
 
     def release(self) -> None:
         """Remove what was brought of other runs, since it has been read. Call on all ranks."""
-        if self._sources is not None:
-            self._sources.release()
+        if self.search.sources is not None:
+            self.search.sources.release()
 
     def bring_file(self, source: str | Path) -> Path | None:
         """Return where a file of weights lies that a URL names; `None` for anything else. Call on all ranks.
@@ -542,34 +329,10 @@ class CheckpointManager(ABC):
         Args:
             source: The URL, or whatever else a user has named.
         """
-        if self._sources is None or "://" not in str(source):
+        sources = self.search.sources
+        if sources is None or "://" not in str(source):
             return None
-        return self.on_all(lambda: self._sources.bring_file(str(source)) if self._sources is not None else None)
-
-    def _describe(self, source: str | Path) -> Record | None:
-        return self._record_of(*self._resolve(source))
-
-    def _record_of(self, store: CheckpointStore, path: Path) -> Record | None:
-        record = store.describe(path)
-        if record is not None and not self.settings.load_only:
-            self._refuse_foreign([(record, store)])
-        return record
-
-    def _open_line(self) -> Line:
-        """Make the directory ready for saves, and return where they belong."""
-        storage.make_directory(self.directory)
-        self.store.recover()
-        found = self._records()
-        self._refuse_foreign(found)
-        records = [record for record, _ in found]
-        line = next_line(records, self._resumed)
-        abandoned = {r.sequence for r in records if not on_line(r, line.branch, line.ancestors)}
-        if abandoned:
-            origin = f"from {self._resumed.name}" if self._resumed else "from scratch"
-            logger.warning(
-                "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.directory
-            )
-        return line
+        return self.on_all(lambda: sources.bring_file(str(source)))
 
     # Ending
 
@@ -581,6 +344,16 @@ class CheckpointManager(ABC):
         """
         self._executor.wait()
         self._surface()
+
+    def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027
+        """Refuse weights that no checkpoint of this kind can hold, before anything is trained. No communication.
+
+        Args:
+            weights: Parameters by name; of sharded ones what this rank holds is looked at.
+
+        Raises:
+            ValueError: If there is such a one.
+        """
 
     def wait_for_mirror(self) -> None:
         """Wait until the last save is copied to the object store, or cannot be, which `close` raises; at most `checkpoint.wait_timeout`.
@@ -615,8 +388,7 @@ class CheckpointManager(ABC):
         self._closed = True
         try:
             self._end(timeout)
-            error = self._executor.take_error()
-            self._raise(error, self._told(error))
+            self._ranks.raise_alone(self._executor.take_error())
         finally:
             if self.mirror is not None:
                 self.mirror.close(timeout)
@@ -632,106 +404,17 @@ class CheckpointManager(ABC):
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0; return its value, or raise its error, on all ranks."""
-        value: Any = None
-        error: Exception | None = None
-        if self.domain.rank == 0:
-            try:
-                value = action()
-            except Exception as raised:
-                error = raised
-        value, told = self.domain.broadcast_object((value, self._told(error)))
-        self._raise(error, told)
-        result: T = value
-        return result
+        return self._ranks.on_main(action)
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; return its value here, or raise the error of any rank on all of them."""
-        value: Any = None
-        error: Exception | None = None
-        try:
-            value = action()
-        except Exception as raised:
-            error = raised
-        self._agree(error)
-        result: T = value
-        return result
+        return self._ranks.on_all(action)
 
     def _surface(self) -> None:
         """Raise an error of the background of any rank on all of them."""
-        self._agree(self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None))
-
-    def _agree(self, error: BaseException | None) -> None:
-        told = self.domain.gather_objects(self._told(error))
-        self._raise(error, next((entry for entry in told if entry is not None), None))
-
-    @staticmethod
-    def _raise(error: BaseException | None, told: Told | None) -> None:
-        if isinstance(error, (CheckpointError, ValueError)) and not isinstance(error, CheckpointDiskError):
-            raise error
-        if told is not None:
-            raise told[0](told[1]) from error
-
-    def _told(self, error: BaseException | None) -> Told | None:
-        """Return what all ranks hear of an error: it need not be possible to pickle it."""
-        if error is None:
-            return None
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            path = Path(error.filename or self.directory)
-            error = disk_error("write or read", path, error, free=storage.free_bytes(path))
-        if isinstance(error, CheckpointDiskError):
-            return CheckpointDiskError, f"{error} {self._still_good()}"
-        if isinstance(error, (CheckpointError, ValueError)):
-            return type(error), str(error)
-        received = f"{type(error).__name__}: {error}. {self._still_good()}"
-        return CheckpointError, f"Expected a checkpoint to be written or read. Received: {received}"
-
-    def _still_good(self) -> str:
-        """Say which checkpoints are complete after a failure, the newest first."""
-        try:
-            found = [record for store in self.stores for record in store.records(complete=True)]
-        except (CheckpointError, OSError):
-            found = []
-        if not found:
-            return (
-                f"What was complete before was not touched; in {self.directory} no complete checkpoint can be seen now."
-            )
-        newest_first = sorted(found, key=lambda record: record.sequence, reverse=True)
-        names = ", ".join(f"{record.name} (step {record.step})" for record in newest_first[:_NAMED])
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        return f"Still good in {self.directory}: {names}{more}."
-
-
-class CollectiveCheckpointManager(CheckpointManager):
-    """A manager whose saves take all ranks, so that nobody can make one alone once an evaluation has failed: it is made before."""
-
-    _ahead: object | None = None
-    """What the next save takes over from the last one, where that one was made ahead of an evaluation."""
-
-    def save_ahead(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
-        """Save a state as `latest` before an evaluation, after which the next save of it writes again only what has changed.
-
-        Call on all ranks. Until then a run that goes on finds this one.
-
-        Args:
-            payload: The state; tensors and plain values.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Raises:
-            CheckpointError: As `save_checkpoint`.
-        """
-        self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
-
-    def is_saved_ahead(self) -> bool:
-        """Whether the last save was one ahead and is complete, which is waited for. No communication: may be called on one rank."""
-        self._executor.wait()
-        return self._ahead is not None
-
-    @abstractmethod
-    def _save(
-        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
-    ) -> None:
-        """Write a payload under names, now or in the background; `ahead` of an evaluation, remember what the next save may take over."""
+        self._ranks.agree(
+            self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None)
+        )
 
 
 def _unheard(payload: Mapping[str, Any]) -> None:

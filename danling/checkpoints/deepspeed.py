@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from . import storage
-from .base import CollectiveCheckpointManager
+from .collective import CollectiveCheckpointManager
 from .deepspeed_files import (
     CLIENT_STATE,
     EngineAhead,
@@ -102,7 +102,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
 
     def _finish(self, files: HashingFiles, record: Record, plain: Mapping[str, object], names: Sequence[str]) -> None:
         """Agree that all files are there; then, on rank 0, describe them, let the names lead there and prune."""
-        self._agree(files.error)
+        self._ranks.agree(files.error)
         written: dict[str, tuple[int, str]] = {}
         for of_rank in self.domain.gather_objects(files.written):
             written.update(of_rank)

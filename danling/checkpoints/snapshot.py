@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from danling.utils.tensors import local_part, with_local_part
 
@@ -87,6 +88,9 @@ class SnapshotBuffers:
 
         def on_tensor(tensor: Tensor) -> Tensor:
             local = local_part(tensor)
+            if is_traceable_wrapper_subclass(local):
+                # Such as a weight in 8 bits: it has no memory of its own, and need not know how an empty one is made.
+                return with_local_part(tensor, _with_parts(local, on_tensor))
             if local.layout != torch.strided:
                 return tensor.cpu().clone()
             key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
@@ -121,6 +125,14 @@ class SnapshotBuffers:
         if reusable:
             with self._lock:
                 self._spare = used
+
+
+def _with_parts(tensor: Tensor, on_part: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor that is made of others with something else in the place of these."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: on_part(getattr(tensor, name).detach()) for name in names}
+    whole: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return whole
 
 
 def to_host(value: object) -> Any:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from danling.distributed import Domain
+from danling.utils.tensors import local_part
 
 from . import storage
-from .base import CollectiveCheckpointManager
+from .collective import CollectiveCheckpointManager
 from .dcp_files import TargetWriter, save_target, written_by
 from .errors import CheckpointDiskError, CheckpointError
 from .manifest import find_problems, read_manifest
@@ -75,6 +78,20 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         self._pending: _Save | None = None
 
     # Saving
+
+    def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse weights that are made of several tensors, such as quantised ones: torch writes them, and cannot read them again.
+
+        Raises:
+            ValueError: If there is such a one.
+        """
+        for name, weight in weights:
+            local = local_part(weight.detach())
+            if is_traceable_wrapper_subclass(local):
+                raise ValueError(
+                    f"Expected weights that a sharded checkpoint can hold. Received: {name}, of the class {type(local).__name__}. Set "
+                    "checkpoint.backend='file', which keeps it as it is, or quantize the model after the training."
+                )
 
     def _save(
         self,

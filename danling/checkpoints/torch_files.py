@@ -39,9 +39,13 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
 
 def _why_unreadable(path: Path, error: Exception) -> str:
     # torch answers with paragraphs, colours and the advice to run what is in the file.
-    if path.with_name(path.name + SUMS).is_file():
-        return f"which torch cannot read; `danling verify {path}` tells whether it is damaged."
     forbidden = re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+\w)", str(error))
+    ours = path.with_name(path.name + SUMS).is_file()
+    if ours and forbidden:
+        package = forbidden[1].partition(".")[0]
+        return f"which holds a tensor of the class {forbidden[1]}; read it in a program that imports {package} before."
+    if ours:
+        return f"which torch cannot read; `danling verify {path}` tells whether it is damaged."
     if forbidden:
         return f"which holds an object of {forbidden[1]}, and objects of classes are not read; save its state_dict() instead."
     reason = (

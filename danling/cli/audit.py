@@ -3,7 +3,8 @@
 The program is started as it is, with DANLING_SETTINGS in its environment, which has it begin from the checkpoint at FROM and train in a
 scratch directory to the update TO. Nothing is written into the run. No code is taken from a checkpoint.
 
-Ends with 0 if the end is bitwise the stored one and all figures on the way are, with 1 if not, with 2 if the program failed.
+Ends with 0 if the end is bitwise the stored one and all figures on the way are, with 1 if not, with 2 if the program failed before
+it came there.
 
 Example: danling audit experiments/lin/run:1000..2000 -- torchrun --nproc-per-node 2 train.py
 """
@@ -49,12 +50,19 @@ def run(options: argparse.Namespace) -> int:
             "from": first,
             "to": found.end.step,
             "same": found.is_same,
+            "failed": found.failed,
             "differing": found.differing,
             "partings": partings,
         }
         print_json({**facts, "environment": found.comparison.environment, "settings": found.comparison.settings})
     else:
         show(found, first)
+    if found.failed is not None and not options.json:
+        last = found.failed.strip().rpartition("\n")[2]
+        print(
+            f"The program failed after this stretch, which is not compared: {last} A checkpoint that the stretch does not make may be "
+            "missing there; --scratch keeps what it printed."
+        )
     return OK if found.is_same else DAMAGED
 
 

@@ -1,7 +1,8 @@
 """Compare the first updates of a program on a layout with those in one process, and name the parameters that differ, with the likely cause.
 
 The program is started in one process, and then in as many as the layout has, each time with DANLING_SETTINGS in its environment:
-the degrees, the weights of the one process to begin from, the same samples in each update, in shares that differ, dropout off, float64.
+the degrees, the weights of the one process to begin from, the same samples in each update, in shares that differ, dropout off, float64,
+running statistics in batch normalization.
 The gradient of every parameter is compared before it is clipped; then the loss, and the weights after the update.
 
 Ends with 0 if all is the same but for rounding, with 1 if not, with 2 if it could not be checked.
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .output import DAMAGED, OK, add_json, print_json
+from .output import DAMAGED, OK, WRONG_USAGE, add_json, print_json
 
 if TYPE_CHECKING:
     from danling.audit.layout_comparison import LayoutReport
@@ -70,12 +71,15 @@ def run(options: argparse.Namespace) -> int:
         print_json(_facts(found))
     else:
         print(found)
+    if found.undecided:
+        return WRONG_USAGE
     return OK if found.is_same else DAMAGED
 
 
 def _facts(found: LayoutReport) -> dict[str, object]:
     return {
         "same": found.is_same,
+        "undecided": found.undecided,
         "layout": dict(found.layout.degrees),
         "stack": found.layout.stack,
         "updates": found.updates,

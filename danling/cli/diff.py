@@ -1,7 +1,7 @@
 """Say where two runs part: settings, versions, code, and the first step at which losses and digests differ, and by how much.
 
 Runs with audit.digest_interval have digests of data, gradients, optimizer and weights; of others the metrics are compared.
-Ends with 1 if figures of the runs differ, with 0 if all that both have are the same.
+Ends with 1 if figures of the runs differ, with 0 if all that both have are the same, with 3 if they have none at a common step.
 
 Example: danling diff experiments/lin/first experiments/lin/second --output parting.png
 """
@@ -14,11 +14,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 from danling.audit.parting import Comparison, Pair, Parting, compare_runs, loss_differences
-from danling.utils.files import write_atomically
 from danling.workspace.plots import draw_differences, png
 from danling.workspace.runs import Run, is_run
 
-from .output import DAMAGED, OK, add_json, name_problems, print_json, print_table
+from .output import (
+    DAMAGED,
+    NOTHING_THERE,
+    OK,
+    add_drawing,
+    add_json,
+    check_drawing,
+    name_problems,
+    print_json,
+    print_table,
+    write_drawing,
+)
 from .source import is_url, runs_at
 
 
@@ -26,14 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("first", help="a run directory, or the URL of one")
     parser.add_argument("second", help="the run directory to compare it with")
-    parser.add_argument("--output", "-o", type=Path, help="also draw the differences over steps, as a .png file")
+    add_drawing(parser, "also draw the differences over steps, as a .png file")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print where the runs part."""
-    if options.output is not None and options.output.suffix.lower() != ".png":
-        raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
+    check_drawing(options.output)
     urls = [path for path in (options.first, options.second) if is_url(path)]
     with runs_at(*urls) as brought:
         there = dict(zip(urls, brought))
@@ -56,13 +65,15 @@ def _compare(options: argparse.Namespace, *runs: Run) -> int:
     if options.output is not None:
         curves = loss_differences(*runs)
         if curves:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(options.output, png(draw_differences(curves)))
+            write_drawing(options.output, png(draw_differences(curves)))
     if options.json:
         print_json({**asdict(found), "partings": [{**asdict(p), "what": p.what} for p in found.partings]})
     else:
         show(found, names=(options.first, options.second))
-    return max(name_problems(runs), DAMAGED if found.partings else OK)
+    code = name_problems(runs)
+    if not found.figures:
+        return max(code, NOTHING_THERE)
+    return max(code, DAMAGED if found.partings else OK)
 
 
 def run_at(path: str) -> Run:
@@ -89,7 +100,9 @@ def show(found: Comparison, *, names: tuple[str, str]) -> None:
     _print_pairs("code that differs", found.code, names)
     show_environment(found, names=names)
     show_partings(found.partings, names=names)
-    if not found.partings:
+    if not found.figures:
+        print("nothing to compare: there is no step at which both runs have a figure")
+    elif not found.partings:
         steps = f"{len(found.compared)} digests" if found.compared else "no digests"
         print(f"no figure that both runs have differs ({steps} compared)")
 

@@ -32,6 +32,7 @@ from typing import Any
 from danling.config.stacks import BACKENDS
 from danling.graph.compiler import cxx_command, cxx_version
 
+from .ending import SIGTERM
 from .environment import EXTRAS, installed, module_of
 from .output import DAMAGED, OK, add_json, print_json
 from .pairs import examine_pairs
@@ -131,12 +132,11 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Run the checks one after the other; print each as it ends."""
     checks = []
-    with _ended_by_sigterm():
-        for check in _checks(options):
-            checks.append(check)
-            if not options.json:
-                took = f"  ({check.seconds:.1f} s)" if check.seconds else ""
-                print(f"{check.state:7} {check.name:24} {check.detail}{took}", flush=True)
+    for check in _checks(options):
+        checks.append(check)
+        if not options.json:
+            took = f"  ({check.seconds:.1f} s)" if check.seconds else ""
+            print(f"{check.state:7} {check.name:24} {check.detail}{took}", flush=True)
     rule = _rule_of(options.remote) if options.remote is not None else {}
     if options.json:
         print_json({"checks": [asdict(check) for check in checks], **rule})
@@ -160,43 +160,6 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
     if options.determinism:
         return (Check(*found) for found in examine_repeatability(partial(_output, timeout=options.timeout)))
     return examine(set(options.skip), options.timeout)
-
-
-class _Sigterm:
-    """Lets SIGTERM end the doctor as an exception does: its processes and its directory go with it."""
-
-    def __init__(self) -> None:
-        self._held = self._came = False
-
-    def __call__(self, number: int, frame: object) -> None:
-        self._came = True
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._came and not self._held:
-            sys.exit(128 + signal.SIGTERM)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Put it off: a process that is being started is known to nobody yet."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        self._leave()
-
-
-_sigterm = _Sigterm()
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, _sigterm)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def examine(skip: set[str], timeout: float) -> Iterator[Check]:
@@ -346,7 +309,7 @@ def _pair(directory: Path, backend: str, *arguments: str) -> Iterator[list[subpr
             # Beside the run directory's own files: what was said is shown when something fails.
             with (directory / f"output-{rank}.txt").open("wb") as output:
                 environment = _environment(rank, port)
-                with _sigterm.held():
+                with SIGTERM.held():
                     processes.append(
                         subprocess.Popen(
                             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -7,7 +7,7 @@ Exit codes:
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.
-    130  interrupted; 143 of `doctor`, by SIGTERM.
+    130  interrupted; 143 of those that start programs, by SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
 
 from danling import __version__
 
+from .ending import ended_by_sigterm
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
 
 SUBCOMMANDS = {
@@ -82,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(chosen).parse_args(words[:end] if chosen in WITH_PROGRAM else words)
     options.program = words[end + 1 :]
     try:
-        code: int = options.run(options)
+        with ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext():
+            code: int = options.run(options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.utils.files import json_text
+from danling.utils.files import json_text, write_atomically
 from danling.utils.tables import table_lines
 
 if TYPE_CHECKING:
@@ -32,6 +33,32 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print columns that line up; numbers are set right."""
     for line in table_lines(head, rows):
         print(line)
+
+
+def add_drawing(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add `--output` of a command that may draw; see `check_drawing`.
+
+    Args:
+        parser: Of the subcommand.
+        text: What the option does.
+    """
+    parser.add_argument("--output", "-o", type=Path, help=text)
+
+
+def check_drawing(output: Path | None) -> None:
+    """Refuse a drawing that is no .png file, before anything is read.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if output is not None and output.suffix.lower() != ".png":
+        raise ValueError(f"Expected --output to end in .png. Received: {str(output)!r}.")
+
+
+def write_drawing(output: Path, content: bytes | str) -> None:
+    """Write a drawing, into a directory that need not be there."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, content)
 
 
 def as_bytes(size: float) -> str:

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from danling.utils.files import write_atomically
 from danling.workspace.plots import draw_curves, group, png
 from danling.workspace.report import html_report
 from danling.workspace.runs import Run
 
-from .output import name_problems
+from .output import name_problems, write_drawing
 from .source import runs_at
 
 
@@ -53,8 +52,7 @@ def _draw(options: argparse.Namespace, suffix: str, runs: list[Run]) -> int:
     content = (
         html_report(runs, title=options.title, **drawing) if suffix == ".html" else png(draw_curves(drawn, **drawing))
     )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, content)
+    write_drawing(options.output, content)
     print(f"{options.output}: {len(drawn)} run{'s' if len(drawn) != 1 else ''}")
     return name_problems(runs)
 

@@ -7,14 +7,12 @@ Examples: danling ranks experiments/lin/run
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from danling.reporting.rank_times import ACTIVITIES, RankRow, lost_curves, rank_table
-from danling.utils.files import write_atomically
 from danling.workspace.plots import draw_ranks, png
 from danling.workspace.runs import Run
 
-from .output import add_json, name_problems, print_json, print_table
+from .output import add_drawing, add_json, check_drawing, name_problems, print_json, print_table, write_drawing
 from .source import runs_at
 
 _HEAD = ("rank", "host", "lost (s)", "share", "by", *(f"{name} (s)" for name in ACTIVITIES))
@@ -23,14 +21,13 @@ _HEAD = ("rank", "host", "lost (s)", "share", "by", *(f"{name} (s)" for name in 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("path", help="directory or URL of a run")
-    parser.add_argument("--output", "-o", type=Path, help="draw a .png file")
+    add_drawing(parser, "draw a .png file")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table, and draw it."""
-    if options.output is not None and options.output.suffix.lower() != ".png":
-        raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
+    check_drawing(options.output)
     with runs_at(options.path) as (found,):
         return _print(options, _only(options.path, found))
 
@@ -56,8 +53,7 @@ def _print(options: argparse.Namespace, run: Run) -> int:
             "on several processes, unless comm.slow_rank_share is none."
         )
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.output, png(draw_ranks(rows, lost_curves(run.records))))
+        write_drawing(options.output, png(draw_ranks(rows, lost_curves(run.records))))
     if options.json:
         print_json({"run": run.place or str(run.path), "ranks": [_plain(row) for row in rows]})
         return name_problems([run])

@@ -53,7 +53,7 @@ def checkpoint_at(source: str, *, outline: bool = False, files: Sequence[str] = 
     if not is_url(source):
         yield Path(source)
         return
-    from danling.remote.checkpoints import local_copy
+    from danling.remote.sources import local_copy
 
     with local_copy(source, outline=outline, files=files) as path:
         yield path

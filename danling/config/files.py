@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,5 +102,6 @@ def as_mapping(settings: object) -> Mapping[Any, Any]:
     if not isinstance(settings, Mapping):
         raise TypeError(
             f"Expected a mapping or the path of a file. Received: {settings!r} ({type(settings).__name__})."
+            + (" Pass dataclasses.asdict(...) of it." if is_dataclass(settings) else "")
         )
     return settings

@@ -7,13 +7,12 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from chanfig.utils import Null
 
-from danling.utils.plain import flatten as flattened
 from danling.utils.secrets import hide_secrets, without_secrets
 from danling.utils.warn import warn_user
 
@@ -21,41 +20,20 @@ from . import identity
 from .checks import check_sections
 from .durations import seconds_of
 from .effects import settings_without_effect
-from .fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, fields_of
+from .fields import fields_of
 from .files import as_mapping, read_settings, strict_json
 from .foreign import describe_received, place_of, refusal
 from .help import help_text, usage_errors
 from .hints import slip_of
-from .node import ClosedSection, Section, fresh
+from .node import Section, fresh
 from .older import OLDER_KEYS, read_older, read_precision, warn_older
 from .own import OwnKeys
 from .parse import parse_into
-from .schema import (
-    AccelerateConfig,
-    AuditConfig,
-    CheckpointConfig,
-    CommConfig,
-    CompileConfig,
-    DataLoaderConfig,
-    DeepSpeedConfig,
-    EmaConfig,
-    FsdpConfig,
-    FtConfig,
-    GcConfig,
-    HeartbeatConfig,
-    MlflowConfig,
-    OptimConfig,
-    ParallelConfig,
-    ProfilingConfig,
-    SchedulerConfig,
-    TrackioConfig,
-    WandbConfig,
-)
 from .stacks import has_file_section, stack_named
-from .user_types import Nested
+from .top_level import TopLevelConfig
 
 
-class RunnerConfig(ClosedSection):
+class RunnerConfig(TopLevelConfig):
     """All settings of a run: the library's own keys, and any of the user's beside them.
 
     The library's sections are closed: an unknown key in them, or a top-level key one slip away from a known one, is an error that
@@ -78,105 +56,6 @@ class RunnerConfig(ClosedSection):
         >>> config.checkpoint.interval, config["model.width"]
         (5, 64)
     """
-
-    stack: str = "auto"
-    """Stack that trains: auto (ddp), ddp or torch, parallel, deepspeed or ds, accelerate, graph."""
-    seed: NonNegativeInt | None = None
-    """Base seed, the same on all ranks; none: one is drawn and stored."""
-    deterministic: bool = False
-    """Deterministic kernels; an operation that has none is an error."""
-    steps: NonNegativeInt | None = None
-    """Optimizer step at which training ends (step mode)."""
-    epochs: NonNegativeInt | None = None
-    """Epoch at which training ends (epoch mode); set steps or epochs, not both."""
-    max_time: float | str | None = None
-    """Seconds, or HH:MM:SS, after which training stops with a checkpoint."""
-    accum_steps: PositiveInt = 1
-    """Micro-batches of an optimizer update."""
-    precision: Literal["fp16", "bf16"] | None = None
-    """Autocast: fp16, bf16, or none."""
-    max_grad_norm: PositiveFloat | None = None
-    """Clip gradients to this norm."""
-    max_grad_value: PositiveFloat | None = None
-    """Clip gradients to this absolute value."""
-    skip_nonfinite_grad: bool = False
-    """Skip updates whose loss or gradient is not finite; false: raise an error that names the step."""
-    max_skipped_updates: PositiveInt | None = 100
-    """Skipped updates in a row that are an error; none: never."""
-    patience: NonNegativeFloat = float("inf")
-    """Stop after so many evaluations without a better score."""
-    min_delta: NonNegativeFloat = 0.0
-    """Least difference by which a score counts as better."""
-    score_split: str | None = None
-    """Split that selects the best model; none: val, validation, or the first evaluation split."""
-    score_name: str = "loss"
-    """Metric that selects the best model."""
-    score_mode: Literal["min", "max"] | None = None
-    """min or max; none: min for losses, errors and perplexities, else max."""
-    evaluate_interval: PositiveInt | None = None
-    """Step mode: steps between evaluations; none takes the checkpoint interval."""
-    try_evaluation: bool = True
-    """Evaluate one batch of each split before the first update, so that errors in evaluation show before training."""
-    train_splits: list[str] | None = None
-    """Splits to train on; none: inferred from the datasets."""
-    evaluate_splits: list[str] | None = None
-    """Splits to evaluate; none: inferred from the datasets."""
-    name: str | None = None
-    """Name of the run."""
-    lineage: str = "lin"
-    """Directory under the workspace root."""
-    experiment: str = "exp"
-    """Name of the experiment."""
-    workspace_root: str = "experiments"
-    """Directory of all runs."""
-    dir: str | None = None
-    """Run directory, instead of the one under the workspace root."""
-    checkpoint_dir: str | None = None
-    """Directory of checkpoints, instead of the one in the run directory."""
-    log_file: str | None = None
-    """Log file, instead of the one in the run directory."""
-    resume: str | None = None
-    """Checkpoint to resume from, with its full state."""
-    auto_resume: bool = False
-    """Resume from this run's own newest intact checkpoint, if there is one."""
-    pretrained: str | None = None
-    """Checkpoint whose weights to start from; nothing else is loaded."""
-    backend: str | None = None
-    """Process-group backend; none: nccl with CUDA, else gloo."""
-    init_method: str | None = None
-    """Rendezvous of the processes, such as tcp://host:port; none: that of torchrun."""
-    secret_keys: list[str] | None = None
-    """Further keys, by last name or dotted, whose text is kept out of files, trackers and the run's id, like token and api_key."""
-    git_diff: bool = True
-    """Save the uncommitted changes of the code in metadata/git.diff, without lines that look like secrets."""
-    log: bool = True
-    """Write a log file."""
-    log_interval: PositiveInt | None = None
-    """Updates between two records of metrics; none: about 100 records in a run."""
-    log_seconds: NonNegativeFloat = 5.0
-    """Least seconds between two lines of metrics on the console and in the log; metrics.jsonl has all records. 0 prints all."""
-    tensorboard: bool = False
-    """Write scalars for TensorBoard."""
-
-    wandb: Nested[WandbConfig]
-    mlflow: Nested[MlflowConfig]
-    trackio: Nested[TrackioConfig]
-    optim: Nested[OptimConfig]
-    scheduler: Nested[SchedulerConfig]
-    ema: Nested[EmaConfig]
-    dataloader: Nested[DataLoaderConfig]
-    checkpoint: Nested[CheckpointConfig]
-    parallel: Nested[ParallelConfig]
-    fsdp: Nested[FsdpConfig]
-    compile: Nested[CompileConfig]
-    comm: Nested[CommConfig]
-    gc: Nested[GcConfig]
-    profiling: Nested[ProfilingConfig]
-    heartbeat: Nested[HeartbeatConfig]
-    audit: Nested[AuditConfig]
-    ft: Nested[FtConfig]
-    deepspeed: Nested[DeepSpeedConfig]
-    accelerate: Nested[AccelerateConfig]
 
     _given: ClassVar[Any] = None
 
@@ -248,78 +127,6 @@ class RunnerConfig(ClosedSection):
             raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
         return Section.__missing__(self, name, default)
 
-    # A program's own keys: who declares them, and whether anything reads them
-
-    def _store(self, name: object, value: object) -> None:
-        own = self.__dict__.get("_own_keys")
-        if own is None or name in own.read or name in fields_of(type(self)):
-            super()._store(name, value)
-        else:
-            # No instance attribute until it is read for the first time: so that the reading is seen.
-            dict.__setitem__(self, name, value)
-
-    def get(self, name: object, default: object = None, fallback: bool | None = None) -> Any:
-        """Return the value of a key, or `default`; nothing is created.
-
-        Args:
-            name: A key, or keys joined by dots.
-            default: What an absent key gives.
-            fallback: As in `chanfig.Config`.
-        """
-        self._note_reading(name if dict.__contains__(self, name) else str(name).partition(".")[0])
-        return super().get(name, default, fallback)
-
-    def __getattr__(self, name: str) -> Any:
-        self._note_reading(name)
-        return super().__getattr__(name)
-
-    def _note_reading(self, name: object) -> None:
-        own = self.__dict__.get("_own_keys")
-        if own is not None and name not in own.read and not str(name).startswith("_"):
-            own.read.add(name)
-            if dict.__contains__(self, name):
-                self._store(name, dict.__getitem__(self, name))
-
-    def _note_iteration(self) -> None:
-        """Take all keys for read when a program goes through them, as `**config` does; copies and files made by the library read none."""
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if caller.partition(".")[0] not in ("danling", "chanfig"):
-            for name in list(dict.keys(self)):
-                self._note_reading(name)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._note_iteration()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """Return the keys; all of them count as read."""
-        self._note_iteration()
-        return super().keys()
-
-    def values(self) -> Any:
-        """Return the values; all of them count as read."""
-        self._note_iteration()
-        return super().values()
-
-    def items(self) -> Any:
-        """Return pairs of keys and values; all of them count as read."""
-        self._note_iteration()
-        return super().items()
-
-    def plain(self) -> Any:
-        """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`; all of them count as read.
-
-        Raises:
-            TypeError: If a value has no plain form, naming its key.
-        """
-        self._note_iteration()
-        return super().plain()
-
-    def to_dict(self, flatten: bool = False) -> Any:
-        """Return the same as `dict`."""
-        self._note_iteration()
-        return self.dict(flatten)
-
     def _refuse_undeclared(self, received: Mapping[str, str], settings: Mapping[Any, Any]) -> None:
         """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
 
@@ -340,22 +147,6 @@ class RunnerConfig(ClosedSection):
             if slip:
                 shown = hide_secrets(text, listed)
                 raise ValueError(f"Expected keys that are read. Received: {shown}. Did you mean {slip!r}?")
-
-    def claim(self, names: Iterable[str]) -> None:
-        """Take top-level keys for read, such as those of a run that goes on.
-
-        Args:
-            names: The keys.
-        """
-        self.__dict__["_own_keys"].declared.update(names)
-
-    def unread(self) -> set[str]:
-        """Return the program's own top-level keys that its class does not declare and that nothing has read.
-
-        Values of none and false, and empty sections, ask for nothing and are left out.
-        """
-        own: OwnKeys = self.__dict__["_own_keys"]
-        return own.unread(dict(self.items()), declared=fields_of(type(self)))
 
     def refuse_unread(self, names: Iterable[str], *, may_be_read: bool = False) -> None:
         """Refuse top-level keys that were set and that nothing reads.
@@ -522,11 +313,6 @@ class RunnerConfig(ClosedSection):
         received = {name: f"{describe_received(name, value)} in {file}" for name, value in settings.items()}
         self._refuse_undeclared(received, settings)
         return self.merge(settings)
-
-    def dict(self, flatten: bool = False) -> Any:
-        """Return the contents as plain values; `flatten` joins the keys of nested sections by dots. All of them count as read."""
-        self._note_iteration()
-        return flattened(self.plain()) if flatten else self.plain()
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:
         """Return the configuration as JSON; infinities become strings, which number keys read back."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -154,7 +153,19 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             keys: The keys.
             single: There is one, and its item is asked for.
             streams: Those that are seeded for each part.
+
+        Raises:
+            RuntimeError: If an item raises StopIteration, with which a pass would end in silence.
         """
+        try:
+            return self._items(keys, single, streams)
+        except StopIteration as error:
+            raise RuntimeError(
+                "Expected a dataset that has an item at each index below its length. Received: StopIteration from one of the items "
+                f"{[index for _, index in keys]}. Mend its __getitem__, or shorten its __len__."
+            ) from error
+
+    def _items(self, keys: Sequence[Key], single: bool, streams: Sequence[int]) -> Any:
         dataset = self.dataset
         seeds = bool(streams or self._generators) and (not self.quiet or self.seeds_batch)
         if seeds and (single or self.quiet or self.reads_batches):
@@ -164,7 +175,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         if self.reads_batches:
             return dataset.__getitems__(list(map(_index_of, keys)))
         if not seeds or self.quiet:
-            return list(map(partial(operator.getitem, dataset), map(_index_of, keys)))
+            return [dataset[index] for _, index in keys]
         items = []
         for key in keys:
             self.seed_for(key, streams)

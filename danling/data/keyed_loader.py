@@ -155,6 +155,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         read = reading.__getitems__ if batched else reading.__getitem__
         # Taken here and not where the first batch is asked for: moving the position must not disturb the iterator.
         keys = iter(self.batch_sampler if batched else self.sampler)
+        # Not a chain of `map`: that takes a StopIteration of the user's for its own end.
         batches = (collate_fn(read(key)) for key in keys)
         return _shielded(batches) if self._draws else batches
 

@@ -14,7 +14,7 @@ from .build import build_dataloader, order_setting
 from .datamodule import LoaderSettings
 from .source import BatchSource
 from .sources import Sources
-from .splits import Splits, open_source
+from .splits import DividedSettings, Splits, open_source
 from .update_plan import UpdatePlan
 from .windows import ReaderPlace, WindowLoader
 
@@ -114,7 +114,7 @@ class RunData:
         waiting: Callable[[int], None] = lambda place: None,
         waited: Callable[[], None] = lambda: None,
         over: Callable[[], None] = lambda: None,
-        divided: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        divided: DividedSettings | None = None,
     ) -> None:
         self._run = run
         self._unsaved_updates, self._over = unsaved_updates, over
@@ -277,6 +277,8 @@ class RunData:
         settings, (rank, size) = self.splits.settings(split), self.place(split)
         sampler = run.build_datasampler(split, dataset)
         if sampler is not None:
+            self.splits.divide_themselves.add(split)
+            settings = self.splits.settings(split)
             settings.update(order_setting(sampler, dataset, settings))
         return build_dataloader(
             dataset,

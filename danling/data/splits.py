@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from danling.utils.protocols import ReductionDomain
 
 from .batching import AUTO, divide_updates, merge_settings
@@ -14,6 +16,9 @@ from .proxy import ProxySource
 from .shares import Division
 from .source import BatchSource
 from .windows import ReaderPlace
+
+DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+"""Returns the settings of a split to train on that take the place of given ones; it is told whether the data divides itself."""
 
 _NOT_EVALUATED = ("train", "infer", "predict")
 _SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
@@ -28,11 +33,12 @@ class Splits:
         setting: Returns a setting of the run by name, `None` where it is not set.
         accum_steps: Returns the micro-batches of an update that is not divided; by default the setting of that name.
         divided: Returns the settings of a split to train on by which its updates are divided, where a check of layouts wants others than
-            are set; `None` where none does.
+            are set; `None` where none does. It is told whether its data divides itself over the ranks.
 
     Attributes:
         lengths: Updates of a pass over each split to train on, as all ranks agreed; `None` before they have, and for a split whose
             loader does not know.
+        divide_themselves: Splits with a sampler of the user's.
     """
 
     def __init__(
@@ -42,9 +48,10 @@ class Splits:
         setting: Callable[[str], Any],
         *,
         accum_steps: Callable[[], int] | None = None,
-        divided: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        divided: DividedSettings | None = None,
     ) -> None:
         self.lengths: dict[str, int | None] | None = None
+        self.divide_themselves: set[str] = set()
         self._divided = divided
         self._datasets = datasets
         self._loaders = loaders
@@ -151,7 +158,11 @@ class Splits:
         if isinstance(dataset, LoaderSettings):
             common = merge_settings(common, dataset.settings)
         merged = merge_settings(common, own)
-        return dict(self._divided(merged)) if self._divided is not None and split in self.to_train() else merged
+        if self._divided is None or split not in self.to_train():
+            return merged
+        has_order = any(merged.get(name) is not None for name in ("sampler", "batch_sampler"))
+        by_itself = has_order or split in self.divide_themselves or isinstance(dataset, IterableDataset)
+        return dict(self._divided(merged, by_itself))
 
     def _given(self, split: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings under `dataloader` that all splits share, and those of one split."""

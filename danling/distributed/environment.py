@@ -67,6 +67,11 @@ def _read_int(name: str, default: int) -> int:
         ) from None
 
 
+def is_first_on_machine() -> bool:
+    """Whether this process is the first one of its machine, as its launcher says; without one it is."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def select_device(local_rank: int) -> torch.device:
     """Return the accelerator of `local_rank` and make it current, or the CPU."""
     if not torch.cuda.is_available():

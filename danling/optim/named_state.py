@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from danling.utils.names import canonical_name
 
+from .stored_kind import check_kind
 from .tensor_subclasses import from_parts, to_parts
 
 
@@ -54,8 +55,8 @@ def load_named_state_dict(
     """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold.
 
     Raises:
-        KeyError: If a parameter of the optimizer is not in `state`, or the other way round.
-        ValueError: If the parameters were grouped in another way.
+        ValueError: If a parameter of the optimizer is not in `state`, or the other way round, if the parameters were grouped in another
+            way, or if it is the state of another optimizer.
     """
     names = parameter_names(optimizer, named_parameters)
     stored = [list(group["params"]) for group in state["param_groups"]]
@@ -70,6 +71,7 @@ def load_named_state_dict(
         candidates = [state["param_groups"][i], *state["param_groups"]]
         match = next(entry for entry in candidates if set(entry["params"]) == set(labels))
         groups.append({**match, "params": group["params"]})
+    check_kind(optimizer, plain["param_groups"], groups)
     values = {index_of[name]: _clone(entry) for name, entry in state["state"].items()}
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
@@ -79,9 +81,10 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
     theirs = {name for group in stored for name in group}
     if ours != theirs:
         missing, unexpected = sorted(ours - theirs), sorted(theirs - ours)
-        raise KeyError(
-            f"Expected optimizer state of this model's parameters. Received: missing={missing[:5]}, "
-            f"unexpected={unexpected[:5]}. Add 'optimizer' to checkpoint.exclude_from_loading to start it afresh."
+        raise ValueError(
+            f"Expected the state of an optimizer over the parameters of this one. Received: one without {missing[:5]} and with "
+            f"{unexpected[:5]} besides ({len(missing)} and {len(unexpected)} in all). Restore the optimizer, or add 'optimizer' to "
+            "checkpoint.exclude_from_loading to begin afresh with the new one."
         )
     if sorted(map(sorted, names)) != sorted(map(sorted, stored)):
         raise ValueError(

@@ -1,19 +1,48 @@
-"""Options of an optimizer that a resumed run gives anew, in the place of those it was saved with."""
+"""Options of an optimizer that a resumed run gives anew: which of them a restored state replaces, and how they are put in."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
+from .stored_kind import HOW, OF_SCHEDULES
+
+logger = logging.getLogger("danling")
+
 Options = list[dict[str, Any]]
 """What stands in each parameter group beside the parameters."""
+
+_MOVED_BY_SCHEDULES = frozenset({"lr", "momentum", "betas"})
 
 
 def options_of(optimizer: Optimizer) -> Options:
     """Return the options of every group, such as `lr` and `weight_decay`."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def say_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> None:
+    """Warn of options that a restored state has given another value than the program did. May be called on one rank.
+
+    Args:
+        asked: What `options_of` returned before.
+        loaded: What it returns now.
+        scheduled: Whether a schedule moves the learning rate.
+    """
+    replaced: dict[str, str] = {}
+    for before, after in zip(asked, loaded):
+        moved = _MOVED_BY_SCHEDULES if "max_momentum" in after else {"lr"} if scheduled else set[str]()
+        for name in sorted(before.keys() & after.keys() - HOW - OF_SCHEDULES - moved):
+            if _is_plain(before[name]) and _is_plain(after[name]) and before[name] != after[name]:
+                replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
+    if replaced:
+        logger.warning(
+            "The optimizer goes on with the options of the checkpoint, which are not those of the program: %s. To have the program's, add "
+            "'optimizer.param_groups' to checkpoint.exclude_from_loading.",
+            ", ".join(replaced.values()),
+        )
 
 
 def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]) -> None:
@@ -47,3 +76,7 @@ def _adopt_rates(optimizer: Optimizer, scheduler: object, rates: list[Any]) -> N
         if hasattr(part, "base_lrs"):
             part.base_lrs = list(rates)
             part._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str, tuple, list)) or value is None

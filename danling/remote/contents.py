@@ -106,12 +106,12 @@ class RemoteRun:
         self.put(self.layout.pointer(name), f"{target}\n".encode())
         self._names[name] = (replace(record, name=name), target)
 
-    def retire(self, *, keep: int, up_to: int, spared: Collection[str]) -> None:
+    def retire(self, *, keep: int, up_to: int | None, spared: Collection[str]) -> None:
         """Remove the history that is given up, and then what no name leads to.
 
         Args:
             keep: History checkpoints to keep; 0 keeps all.
-            up_to: Sequence of the newest save that is complete: files of later targets may just be coming.
+            up_to: Sequence of the newest save that is complete: files of later targets may just be coming. `None` while no rank uploads.
             spared: Digests and targets of saves that wait.
         """
         last = newest(self.records)
@@ -123,8 +123,9 @@ class RemoteRun:
             self._remove_name(name)
         found = listed(self.keys)
         contents = {content for _, content in self._names.values()}
-        coming = {target for target in found.parts if int(target.partition("-")[0]) > up_to}
-        gone = unreferenced(found, digests=contents, targets=contents, spared={*spared, *coming})
+        if up_to is not None:
+            spared = {*spared, *(target for target in found.parts if int(target.partition("-")[0]) > up_to)}
+        gone = unreferenced(found, digests=contents, targets=contents, spared=spared)
         self._remove([f"{self.layout.checkpoints}/{key}" for key in gone])
 
     def _remove_name(self, name: str) -> None:

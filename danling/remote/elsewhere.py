@@ -10,11 +10,11 @@ from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.base import CheckpointManager
 from danling.config import RunnerConfig
 
-from .checkpoints import RemoteSources
 from .contents import runs_of_id
 from .layout import RunLayout
 from .mirror import MirrorSettings
 from .run_mirror import RunMirror
+from .sources import RemoteSources
 from .store import Credentials, RemoteSettings, RemoteStore, open_store
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from .conditions import unkept
 from .errors import RemoteConflict, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
 from .store import RemoteStore, Tag
 
@@ -126,6 +127,7 @@ class Lease:
         self.key = key
         self.seconds = seconds
         self._tag: Tag | None = None
+        self._unanswered: bytes | None = None
         self._error: RemoteError | None = None
         self._renewed = 0.0
         self._end = threading.Event()
@@ -140,13 +142,14 @@ class Lease:
             RemoteConflict: If another process writes there.
             RemoteError: If the store cannot be written.
         """
-        self.is_exclusive = honours_conditions(self.store, self.key)
+        condition = unkept(self.store, _probe(self.key), lambda: Writer.me(SECONDS).text())
+        self.is_exclusive = condition is None
         remove_probes(self.store, self.key)
-        if not self.is_exclusive:
+        if condition is not None:
             logger.warning(
-                "%s does not keep two writers apart: it ignores the conditions If-None-Match and If-Match. Take care that no other process "
-                "writes this run.",
+                "%s does not keep two writers apart: it does not keep to the condition %s. Take care that nobody else writes this run.",
                 self.store.url,
+                condition,
             )
             return
         waits: Tag | None = None
@@ -204,8 +207,7 @@ class Lease:
         while not self._end.wait(self.seconds / _RENEWALS):
             try:
                 begun = time.monotonic()
-                assert self._tag is not None
-                self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), self._tag)
+                self._replace()
                 self._renewed = begun
             except RemoteConflict as error:
                 self._error = RemoteConflict(
@@ -217,6 +219,19 @@ class Lease:
             except RemoteError:
                 # Such as a store that cannot be reached: the uploads say so. If somebody takes over meanwhile, the next renewal finds it.
                 continue
+
+    def _replace(self) -> None:
+        """Replace the lock by a younger one."""
+        if self._unanswered is not None:
+            # The store may have taken this one before it fell silent: then it is found there, and is nobody else's.
+            self._put(self._unanswered)
+        self._put(Writer.me(self.seconds).text())
+
+    def _put(self, content: bytes) -> None:
+        assert self._tag is not None
+        self._unanswered = content
+        self._tag = self.store.put_if_match(self.key, content, self._tag)
+        self._unanswered = None
 
     @property
     def lost(self) -> RemoteError | None:
@@ -256,47 +271,6 @@ def _now_there(store: RemoteStore, key: str) -> datetime:
     finally:
         with suppress(RemoteError):
             store.delete(probe)
-
-
-def honours_conditions(store: RemoteStore, key: str) -> bool:
-    """Try whether a store creates an object only once, and replaces it only where it is the expected one.
-
-    Args:
-        store: The store.
-        key: A key; objects beside it are made and removed.
-
-    Raises:
-        RemoteError: If the store cannot be written at all.
-    """
-    probe = _probe(key)
-    try:
-        first = store.put_if_absent(probe, Writer.me(SECONDS).text())
-        return _refuses_second(store, probe) and _replaces_once(store, probe, first)
-    finally:
-        with suppress(RemoteError):
-            store.delete(probe)
-
-
-def _refuses_second(store: RemoteStore, probe: str) -> bool:
-    try:
-        store.put_if_absent(probe, Writer.me(SECONDS).text())
-    except RemoteExists:
-        return True
-    return False
-
-
-def _replaces_once(store: RemoteStore, probe: str, tag: Tag) -> bool:
-    try:
-        store.put_if_match(probe, Writer.me(SECONDS).text(), tag)
-    except RemoteUnavailable:
-        raise
-    except RemoteError:
-        return False
-    try:
-        store.put_if_match(probe, Writer.me(SECONDS).text(), tag)
-    except RemoteConflict:
-        return True
-    return False
 
 
 def remove_probes(store: RemoteStore, key: str) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,6 +154,23 @@ class CheckpointMirror:
         """Whether a save waits while another one is copied."""
         with self._changed:
             return bool(self._waiting)
+
+    def sweep(self, up_to: int | None, spared: Collection[str]) -> None:
+        """Remove the history that retention gives up, and what no name leads to; what cannot be removed, after the next save.
+
+        Rank 0 alone, and never beside the thread.
+
+        Args:
+            up_to: See `RemoteRun.retire`.
+            spared: Digests and targets of saves that wait.
+        """
+        try:
+            self.run.retire(keep=self.settings.keep_latest_k, up_to=up_to, spared=spared)
+        except RemoteError as error:
+            self.run.forget()
+            if "retire" not in self._told:
+                self._told.add("retire")
+                logger.warning("An old checkpoint in %s is still there: %s", self.run.url, error)
 
     def saved(self, saved: Saved, *, put_off: bool = False) -> None:
         """Hear of a save, where it was written; see `Mirror.saved`."""
@@ -447,17 +464,7 @@ class CheckpointMirror:
             )
 
     def _retire(self, upload: Upload) -> None:
-        """Remove the history that retention gives up, and what no name leads to; what cannot be removed, after the next save."""
         with self._changed:
             waiting = [*self._waiting]
-        try:
-            self.run.retire(
-                keep=self.settings.keep_latest_k,
-                up_to=upload.saved.sequence,
-                spared={name for other in waiting for name in (other.saved.target, *other.parts) if name is not None},
-            )
-        except RemoteError as error:
-            self.run.forget()
-            if "retire" not in self._told:
-                self._told.add("retire")
-                logger.warning("An old checkpoint in %s is still there: %s", self.run.url, error)
+        spared = {name for other in waiting for name in (other.saved.target, *other.parts) if name is not None}
+        self.sweep(upload.saved.sequence, spared)

@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from .errors import RemoteConflict, RemoteError, RemoteExists, RemoteMissing
+from .conditions import CREATE, REPLACE, creates_once, replaces_once
+from .errors import RemoteError, RemoteMissing
 from .store import RemoteStore
 
 _PARTS = 3
 _LARGEST_SKEW_SECONDS = 300.0
+
+
+def _contents() -> bytes:
+    return uuid.uuid4().bytes
 
 
 class Trial(NamedTuple):
@@ -109,20 +114,15 @@ class Probe:
         return "ok", f"{size / 1e6:.0f} MB in {_PARTS} parts, {size / 1e6 / max(seconds, 1e-9):.0f} MB/s"
 
     def _create(self) -> tuple[str, str]:
-        try:
-            self._store.put_if_absent(self._key, uuid.uuid4().bytes)
-        except RemoteExists:
-            return "ok", "If-None-Match: an object that is there is not replaced"
-        return "absent", "it ignores If-None-Match: two writers of a run are not kept apart"
+        if creates_once(self._store, self._key, _contents):
+            return "ok", f"{CREATE}: an object that is there is not replaced"
+        return "absent", f"it does not keep to {CREATE}: two writers of a run are not kept apart"
 
     def _match(self) -> tuple[str, str]:
-        first = self._store.get_tagged(self._key)[1]
-        self._store.put(self._key, self._content[::-1])
-        try:
-            self._store.put_if_match(self._key, uuid.uuid4().bytes, first)
-        except (RemoteConflict, RemoteMissing):
-            return "ok", "If-Match: an object that has changed is not replaced"
-        return "absent", "it ignores If-Match: two writers of a run are not kept apart"
+        tag = self._store.get_tagged(self._key)[1]
+        if replaces_once(self._store, self._key, tag, _contents):
+            return "ok", f"{REPLACE}: an object is replaced by who has read it last, and by nobody else"
+        return "absent", f"it does not keep to {REPLACE}: two writers of a run are not kept apart"
 
     def _clock(self) -> tuple[str, str]:
         self._store.put(self._key, self._content)

@@ -7,13 +7,14 @@ from itertools import groupby
 from pathlib import Path
 
 from danling.checkpoints import storage
-from danling.checkpoints.base import Apart, CheckpointManager
+from danling.checkpoints.base import CheckpointManager
 from danling.checkpoints.mirroring import Saved
 from danling.checkpoints.policy import Record
+from danling.checkpoints.search import Apart
 from danling.checkpoints.target_store import SUMS, TargetStore
+from danling.distributed.environment import is_first_on_machine
 from danling.utils.notebook import in_notebook
 
-from .checkpoints import is_first_here
 from .contents import RemoteRun
 from .errors import RemoteError
 from .files import FileMirror
@@ -75,7 +76,7 @@ class RunMirror:
         seen = _is_seen(token)
         all_see = all(self._manager.domain.gather_objects(seen))
         self._manager.on_main(lambda: storage.remove(token))
-        return Apart(any=not all_see, follows=not seen and is_first_here())
+        return Apart(any=not all_see, follows=not seen and is_first_on_machine())
 
     def _open(self) -> None:
         self._lease.acquire()
@@ -111,6 +112,9 @@ class RunMirror:
             ((r, store) for r, store in local if r.sequence > there.get(r.name, -1) and not _is_target_name(r, store)),
             key=lambda pair: (pair[0].sequence, pair[0].name == "latest"),
         )
+        # A process that was killed may have left files of a save that never became visible, or that retention had given up.
+        coming = {store.target(store.path(r.name)).name for r, store in missing if isinstance(store, TargetStore)}
+        self.mirror.sweep(None, coming)
         for _, group in groupby(missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))):
             pairs = list(group)
             record, store = pairs[0]

@@ -88,6 +88,11 @@ class Tag(NamedTuple):
         return cls(found.get("e_tag"), found.get("version"))
 
     @property
+    def bare(self) -> Tag:
+        """The same without the quotes of the entity tag."""
+        return self if self.entity is None else self._replace(entity=self.entity.strip('"'))
+
+    @property
     def condition(self) -> dict[str, str]:
         """What the client takes for it."""
         return {name: value for name, value in (("e_tag", self.entity), ("version", self.version)) if value is not None}
@@ -136,11 +141,13 @@ class RemoteStore:
     Attributes:
         url: The URL, without a slash at its end; keys are relative to it.
         settings: How the store is asked.
+        bare_tags: Whether the store compares entity tags without their quotes.
     """
 
     def __init__(self, url: str, *, settings: RemoteSettings, credentials: Credentials | None = None) -> None:
         self.url = url.rstrip("/")
         self.settings = settings
+        self.bare_tags = False
         self._credentials = credentials
         self._opened: ObjectStore | None = None
         check_url(url)
@@ -201,7 +208,7 @@ class RemoteStore:
             RemoteConflict: If the object has another tag, or is gone.
             RemoteError: If the store cannot do that.
         """
-        return self._put_on_condition(key, content, tag.condition, RemoteConflict)
+        return self._put_on_condition(key, content, (tag.bare if self.bare_tags else tag).condition, RemoteConflict)
 
     def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> Tag:
         try:

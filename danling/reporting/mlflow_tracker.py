@@ -11,7 +11,7 @@ from typing import Any
 
 from danling.utils.plain import flatten
 
-from .trackers import require_package
+from .trackers import RunStatus, require_package
 
 logger = logging.getLogger("danling")
 
@@ -20,6 +20,13 @@ RUN_TAG = "danling.run"
 
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST, _LONGEST_NAME = 1000, 100, 500, 250
 """What one request takes, and how long the text of a parameter and a name may be: one that is longer has all of them refused."""
+_STATUS: Mapping[RunStatus, str] = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "preempted": "KILLED",
+    "interrupted": "KILLED",
+}
 _OTHERS = re.compile(r"[^\w\-. :/]")
 """What no name may hold."""
 
@@ -64,6 +71,7 @@ class MlflowTracker:
         self._last: dict[str, int] = {}
         """The newest step that an earlier attempt has logged of a metric."""
         self._open = True
+        self._status: RunStatus = "running"
         place = self._place_of(experiment)
         mark = _named(run_id)
         earlier = self._find(place, mark) if resumed else None
@@ -123,11 +131,22 @@ class MlflowTracker:
     def flush(self) -> None:
         """What was logged is in the store."""
 
+    def set_status(self, status: RunStatus) -> None:
+        """Give the run the status that MLflow has for this one, at once: nobody needs to close what was told how it ended."""
+        if status == self._status:
+            return
+        self._status = status
+        if status == "running":
+            self._client.update_run(self.run_id, status=_STATUS[status])
+        else:
+            self._client.set_terminated(self.run_id, status=_STATUS[status])
+
     def close(self) -> None:
-        """Mark the run as finished. A second call does nothing."""
+        """Mark the run as finished, unless it was told how it ended. A second call does nothing."""
         if self._open:
             self._open = False
-            self._client.set_terminated(self.run_id)
+            if self._status == "running":
+                self.set_status("finished")
 
 
 def _named(name: str) -> str:

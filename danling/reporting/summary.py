@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def describe_end(
     directory: Path,
     checkpoints: Path,
     best: tuple[str, float, str] | None,
-    budget: tuple[str, int] | None,
+    more: Mapping[str, int],
     trust: bool = False,
 ) -> list[str]:
     """Return the lines below the last one of a training, each a name and what it stands for. Only the file system is asked.
@@ -64,7 +64,7 @@ def describe_end(
         directory: The run directory.
         checkpoints: Its directory of checkpoints.
         best: Name of the score, its best value, and where that was, such as `epoch 3`; `None` without one.
-        budget: Its key and a larger one, for a run that is at its end; `None` for one that was stopped before.
+        more: Larger values of the settings that have ended the run, by key; empty for one that was stopped before.
         trust: Whether weights are exported only with `--trust`.
     """
     kept = {name: path for name in ("best", "latest") if (path := _checkpoint(checkpoints, name)) is not None}
@@ -74,7 +74,7 @@ def describe_end(
         place = f": {shown(kept['best'])}" if "best" in kept else ""
         lines.append(f"best     {name} {format_number(value)} at {where}{place}")
     if "latest" in kept:
-        lines.append(f"go on    {_go_on(launch, directory, kept['latest'], budget)}")
+        lines.append(f"go on    {_go_on(launch, directory, kept['latest'], more)}")
     if (directory / "metrics.jsonl").is_file():
         lines.append(f"curves   danling plot {_quoted(directory)} -o curves.png")
     if kept:
@@ -83,16 +83,15 @@ def describe_end(
     return lines
 
 
-def _go_on(launch: Launch, directory: Path, latest: Path, budget: tuple[str, int] | None) -> str:
+def _go_on(launch: Launch, directory: Path, latest: Path, more: Mapping[str, int]) -> str:
     if launch.script is None or launch.arguments is None:
-        more = "" if budget is None else f", {{{budget[0]!r}: {budget[1]}}}"
-        return f"{launch.runner}.from_checkpoint({shown(latest)!r}{more}).train()"
+        changed = f", {dict(more)}" if more else ""
+        return f"{launch.runner}.from_checkpoint({shown(latest)!r}{changed}).train()"
     # The options of torchrun itself, such as the address of the first machine, are not known to the processes that it starts.
     program = "python" if launch.processes == 1 else "torchrun ..."
-    chosen = (*_CHOSEN, budget[0]) if budget is not None else _CHOSEN
-    words = [*_without(launch.arguments, chosen), "--dir", shown(directory), "--auto_resume", "true"]
-    more = "" if budget is None else f" --{budget[0]} {budget[1]}"
-    return f"{program} {launch.script} {shlex.join(words)}{more}"
+    words = [*_without(launch.arguments, (*_CHOSEN, *more)), "--dir", shown(directory), "--auto_resume", "true"]
+    words += [word for key, value in more.items() for word in (f"--{key}", str(value))]
+    return f"{program} {launch.script} {shlex.join(words)}"
 
 
 def _without(arguments: Sequence[str], keys: Sequence[str]) -> list[str]:

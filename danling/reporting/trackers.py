@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,9 +19,27 @@ from danling.utils.nesting import parse_json
 
 PathLike = str | os.PathLike[str]
 
+logger = logging.getLogger("danling")
+
+RunStatus = Literal["running", "finished", "failed", "preempted", "interrupted"]
+"""What a run is: it trains, has ended by itself, has failed, or was stopped by SIGTERM or SIGUSR1, or by SIGINT."""
+
+_OWN_NAMES = ("step", "time", "ranks")
+"""What lines of metrics.jsonl have beside the metrics."""
+
+_STATUS_OF_EXIT_CODES: Mapping[object, RunStatus] = {
+    None: "finished",
+    0: "finished",
+    143: "preempted",
+    130: "interrupted",
+}
+
 
 class Tracker(Protocol):
-    """A place for curves, opened on the main process only."""
+    """A place for curves, opened on the main process only.
+
+    One that has a method `set_status(status)` too is told what the run is, a `RunStatus`: when a training begins, and how it ends.
+    """
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record figures.
@@ -60,6 +79,7 @@ class TrackerSet:
         self.opened: list[Tracker] = []
         """What metrics are sent to."""
         self._added: list[Any] = []
+        self._status: RunStatus | None = None
 
     def add(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         """Take in a tracker, or something to call for one when the set is opened; at once, when it is open.
@@ -115,6 +135,54 @@ class TrackerSet:
             for tracker in reversed(self.opened):
                 stack.callback(tracker.flush)
 
+    def set_status(self, status: RunStatus) -> None:
+        """Tell what the run is to every tracker that takes it; one that fails at it is logged. What was told is not told again.
+
+        Args:
+            status: What it is now.
+        """
+        if status == self._status:
+            return
+        self._status = status
+        for tracker in self.opened:
+            tell: Callable[[RunStatus], None] | None = getattr(tracker, "set_status", None)
+            if callable(tell):
+                try:
+                    tell(status)
+                except Exception:
+                    logger.exception("A tracker could not be told that the run is %s.", status)
+
+    def set_status_after(self, error: BaseException) -> None:
+        """Tell to every tracker that takes it what a run is that an exception has ended.
+
+        Args:
+            error: The exception; `SystemExit` stands for its code.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            self.set_status("interrupted")
+        elif isinstance(error, SystemExit):
+            code = error.code
+            known = code is None or isinstance(code, int)  # of anything else Python prints it and ends with 1
+            self.set_status(_STATUS_OF_EXIT_CODES.get(code, "failed") if known else "failed")
+        else:
+            self.set_status("failed")
+
+    @contextmanager
+    def telling_status(self, *, whole: bool = True) -> Iterator[None]:
+        """Train inside: the trackers are told that the run is running, and then how it ended.
+
+        Args:
+            whole: Whether the run has ended where nothing is raised.
+        """
+        self.set_status("running")
+        try:
+            yield
+        except BaseException as error:
+            self.set_status_after(error)
+            raise
+        if whole:
+            self.set_status("finished")
+
     def close(self) -> None:
         """Close every tracker; one that fails does not keep the others from it. A second call does nothing."""
         given = [tracker for tracker in self._added if _is_tracker(tracker) and tracker not in self.opened]
@@ -167,7 +235,7 @@ class JsonlTracker:
         """Append one line.
 
         Raises:
-            ValueError: If a metric is called `step` or `time`.
+            ValueError: If a metric is called `step`, `time` or `ranks`.
         """
         self.log_with(values, step, {})
 
@@ -180,12 +248,12 @@ class JsonlTracker:
             beside: Plain values by names of their own.
 
         Raises:
-            ValueError: If a metric is called `step` or `time`.
+            ValueError: If a metric is called `step`, `time` or `ranks`.
         """
-        for name in ("step", "time"):
+        for name in _OWN_NAMES:
             if name in values:
                 raise ValueError(
-                    "Expected names of metrics other than 'step' and 'time', which every line has. "
+                    "Expected names of metrics other than 'step', 'time' and 'ranks', which lines of metrics.jsonl have of their own. "
                     f"Received: values={dict(values)}. Rename {name!r}, for example to 'train/{name}'."
                 )
         figures = {name: _finite(x) for name, x in values.items()}
@@ -316,6 +384,7 @@ class WandbTracker:
         import wandb
 
         self._owned = wandb.run is None
+        self._exit_code: int | None = None
         self.run: Any = wandb.run
         if not self._owned:
             return
@@ -343,11 +412,21 @@ class WandbTracker:
     def flush(self) -> None:
         """The process of wandb holds what was sent, and outlives this one."""
 
+    def set_status(self, status: RunStatus) -> None:
+        """Keep with which exit code the run is to be finished; a sweep is told at once of one that is preempted, and starts it again."""
+        self._exit_code = _WANDB_EXIT_CODES.get(status)
+        if status == "preempted" and self._owned and self.run is not None:
+            self.run.mark_preempting()
+
     def close(self) -> None:
         """Upload what is pending and finish the run, unless the program opened it."""
         if self._owned and self.run is not None:
-            self.run.finish()
+            self.run.finish(exit_code=self._exit_code)
         self.run = None
+
+
+_WANDB_EXIT_CODES: Mapping[RunStatus, int] = {"finished": 0, "failed": 1, "preempted": 143, "interrupted": 255}
+"""255 is what W&B itself gives a program that is ended by Ctrl-C."""
 
 
 def read_jsonl(file: PathLike) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from danling.audit.gradient_capture import divided_batch
+from danling.audit.comparable import divided_batch
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
@@ -31,6 +31,7 @@ from danling.data.randomness import deterministic_kernels
 from danling.data.rank_streams import RankStreams, streams_by_index
 from danling.data.run_data import RunData
 from danling.data.sources import Sources
+from danling.data.splits import DividedSettings
 from danling.distributed import (
     Domain,
     LaunchEnvironment,
@@ -44,8 +45,8 @@ from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
 from danling.remote import RunLayout
-from danling.remote.checkpoints import local_copy
 from danling.remote.elsewhere import RunElsewhere
+from danling.remote.sources import local_copy
 from danling.reporting import (
     Reporter,
     Tracker,
@@ -54,8 +55,6 @@ from danling.reporting import (
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.supervision.closing import Closers
 from danling.torchft import (
-    OwnPositions,
-    ReplicaLoaderCheckpoints,
     check_layout,
     position_owner,
     workspace_part,
@@ -79,6 +78,7 @@ from danling.workspace.run_place import RunPlace
 
 from .meta import MetaRunner, close_after_error
 from .names import by_former_name
+from .replica_groups import keep_own_positions
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class BaseRunner(metaclass=MetaRunner):
         # Building a model may be what hangs.
         self._begin_heartbeat()
 
-    def _division_of_check(self) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
+    def _division_of_check(self) -> DividedSettings | None:
         """Prepare this process for a check of layouts, and return how it divides updates; `None` where it is none."""
         section = self.config.audit.gradients
         if section.dir is None:
@@ -223,11 +223,13 @@ class BaseRunner(metaclass=MetaRunner):
             self._closers.enter_context(default_dtype(dtype_of(section.dtype)))
         if self.config.seed is None:
             self.config.seed = 0
-        return lambda settings: divided_batch(
+        return lambda settings, divides_itself: divided_batch(
             settings,
             accum_steps=int(self.config.accum_steps),
             samples=section.samples,
             replicas=int(section.replicas),
+            alone=section.weights is None,
+            divides_itself=divides_itself,
         )
 
     def _find_placement(self) -> None:
@@ -308,7 +310,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.saver.loaded.append(self._data.commit_loaded)
         owner = position_owner(self.config)
         if owner is not None:
-            self._keep_own_positions(owner)
+            keep_own_positions(self, owner)
         elastic = self.state.elastic
         elastic.data_replicas, elastic.streams = self.placement.data_replicas, self._streams.layout
         self._streams.begin()
@@ -782,8 +784,8 @@ class BaseRunner(metaclass=MetaRunner):
         at the end of every training, even one that fails, and is closed by `close`.
 
         Args:
-            tracker: An object with `log(values, step)`, `flush()` and `close()`, or a callable that returns one, such as its class.
-                Used and called on the main process only.
+            tracker: An object with `log(values, step)`, `flush()` and `close()`, and if it likes `set_status(status)`, or a callable that
+                returns one, such as its class. Used and called on the main process only.
 
         Raises:
             TypeError: If it is neither.
@@ -855,17 +857,18 @@ class BaseRunner(metaclass=MetaRunner):
             self.open_trackers()
             self.init_signal_handlers()
             session.begin()
-            try:
-                yield
-                if not self.saver.is_saved:
-                    self.save_checkpoint()
-                self.checkpoint_manager.wait()
-                self.checkpoint_manager.wait_for_mirror()
-                self.boundary()
-            finally:
-                session.uninstall_signals()
-                self._reporter.flush()
-        session.exit_if_signalled(self.state.train.global_step)
+            with self._reporter.trackers.telling_status():
+                try:
+                    yield
+                    if not self.saver.is_saved:
+                        self.save_checkpoint()
+                    self.checkpoint_manager.wait()
+                    self.checkpoint_manager.wait_for_mirror()
+                    self.boundary()
+                finally:
+                    session.uninstall_signals()
+                    self._reporter.flush()
+                session.exit_if_signalled(self.state.train.global_step)
 
     def boundary(self) -> bool:
         """Return whether the loop must end because a signal came on any rank. Call it after every update, on all ranks.
@@ -909,32 +912,6 @@ class BaseRunner(metaclass=MetaRunner):
             Cloud `token` and `expires_at`; for Azure one of `access_key`, `sas_token` and `token`, with `expires_at`.
         """
         return None
-
-    def _keep_own_positions(self, replica: str) -> None:
-        """Save the loader states of a replica group with every checkpoint, and resume from them."""
-        settings = self.config.checkpoint
-        checkpoints = ReplicaLoaderCheckpoints(
-            self.workspace.checkpoints,
-            replica=replica,
-            prefix=settings.ft_dataloader_checkpoint_prefix,
-            domain=self.world,
-            run_id=self.id,
-            settings=CheckpointSettings.from_config(settings),
-        )
-        self._closers.callback(checkpoints.close)
-        positions = OwnPositions(
-            checkpoints,
-            sources=lambda: self.sources,
-            trained=lambda: self.sources.among(self.train_splits),
-            position=lambda: self.state.train,
-            share=self._positions().share,
-            leaves_out=lambda split: self.run_state.excluded.leaves_out(f"dataloaders.{split}"),
-            world=self.world,
-            data_rank=lambda: self.data_domain.rank,
-            device=self.device,
-        )
-        self.saver.before.append(positions.save)
-        self.saver.loaded.append(positions.load)
 
     def config_differences(self, payload: Mapping[str, Any]) -> list[str]:
         """Return how the configuration of a checkpoint differs from this one in settings that change the result, one line per key.
@@ -1087,13 +1064,16 @@ class BaseRunner(metaclass=MetaRunner):
         where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
         logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
         if source is not None:
-            self.saver.best_elsewhere = best_left_behind(
-                self.workspace.checkpoints,
-                self.best_index,
-                self.best_score,
-                source,
-                is_stored=lambda: self.is_main_process and self._elsewhere.has("best"),
-                speaks=self.is_main_process,
+            # The store is asked by one rank, and fails all of them where it fails that one.
+            self.saver.best_elsewhere = self.world.on_first(
+                lambda: best_left_behind(
+                    self.workspace.checkpoints,
+                    self.best_index,
+                    self.best_score,
+                    source,
+                    is_stored=lambda: self._elsewhere.has("best"),
+                    speaks=self.is_main_process,
+                )
             )
             self.saver.note_loaded()
 
@@ -1242,6 +1222,8 @@ class BaseRunner(metaclass=MetaRunner):
         if kind is None:
             self.close()
         else:
+            assert error is not None
+            self._reporter.trackers.set_status_after(error)
             close_after_error(self)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ import torch
 
 from danling.audit.replayed import armed, stepped
 from danling.audit.rerun import AuditResult, Retraining
+from danling.checkpoints import CheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
@@ -32,6 +34,7 @@ from danling.utils.numbers import Paced
 from danling.utils.secrets import hide_secret_words, secret_values
 
 from .meta import check_settings_are_read
+from .watching import build_rank_watch
 
 if TYPE_CHECKING:
     from .assembly import TorchParts
@@ -89,6 +92,8 @@ class TrainingDriver:
             )
         check_settings_are_read(type(runner), runner.config, runner.world, made_of_mapping=runner._made_of_mapping)
         self.parts.readiness.check_optimizer()
+        if isinstance(runner.checkpoint_manager, CheckpointManager):
+            runner.checkpoint_manager.check_weights(runner.named_parameters())
 
     # One training
 
@@ -110,7 +115,8 @@ class TrainingDriver:
             runner.init_signal_handlers()
             self.begin_report()
             opened = session.opened(parts.end.of_session(), domain=runner.placement.optimizer, whole=whole)
-            with parts.evaluator.evaluation.watched(self.between_batches), opened:
+            telling = runner._reporter.trackers.telling_status(whole=whole)
+            with telling, parts.evaluator.evaluation.watched(self.between_batches), opened:
                 yield
 
     def try_evaluations(self, splits: Sequence[str]) -> None:
@@ -128,7 +134,7 @@ class TrainingDriver:
         runner = self.runner
         source, forwards = runner.source(split), self.parts.forwards
         runner._bind_reduction()
-        replay, timed = self.parts.replay, runner._reporter.timed
+        replay, timed = self.parts.audits.replay, runner._reporter.timed
         if replay is not None:
             replay.begin()
         return updates_of_pass(
@@ -156,6 +162,7 @@ class TrainingDriver:
             raise ValueError(
                 "Expected a run that stands between two trainings. Received: audit() within train(). Call it when train() has returned."
             )
+        _check_made_of_config(type(runner))
         runner.checkpoint_manager.wait()
         place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))
         try:
@@ -191,8 +198,8 @@ class TrainingDriver:
         enter_training(runner.optimizer)
         if update.audit is not None:
             update.audit.begin()
-        if self.parts.recorder is not None:
-            self.parts.recorder.begin()
+        if self.parts.audits.recorder is not None:
+            self.parts.audits.recorder.begin()
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""
@@ -312,7 +319,7 @@ class TrainingDriver:
             return None
         # Of a training that did not even begin.
         self._stop_watching()
-        watch = self._watch = self.parts.rank_watch(samples=share is not None)
+        watch = self._watch = build_rank_watch(runner, samples=share is not None)
         watch.start()
         return RankTimes(sampled=watch.sampler.take, hosts=watch.hosts, share=share) if share is not None else None
 
@@ -346,8 +353,6 @@ class TrainingDriver:
         if runner.best_index is not None and runner.best_score is not None:
             name = runner.config.score_name if board is None else f"{board.split}.{board.name}"
             best = (name, runner.best_score, f"{unit} {runner.best_index}")
-        done = runner.steps if runner.is_step_mode else runner.epochs
-        ended = runner.progress >= 1 and runner._session.stop_reason is None
         words, listed = command_line_of(runner.config), runner.config.secret_keys or ()
         if words is not None:
             words = tuple(hide_secret_words(words, secret_values(runner.config.plain(), listed), listed))
@@ -356,9 +361,20 @@ class TrainingDriver:
             directory=runner.workspace.dir,
             checkpoints=runner.workspace.checkpoints,
             best=best,
-            budget=(f"{unit}s", 2 * done) if ended and done else None,
+            more=self._more(f"{unit}s"),
             trust=runner.stack == "deepspeed",
         )
+
+    def _more(self, budget: str) -> dict[str, int]:
+        """Return larger values of the settings that have ended the run: of its budget, and of the patience that is used up."""
+        runner = self.runner
+        reason, done = runner._session.stop_reason, runner.steps if runner.is_step_mode else runner.epochs
+        more = {}
+        if runner.progress >= 1 and done and reason in (None, "patience"):
+            more[budget] = 2 * done
+        if reason == "patience":
+            more["patience"] = self.parts.results.facts.since_best() + max(1, int(runner.config.patience))
+        return more
 
     def profiler(self) -> Profiler | None:
         """Return the profiler of the configuration, `None` when it is off."""
@@ -406,3 +422,19 @@ class TrainingDriver:
         if runner.fault_tolerance is not None:
             # A group that stays and does not train would hold the others up.
             runner.fault_tolerance.leave()
+
+
+def _check_made_of_config(kind: type) -> None:
+    """Refuse to audit where another runner of the class cannot be made.
+
+    Raises:
+        ValueError: If its `__init__` asks for more than the configuration.
+    """
+    parameters = list(inspect.signature(kind).parameters.values())
+    others = [p for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    asked = [p.name for p in others if p.default is p.empty] if parameters else ["no configuration"]
+    if asked:
+        raise ValueError(
+            "Expected a runner that is made of a configuration alone, so that audit() can make another one. Received: "
+            f"{kind.__name__}, whose __init__ asks for {', '.join(asked)}. Give it a default, or use `danling audit`."
+        )

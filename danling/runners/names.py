@@ -40,14 +40,14 @@ FORMER_NAMES = {
     "evaluations_since_best": "standing.evaluations_since_best",
     "figures_domain": "placement.metrics",
     "losses": "_parts.losses",
-    "memory_retry": "_parts.memory_retry",
+    "memory_retry": "_parts.wrapping.memory_retry",
     "metric_set": "_parts.metrics",
     "optimizer_domain": "placement.optimizer",
     "own_scores": "standing.scores",
     "raise_pending_error": "_parts.update.raise_pending_error",
     "read_samples": "_parts.update.read_samples",
     "reduces_gradients": "window.reduces",
-    "rewrap_if_trainables_changed": "_parts.rewrap_if_trainables_changed",
+    "rewrap_if_trainables_changed": "_parts.wrapping.rewrap_if_trainables_changed",
     "scheduler_interval": "_parts.scheduler_interval",
     "scoreboard": "standing.board",
     "step_sync": "_parts.update.sync",
@@ -168,11 +168,12 @@ def noting(init: Callable[..., None], owner: str) -> Callable[..., None]:
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         record = vars(self).get(_RECORD)
         if record is None:
-            # On the runner, not on the class: a method that happens to be called so is no component.
+            # On the runner, not on the class: a method that happens to be called so is no component, but a loss may be a method.
             for name in COMPONENTS:
                 own = getattr(type(self), name, None)
                 if not isinstance(own, property) or own.fset is not None:
-                    setattr(self, name, None)
+                    is_loss = name == "criterion" and callable(own)
+                    setattr(self, name, getattr(self, name) if is_loss else None)
             record = vars(self)[_RECORD] = LibraryNames(dict(vars(self)))
         init(self, *args, **kwargs)
         record.note(vars(self), owner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from danling.audit.held import HeldState, PutBack, remember_attributes, remember_optimizer, remember_scaler
+from danling.audit.held import HeldState, remember_optimizer, remember_scaler
 from danling.audit.inventory import entries
+from danling.audit.reached import PutBack, Reached, reach, remember, watch
 from danling.audit.replay import Gradients, ReplayedRun, UpdateReplay
 from danling.data import capture_random_state, restore_random_state
-from danling.data.generators import Generators, generator_state, is_generator, set_generator_state
+from danling.data.generators import Generators, generator_state, held_objects, set_generator_state
 from danling.training.rollback import remember_forwards
 from danling.utils.names import canonical_name
 
@@ -49,7 +51,8 @@ def check_replay(runner: TorchRunner) -> None:
 
 def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
     """Return what makes updates of a runner again."""
-    held = _Held(runner)
+    reach = RunReach(runner)
+    held = _Held(runner, reach)
     settings = runner.config.audit
     return UpdateReplay(
         every=int(settings.replay_interval or 1),
@@ -67,6 +70,8 @@ def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
             draws_between=lambda: any(
                 not type(tracker).__module__.startswith("danling.") for tracker in runner._reporter.trackers.opened
             ),
+            watch=lambda: watch(reach.with_attributes()),
+            writes_at_end=lambda: runner._overrides("zero_gradients") or _is_of_users(runner.scheduler),
         ),
         held=HeldState(held.tensors, [held.remember], runner.device),
         gradients=Gradients(
@@ -77,10 +82,15 @@ def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
             summed=lambda: _ranks_of(runner),
         ),
         window=runner.window,
-        streams=RunStreams(runner),
+        streams=RunStreams(runner, reach),
         domain=runner.placement.optimizer,
         device=runner.device,
     )
+
+
+def _is_of_users(scheduler: object) -> bool:
+    package = type(scheduler).__module__.partition(".")[0]
+    return scheduler is not None and (package not in ("torch", "danling") or isinstance(scheduler, LambdaLR))
 
 
 def _remember(runner: TorchRunner) -> PutBack:
@@ -119,14 +129,16 @@ def _ranks_of(runner: TorchRunner) -> str:
 
 
 class RunStreams:
-    """The random streams of this process, and generators that the runner or a module of it holds.
+    """The random streams of this process, and generators that the runner reaches.
 
     Args:
         runner: The runner.
+        reach: Finds them.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, reach: RunReach) -> None:
         self._runner = runner
+        self._reach = reach
 
     def capture(self) -> dict[str, Any]:
         """Return their state."""
@@ -141,43 +153,12 @@ class RunStreams:
             if name in own:
                 set_generator_state(generator, own[name])
 
-    def _own(self) -> Iterator[tuple[str, Any]]:
-        holders = (("", vars(self._runner)), *((name, vars(m)) for name, m in modules_of(self._runner)))
-        found = {f"{at}.{name}": value for at, held in holders for name, value in held.items() if is_generator(value)}
-        if found:
-            # What reads the data has generators that go on when a batch is read, which is done once.
-            readers = Generators({name: vars(self._runner)[name] for name in _DATA})
-            read = {id(place.current()) for place in readers.places}
-            yield from ((name, value) for name, value in found.items() if id(value) not in read)
+    def _own(self) -> list[tuple[str, Any]]:
+        return self._reach.generators()
 
 
-def modules_of(runner: TorchRunner) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a runner holds, each once: those of the bare model, and of all that a user has assigned."""
-    seen: set[int] = set()
-    for name, value in _held_by(runner):
-        if isinstance(value, nn.Module):
-            for inner, module in value.named_modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield f"{name}.{inner}", module
-
-
-def _held_by(runner: TorchRunner) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a runner, and what stands in its lists and mappings, with the bare model in the place of its wrapper."""
-    yield "model", runner.unwrapped_model
-    for name, value in vars(runner).items():
-        if name in (*_DATA, "model"):
-            continue
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", item) for key, item in list(value.items()))
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{number}", item) for number, item in enumerate(value))
-        else:
-            yield name, value
-
-
-class _Held:
-    """The tensors of a run, and what puts the rest of it back.
+class RunReach:
+    """What a runner reaches that a step may write to: with the bare model in the place of its wrapper, and without the data.
 
     Args:
         runner: The runner.
@@ -185,6 +166,69 @@ class _Held:
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
+        self._step = -1
+        self._apart: list[object] = []
+        self._generators: list[tuple[str, Any]] = []
+
+    def look(self) -> Reached:
+        """Return what there is now."""
+        self._refresh()
+        runner = self._runner
+        roots = [("model", runner.unwrapped_model), *_named(vars(runner), leave_out=(*_DATA, "model", "results"))]
+        reduced = {id(parameter) for parameter in (*runner.reduction.parameters, *runner.unwrapped_model.parameters())}
+        return reach(roots, apart=self._apart, own_gradient=lambda leaf: id(leaf) not in reduced)
+
+    def with_attributes(self) -> Reached:
+        """Return what there is now, and the runner, of which the attributes are."""
+        reached = self.look()
+        reached.holders.append(("", self._runner))
+        return reached
+
+    def generators(self) -> list[tuple[str, Any]]:
+        """Return the generators that there were when the update began."""
+        self._refresh()
+        return self._generators
+
+    def _refresh(self) -> None:
+        """Look at the data, and for generators, once an update: that takes longer than all the rest."""
+        step = self._runner.state.train.global_step
+        if step == self._step:
+            return
+        self._step = step
+        data = {name: vars(self._runner)[name] for name in _DATA}
+        held = held_objects(data) or _shallow(data)
+        self._apart = [self._runner, *(value for value in held if not isinstance(value, (nn.Module, Optimizer)))]
+        self._generators = self.look().generators
+        if self._generators:
+            # What reads the data has generators that go on when a batch is read, which is done once.
+            read = {id(place.current()) for place in Generators(data).places}
+            self._generators = [(name, value) for name, value in self._generators if id(value) not in read]
+
+
+def _named(attributes: Mapping[str, Any], *, leave_out: Collection[str]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in list(attributes.items()) if name not in leave_out]
+
+
+def _shallow(data: Mapping[str, Any]) -> list[object]:
+    """Return data sets, loaders and what these hold directly, where they hold more than can be looked at."""
+    found: list[object] = []
+    for splits in data.values():
+        found += [splits, *splits.values()]
+        found += [held for split in splits.values() for held in getattr(split, "__dict__", {}).values()]
+    return found
+
+
+class _Held:
+    """The tensors of a run, and what puts the rest of it back.
+
+    Args:
+        runner: The runner.
+        reach: Finds what is its user's.
+    """
+
+    def __init__(self, runner: TorchRunner, reach: RunReach) -> None:
+        self._runner = runner
+        self._reach = reach
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor that an update may write to, each once, by name."""
@@ -203,8 +247,12 @@ class _Held:
             buffers=((canonical_name(name), buffer) for name, buffer in runner.unwrapped_model.named_buffers()),
         )
         yield from ((f"{entry.column}/{entry.name}", entry.tensor) for entry in found)
-        for name, value in _held_by(runner):
-            yield from _tensors_in(name, value)
+        reached = self._reach.look()
+        yield from reached.tensors
+        for name, optimizer in reached.optimizers:
+            found = entries(named_parameters=(), optimizer=optimizer, averages={}, buffers=())
+            yield from ((f"{entry.column}/{name}.{entry.name}", entry.tensor) for entry in found)
+            yield from _settings_of(name, optimizer)
         scaler = runner.precision.scaler
         for name in ("_scale", "_growth_tracker") if scaler is not None else ():
             value = getattr(scaler, name)
@@ -214,8 +262,9 @@ class _Held:
     def remember(self) -> PutBack:
         """Remember what is no tensor, and return what puts it back."""
         runner = self._runner
-        kept = [remember_optimizer(optimizer) for optimizer in _optimizers_of(runner)]
-        kept.append(remember_attributes(runner, *(module for _, module in modules_of(runner))))
+        reached = self._reach.with_attributes()
+        kept = [remember(reached)]
+        kept += [remember_optimizer(optimizer) for optimizer in _optimizers_of(runner, reached)]
         if runner.precision.scaler is not None:
             kept.append(remember_scaler(runner.precision.scaler))
 
@@ -226,21 +275,18 @@ class _Held:
         return put_back
 
 
-def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield f"attribute/{name}", value
-    elif isinstance(value, nn.Module):
-        yield from ((f"weights/{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
-        yield from ((f"buffers/{name}.{inner}", buffer) for inner, buffer in value.named_buffers())
-    elif isinstance(value, Optimizer):
-        found: Iterable[Any] = entries(named_parameters=(), optimizer=value, averages={}, buffers=())
-        yield from ((f"{entry.column}/{name}.{entry.name}", entry.tensor) for entry in found)
+def _settings_of(name: str, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield settings of an optimizer that are tensors, such as a rate on the device."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                yield f"settings/{name}.{number}.{key}", value
 
 
-def _optimizers_of(runner: TorchRunner) -> Iterator[Any]:
+def _optimizers_of(runner: TorchRunner, reached: Reached) -> Iterator[Any]:
     seen: set[int] = set()
-    for value in (runner.optimizer, *(value for _, value in _held_by(runner) if isinstance(value, Optimizer))):
-        for optimizer in (value, *getattr(value, "optimizers", ())):
-            if id(optimizer) not in seen:
-                seen.add(id(optimizer))
-                yield optimizer
+    for optimizer in (runner.optimizer, *(value for _, value in reached.optimizers)):
+        for each in (optimizer, *getattr(optimizer, "optimizers", ())):
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield each

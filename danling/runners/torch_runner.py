@@ -30,7 +30,7 @@ from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet
 from danling.optim.building import build_optimizer, build_scheduler
 from danling.optim.modes import enter_training, evaluation_weights, modal
-from danling.optim.options import adopt_options, options_of
+from danling.optim.options import adopt_options, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.supervision import Profiler
 from danling.torchft import ReplicaMember
@@ -64,6 +64,7 @@ from danling.utils.names import canonical_name
 from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
 from .replaying import check_replay
+from .replica_groups import join_replica_groups
 
 logger = logging.getLogger("danling")
 
@@ -103,7 +104,7 @@ class TorchRunner(BaseRunner):
         self.model_states: ModelStates = self.build_model_states()
         # Before anything else: weights must not be saved while the check of the last update is pending.
         self.saver.before.insert(0, lambda: parts.update.raise_pending_error())
-        self.saver.around = parts.saving
+        self.saver.around = parts.saved.saving
         self.saver.is_scored = lambda: parts.results.scored_at == self.state.train.global_step
 
     # Construction, after the `__init__` of the user
@@ -113,18 +114,19 @@ class TorchRunner(BaseRunner):
 
         Bad input is refused before the first file is written.
         """
-        self._parts.check_saving()
+        self._parts.saved.check_saving()
         self.preparation = self.build_preparation()
         check_components(self, vars(self), reserved=RESERVED_FIGURES)
-        if self._parts.recorder is not None:
-            self._parts.recorder.prepare(self.model, self.criterion)
+        if self._parts.audits.recorder is not None:
+            self._parts.audits.recorder.prepare(self.model, self.criterion)
+            self._closers.enter_context(self._parts.audits.recorder.calls)
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
         check_replay(self)
-        self._parts.choose_memory_retry()
+        self._parts.wrapping.choose_memory_retry()
         self.materialize_model()
-        self._parts.note_trained()
+        self._parts.saved.note_trained()
         if self.stack == "ddp":
             trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
             own = any(self._overrides(hook) for hook in ("build_reduction", "complete_gradients", "unscale_gradients"))
@@ -185,7 +187,7 @@ class TorchRunner(BaseRunner):
             self.criterion.to(self.device)
         self._build_ema()
         self.compile_modules([self.model])
-        self._parts.wrap_model()
+        self._parts.wrapping.wrap()
 
     def _build_ema(self) -> None:
         settings = {key: value for key, value in self.config.ema.items() if key != "enabled"}
@@ -214,7 +216,7 @@ class TorchRunner(BaseRunner):
         """
         several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
         options = self.ddp_kwargs() if several else {}
-        return self.preparation.wrap(model, options, reduces_later=self._parts.memory_retry is not None)
+        return self.preparation.wrap(model, options, reduces_later=self._parts.wrapping.memory_retry is not None)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""
@@ -281,7 +283,7 @@ class TorchRunner(BaseRunner):
 
         DistributedDataParallel does it only at the next training forward; until then ranks may have different buffers.
         """
-        self.preparation.broadcast_buffers(self.model, self._parts.criterion_tensors("buffers"))
+        self.preparation.broadcast_buffers(self.model, self._parts.wrapping.criterion_tensors("buffers"))
 
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
@@ -421,7 +423,7 @@ class TorchRunner(BaseRunner):
             NotChecked: If the program fails in them, or the updates are not of the same samples.
             ValueError: If there is no such layout, or the program cannot be started again, as in a notebook.
         """
-        if self._parts.recorder is not None:
+        if self._parts.audits.recorder is not None:
             self.train()
             raise SystemExit(0)  # with fewer updates than are wanted
         return check_this_program(layout, CheckOptions(**options), self.world)
@@ -578,7 +580,7 @@ class TorchRunner(BaseRunner):
         """
         if not self.config.ft.enabled:
             return
-        member = self.fault_tolerance = self._parts.join_replica_groups()
+        member = self.fault_tolerance = join_replica_groups(self, remember_forwards=self._parts.remember_forwards)
         self._closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"
@@ -594,7 +596,7 @@ class TorchRunner(BaseRunner):
 
     def _bind_reduction(self) -> None:
         """Make the reduction again for the present model and optimizer. Called on all ranks, between updates."""
-        self._parts.rewrap_if_trainables_changed()
+        self._parts.wrapping.rewrap_if_trainables_changed()
         self.reduction = self._chosen_reduction()
 
     def _chosen_reduction(self) -> GradientReduction:
@@ -612,7 +614,7 @@ class TorchRunner(BaseRunner):
             self.precision.scaler,
             model=self.model,
             domain=self.data_domain,
-            unreduced=self._parts.unreduced,
+            unreduced=self._parts.wrapping.unreduced,
         )
 
     def train_context(self) -> AbstractContextManager[object]:
@@ -870,17 +872,17 @@ class TorchRunner(BaseRunner):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
-        parts = self._parts
+        saved = self._parts.saved
         return component_parts(
             self,
-            parts.frozen,
+            saved.frozen,
             leaves_out=lambda: self.config.checkpoint.trainable_only,
-            load_base=parts.load_base,
+            load_base=saved.load_base,
         )
 
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
-        return [*super().progress_parts(), *self._parts.progress_parts()]
+        return [*super().progress_parts(), *self._parts.saved.progress_parts()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
@@ -949,6 +951,8 @@ class TorchRunner(BaseRunner):
                 options,
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
+            if self.is_main_process and not self._session.updated_once:
+                say_replaced(options, options_of(self.optimizer), scheduled=self.scheduler is not None)
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights into the unwrapped model, by name without wrapper prefixes. Called on all ranks.
@@ -979,6 +983,9 @@ class TorchRunner(BaseRunner):
 
         Args:
             state: `state` by parameter name, and `param_groups` with parameter names.
+
+        Raises:
+            CheckpointMismatch: If it is not the state of such an optimizer over these parameters.
         """
         self.model_states.load_optimizer(state)
 

@@ -257,6 +257,8 @@ class HangWatch:
             alarm = ""
         if alarm and self._dumped != alarm:
             self._dumped = alarm
+            # A sign of life first: on a busy machine the stacks may take longer than such signs are waited for.
+            self._note(mine, now)
             self._dump(mine)
         return alarm
 
@@ -340,9 +342,10 @@ class HangWatch:
     def _fate(self, rank: int, note: Standing | None) -> str:
         host, _, process = (self._board.read(f"host/{rank}") or "").rpartition(" ")
         host, pid = (note.host, note.pid) if note is not None else (host, int(process) if process.isdigit() else 0)
-        return (
-            f"process {pid} on {host}{fate_of(pid) if host == self._host else ''}" if host else "nothing is known of it"
-        )
+        if not host:
+            return "nothing is known of it"
+        last = f", last {described(note)}" if note is not None else ""
+        return f"process {pid} on {host}{last}{fate_of(pid) if host == self._host else ''}"
 
     def close(self) -> None:
         """Let go of the kernel's table."""
@@ -384,7 +387,12 @@ def fate_of(pid: int) -> str:
         return ", which is no more"
     except OSError:
         return ""
-    states = {"T": ", which is stopped (SIGSTOP)", "t": ", which is stopped by a debugger", "Z": ", which is no more"}
+    states = {
+        "T": ", which is stopped (SIGSTOP)",
+        "t": ", which is stopped by a debugger",
+        "Z": ", which is no more",
+        "R": f", busy in code that leaves other threads no turn; `py-spy dump --pid {pid}` shows where",
+    }
     return states.get(state, f", stuck where no Python runs; `py-spy dump --pid {pid}` shows where")
 
 

@@ -16,8 +16,11 @@ import torch
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DANLING = str(Path(__file__).parents[1]) + os.sep
 _COLLECTIVES = f"{_TORCH}distributed{os.sep}"
-_WRAPPER = f"{_COLLECTIVES}c10d_logger.py"
+_CALLED_BY_NAME = f"{_COLLECTIVES}distributed_c10d.py"
+"""Where the collectives are that people know by their names."""
 _DOMAINS = f"{_DANLING}distributed{os.sep}"
+_OWN_CALLS = f"{_DANLING}audit{os.sep}comparable.py"
+"""Stands between a program and all that it calls of torch, in a check of layouts."""
 _STANDARD = str(Path(os.__file__).parent) + os.sep
 _MOST_FRAMES = 40
 
@@ -67,13 +70,15 @@ def collective_of(frame: FrameType | None) -> tuple[str, str]:
     name = ""
     for found in frames_of(frame):
         code = found.f_code
-        if code.co_filename.startswith(_COLLECTIVES):
-            name = name if code.co_filename == _WRAPPER else code.co_name
+        if code.co_filename == _CALLED_BY_NAME or (not name and code.co_filename.startswith(_COLLECTIVES)):
+            name = name if code.co_name == "wrapper" else code.co_name
+        elif code.co_filename.startswith(_COLLECTIVES):
+            continue
         elif code.co_name == "_engine_run_backward":
             name = name or BACKWARD
         elif code.co_filename.startswith(_DOMAINS):
             name = name or code.co_name
-        elif name and not code.co_filename.startswith(_TORCH):
+        elif name and not code.co_filename.startswith(_TORCH) and code.co_filename != _OWN_CALLS:
             return name, spot(found)
         elif not name and not _is_between(code.co_filename):
             return "", ""
@@ -96,6 +101,8 @@ def place_of(frame: FrameType | None) -> str:
     if not own:
         return spot(found[0]) if found else "nowhere"
     inner = "" if own[0] is found[0] else f", in {found[0].f_code.co_name}"
+    if any(one.f_code.co_name == "_try_get_data" for one in found):
+        inner = ", waiting for a worker of its data loader"
     return f"{spot(own[0])}{inner}"
 
 

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Protocol
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from danling.config.hints import slip_of
@@ -56,9 +57,16 @@ def check_model(model: object, present: Iterable[str]) -> None:
     """Refuse what is no module.
 
     Raises:
-        ValueError: If `model` is none; a likely slip among the attributes that are `present` is named.
+        ValueError: If `model` is none; a likely slip among the attributes that are `present` is named. Also if a lazy layer of it has no
+            weights yet, which nobody could count, move or hand to an optimizer.
     """
     if isinstance(model, nn.Module):
+        lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+        if lazy is not None:
+            raise ValueError(
+                f"Expected a model whose weights are made. Received: {lazy!r} of a lazy layer, which is made by the first batch. Call the "
+                "model once in __init__, such as self.model(torch.zeros(1, 3, 32, 32)), or give the layer its sizes."
+            )
         return
     made = " Make an instance of it." if isinstance(model, type) else ""
     raise ValueError(
@@ -254,8 +262,8 @@ def refuse_early_steps(optimizer: object, session: KnowsSteps) -> None:
         if session.in_step:
             raise RuntimeError(
                 "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
-                f"step of {type(stepped).__name__} inside of it. Remove optimizer.step(); an update of your own goes into "
-                "`optimizer_step`."
+                f"step of {type(stepped).__name__} inside of it. Remove optimizer.step() or self.step(), which follows by "
+                "itself; an update of your own goes into `optimizer_step`."
             )
 
     for each in (optimizer, *getattr(optimizer, "optimizers", ())):

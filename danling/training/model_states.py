@@ -80,10 +80,12 @@ class ModelStates:
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
                 f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from."
             )
+        here = model.state_dict()
+        _check_shapes({name: here[names[name]] for name in state}, state)
         try:
             model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
         except RuntimeError as error:
-            raise CheckpointMismatch(f"Expected weights of this model's shapes. Received: {error}") from error
+            raise CheckpointMismatch(f"Expected weights that fit this model. Received: {error}") from error
 
     # EMA
 
@@ -131,8 +133,15 @@ class ModelStates:
         return state
 
     def load_optimizer(self, state: Mapping[str, object]) -> None:
-        """Restore the optimizer's state by parameter name. Called on all ranks."""
-        load_named_state_dict(self.optimizer(), state, self.named_parameters())
+        """Restore the optimizer's state by parameter name. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If it is not the state of such an optimizer over these parameters.
+        """
+        try:
+            load_named_state_dict(self.optimizer(), state, self.named_parameters())
+        except ValueError as error:
+            raise CheckpointMismatch(str(error)) from error
         trained: Mapping[str, Any] = state.get(_TRAINED, {}) if state["state"] else {}  # type: ignore[assignment]
         named = {canonical_name(name): parameter for name, parameter in self.named_parameters()}
         put_training_weights(
@@ -169,6 +178,21 @@ def _under_own_module(state: Mapping[str, object], names: Collection[str]) -> Ma
     if not wrapped or any(name in names for name in state):
         return state
     return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> None:
+    """Refuse weights of other shapes, with the entries that leave them out of the load."""
+    shapes = {name: (getattr(state[name], "shape", None), getattr(here[name], "shape", None)) for name in state}
+    others = {name: pair for name, pair in shapes.items() if None not in pair and pair[0] != pair[1]}
+    if others:
+        listed = ", ".join(
+            f"{name} of {tuple(a or ())}, here {tuple(b or ())}" for name, (a, b) in list(others.items())[:5]
+        )
+        entries = sorted({f"model.{name.rpartition('.')[0] or name}" for name in others})
+        raise CheckpointMismatch(
+            f"Expected weights of this model's shapes. Received: {listed} ({len(others)} in all). To keep those of the new model, add "
+            f"{', '.join(map(repr, entries[:5]))} to checkpoint.exclude_from_loading."
+        )
 
 
 def criterion_state(criterion: object) -> dict[str, object]:

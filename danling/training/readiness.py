@@ -126,7 +126,8 @@ class Readiness:
         if self._given.optimizer is None:
             built = "`build_optimizer` returned none. " if self._overrides("build_optimizer") else ""
             raise ValueError(
-                f"Expected an optimizer. Received: optimizer=None. {built}Assign `self.optimizer` in __init__, or set `optim.type`."
+                f"Expected an optimizer. Received: optimizer=None. {built}Assign `self.optimizer` in __init__, several as one "
+                "dl.optim.JointOptimizer, or set `optim.type`."
             )
 
     def check_optimizer(self) -> None:

@@ -260,9 +260,10 @@ class RunResults:
 
     def _stop_early(self) -> None:
         self._session.stop_reason = "patience"
-        if self.facts.best_score() is None:
+        best, waited = self.facts.best_score(), self.facts.since_best()
+        if best is None:
             logger.info("Stopping early: no evaluation had a score that can be the best.")
         else:
             logger.info(
-                "Stopping early: no better score than %s since %s.", self.facts.best_score(), self.facts.best_index()
+                "Stopping early: no better score than %.4g in %d evaluation%s.", best, waited, "s" * (waited != 1)
             )

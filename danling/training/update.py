@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ class Judged:
     def digests(self) -> dict[str, Tensor | int]:
         """Return what says whether two attempts at an update came to the same: 0-dim int64, or integers."""
         norm = torch.as_tensor(self.grad_norm, dtype=torch.float64).detach().reshape(())
-        return {"norm of the gradient": norm.view(torch.int64), "decision": len(self.reason or "")}
+        return {"norm of the gradient": norm.view(torch.int64), "decision": crc32((self.reason or "").encode())}
 
 
 class UpdateRecorder(Protocol):

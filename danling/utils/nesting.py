@@ -34,19 +34,20 @@ def yaml_text(value: object) -> str:
     """Return plain values as YAML; mappings keep their order.
 
     The bytes are those of PyYAML's own emitter. libyaml, which takes a tenth of its time, writes what it writes alike: its keys differ
-    where they are empty or long, and its text where it is not ASCII.
+    where they are empty or long, its text where it is not ASCII or has line ends, tabs and the like, and a document of one value.
 
     Args:
         value: Dictionaries, lists, strings, numbers, booleans and `None`.
     """
-    dumper = _QUICK_DUMPER if _is_written_alike(value) else yaml.SafeDumper
+    alike = isinstance(value, (dict, list)) and _is_written_alike(value)
+    dumper = _QUICK_DUMPER if alike else yaml.SafeDumper
     text: str = yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
 def _is_written_alike(value: object) -> bool:
     if isinstance(value, str):
-        return value.isascii()
+        return value.isascii() and value.isprintable()
     if isinstance(value, dict):
         return all(_is_plain_key(key) and _is_written_alike(item) for key, item in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_is_written_alike, value))

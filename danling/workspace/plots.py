@@ -20,6 +20,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 _STYLES = {"train": "-", "train_mean": ":"}
 _ASIDE = frozenset({"skipped_updates", "eta_seconds", "memory_host_gib", "step_seconds"})
 _WIDTH, _HEIGHT = 4.6, 3.0
+_MOST_NAMED = 32
+"""So many ranks have their number under their bar; of more, every second one, or third, and so on."""
 
 
 def draw_curves(
@@ -110,7 +112,8 @@ def draw_ranks(rows: Sequence[RankRow], curves: Mapping[int, Curve], *, most: in
         heights = [row.seconds[name] for row in shown]
         bars.bar(range(len(shown)), heights, bottom=below, label=name)
         below = [low + height for low, height in zip(below, heights)]
-    bars.set_xticks(range(len(shown)) if len(shown) <= 32 else [], [str(row.rank) for row in shown][:32])
+    named = range(0, len(shown), 1 + (len(shown) - 1) // _MOST_NAMED)
+    bars.set_xticks(named, [str(shown[place].rank) for place in named])
     bars.set_title("seconds by rank", fontsize=10)
     bars.set_xlabel("rank", fontsize=8)
     for row in rows[:most]:

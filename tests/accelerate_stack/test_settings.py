@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,9 +112,20 @@ def test_arguments_that_are_not_accelerates_to_take(arguments: dict[str, Any], m
         check_arguments(arguments)
 
 
+def is_refused(check: Callable[[], None]) -> bool:
+    """Whether a check raises the error that is for users."""
+    try:
+        check()
+    except ValueError:
+        return True
+    return False
+
+
 def test_arguments_that_are() -> None:
-    check_arguments({})
-    check_arguments({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]})
+    assert not is_refused(lambda: check_arguments({}))
+    handlers = [accelerate.DistributedDataParallelKwargs()]
+    assert not is_refused(lambda: check_arguments({"kwargs_handlers": handlers}))
+    assert is_refused(lambda: check_arguments({"kwargs_handlers": handlers, "gradient_accumulation_steps": 2}))
 
 
 def test_another_number_of_processes_than_the_file_says() -> None:
@@ -145,4 +157,4 @@ def test_a_launcher_that_starts_one_of_several_processes() -> None:
     ],
 )
 def test_starts_that_are_right(environment: dict[str, str], world_size: int) -> None:
-    check_launch(AccelerateSettings(), environment, world_size=world_size)
+    assert not is_refused(lambda: check_launch(AccelerateSettings(), environment, world_size=world_size))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.flawed_layouts import FlawedRunner, record
+from support.flawed_layouts import SETTINGS, FlawedRunner, record
 from support.layouts import LayoutRunner
 from support.processes import run_processes
 
@@ -162,16 +162,8 @@ def test_what_a_layout_imposes() -> None:
 
 
 def _gpt(case: str) -> LayoutRunner:
-    settings = {
-        "steps": 9,
-        "log": False,
-        "accum_steps": 2,
-        "max_grad_norm": 0.05,
-        "dataloader": {"batch_size": 4},
-        "optim": {"type": "adamw", "lr": 1e-2},
-    }
     return LayoutRunner(
-        settings, model={"experts": 4, "dropout": 0.1} if "expert" in case else {"tied": case == "tensor=2"}
+        SETTINGS, model={"experts": 4, "dropout": 0.1} if "expert" in case else {"tied": case == "tensor=2"}
     )
 
 
@@ -198,9 +190,24 @@ def test_what_makes_layouts_differ_rightly_is_named_and_not_the_layout() -> None
     one = UpdateRecord(1.0, 8.0, 8.0, 0, 1.0, {}, {}, {})
     layout = Layout.parse("ddp=2")
     other = replace(one, loss=1.1)
-    record_of = RankRecord(0, {"replicate": 0}, {"replicate": 2}, [], {}, [], 0, False, 1, 1e-16, 1)
+    record_of = RankRecord(
+        rank=0,
+        coordinate={"replicate": 0},
+        degrees={"replicate": 2},
+        trained=[],
+        tied={},
+        initial=[],
+        dropped=0,
+        drops_in_calls=False,
+        draws=False,
+        held_norms=0,
+        batch_norms=1,
+        eps=1e-16,
+        coarse=False,
+        updates=1,
+    )
     told = _differing(record_of, [record_of], layout)
-    assert told is not None and "batch normalization takes the statistics" in told
+    assert told is not None and "batch normalization without running statistics" in told
     assert _differing(record_of, [record_of], Layout.parse("tensor=2")) is None
     drawing = _differing(replace(record_of, draws=True), [record_of], layout)
     assert drawing is not None and "draws random numbers" in drawing

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.calls import calls_into
 from support.flips import Flip, Flipped, FlippedText, Striker, settings, train_flipped
 from support.processes import run_outcomes, run_processes
 from torch import Tensor
@@ -38,8 +38,12 @@ def test_every_flip_is_found_and_healed_bitwise(tmp_path: Path) -> None:
     clean, _, _ = train_flipped(settings(tmp_path / "clean", steps=FLIPS + 1, **OFF))
     end, flips, said = train_flipped(settings(tmp_path / "flipped", steps=FLIPS + 1, **HEAL), Striker(FLIPS))
     assert len(flips) == FLIPS + 1 and all(flip.struck for flip in flips)
-    assert not missed(flips, said)
     assert not same(clean, end)
+    # A lowest bit may be rounded away: that of a first gradient by the second, that of a moment by the next. Nothing can hear of it then.
+    for flip in missed(flips, said):
+        config = settings(tmp_path / f"{flip.step}", steps=FLIPS + 1, **OFF)
+        struck, _, _ = train_flipped(config, Striker(FLIPS, only=flip.step))
+        assert not same(clean, struck), f"{flip} changes how a run ends that is not checked, and nothing was said"
 
 
 @pytest.mark.parametrize("more", [{}, {"audit.replays": 2, "audit.replay_interval": 3}, {"ema.enabled": True}])
@@ -59,6 +63,7 @@ def test_a_run_in_order_raises_no_alarm_and_ends_as_one_without(more: dict[str, 
         ("batch", "forward", "forward and backward of update 4 .* the batch of micro-batch . after its backward"),
         ("moment", "step", "the step of update 4 .* optimizer.0/"),
         ("moment", "end", "what the step of update 4 has left to stay what it was .* optimizer.0/"),
+        ("buffer", "end", "what the step of update 4 has left to stay what it was .* buffers/"),
     ],
 )
 def test_a_flip_ends_the_run_with_what_it_was_before_saved(kind: str, instant: str, named: str, tmp_path: Path) -> None:
@@ -121,20 +126,8 @@ def test_kernels_that_need_not_be_repeatable_are_refused(tmp_path: Path) -> None
 
 
 def test_nothing_of_it_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> None:
-    called: list[str] = []
-
-    def profile(frame: Any, event: str, _: object) -> None:
-        if event == "call" and (
-            "/danling/audit/" in frame.f_code.co_filename or "replaying" in frame.f_code.co_filename
-        ):
-            called.append(frame.f_code.co_name)
-
-    with Flipped(settings(tmp_path, **OFF)) as runner:
-        sys.setprofile(profile)
-        try:
-            runner.train()
-        finally:
-            sys.setprofile(None)
+    with Flipped(settings(tmp_path, **OFF)) as runner, calls_into("/danling/audit/", "replaying") as called:
+        runner.train()
     assert called == []
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.calls import calls_into
 from support.processes import run_outcomes, run_processes
 from support.toys import NoisyPoints
 from torch import Tensor, nn
@@ -187,16 +187,9 @@ def test_trained_weights_and_checkpoints_are_those_of_a_run_without(tmp_path: Pa
 
 
 def test_nothing_of_the_room_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> None:
-    called: list[str] = []
-
-    def profile(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "/danling/audit/" in frame.f_code.co_filename:
-            called.append(frame.f_code.co_name)
-
-    with Small(settings(tmp_path, **{"audit.digest_interval": None})) as runner:
-        sys.setprofile(profile)
-        try:
-            runner.train()
-        finally:
-            sys.setprofile(None)
+    with (
+        Small(settings(tmp_path, **{"audit.digest_interval": None})) as runner,
+        calls_into("/danling/audit/") as called,
+    ):
+        runner.train()
     assert called == []

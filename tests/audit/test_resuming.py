@@ -112,6 +112,11 @@ def test_programs_that_cannot_be_tried(command: list[str], tmp_path: Path, flaw:
         _examined([*command, flaw], tmp_path / "scratch")
 
 
+def test_a_program_that_cannot_be_started_again_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Mend that first. It has to come through"):
+        _examined([sys.executable, "-S", "-c", "open('/no/such/place')"], tmp_path / "scratch")
+
+
 def test_a_program_that_is_none_of_a_runner_is_named(tmp_path: Path) -> None:
     with pytest.raises(ScriptFailed, match=r"(?s)exit code 0 after 0 updates of a runner.*printed:\nhello"):
         _examined([sys.executable, "-S", "-c", "print('hello')"], tmp_path / "scratch")

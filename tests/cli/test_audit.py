@@ -39,9 +39,12 @@ class Program(dl.Runner):
 
 budget = {"epochs": 3} if "epochs" in sys.argv else {"steps": 12}
 interval = 1 if "epochs" in sys.argv else 4
-with Program({"dir": sys.argv[1], "seed": 5, **budget, "checkpoint.interval": interval, "log_interval": 1, "dataloader": {"batch_size": 8},
+with Program({"dir": sys.argv[1], "seed": 5, **budget, "checkpoint.interval": interval, "log_interval": 1,
+              "dataloader": {"batch_size": 8, "num_workers": int(os.environ.get("WORKERS", 0))},
               "audit.digest_interval": 1, "optim": {"type": "adamw", "lr": float(os.environ.get("RATE", 0.01))}}) as runner:
     runner.train()
+    if "AFTERWARDS" in os.environ:
+        runner.load_checkpoint(os.environ["AFTERWARDS"])
 """
 
 
@@ -79,6 +82,17 @@ def test_a_stretch_that_is_trained_again_is_bitwise_the_stored_one(
     assert files(run.split(":")[0]) == before
 
 
+def test_a_stretch_is_the_same_over_another_number_of_workers_and_back(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORKERS", "2")
+    assert audit("run:4..8") == 0
+    subprocess.run([interpreter(), "train.py", "two"], cwd=place, check=True, capture_output=True)
+    monkeypatch.setenv("WORKERS", "0")
+    assert audit("two") == 0
+    assert '"differing": []' in capsys.readouterr().out
+
+
 def test_a_stretch_that_parts_says_at_which_update_and_what_parted_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +112,22 @@ def test_another_program_and_one_that_fails_are_refused_with_what_they_said(
     assert "optim.lr" in capsys.readouterr().err
     assert main(["audit", "run", "--", interpreter(), "-c", "print('no runner here')"]) == 2
     assert "no checkpoint there; the end of what it printed:\nno runner here" in capsys.readouterr().err
+
+
+def test_what_a_program_does_after_the_stretch_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AFTERWARDS", "ckpt-s000000000004")
+    assert main(["audit", "run:4..8", "--", interpreter(), "train.py", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "updates 5 to 8: bitwise the same" in said
+    assert (
+        "The program failed after this stretch, which is not compared: danling.checkpoints.errors.CheckpointNotFound: "
+        in said
+    )
+    monkeypatch.setenv("DISTURB", "7")
+    assert audit("run:4..8") == 1
+    assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
 
 
 def test_what_cannot_be_audited_is_refused_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:

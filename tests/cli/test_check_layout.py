@@ -3,31 +3,101 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.job import Job
 from support.recorded import danling
+from support.warm import interpreter
 
 from danling.cli.main import main
 
 PROGRAM = """
+import os
 import sys
+import time
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.nn import functional as F
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 import danling as dl
+
+POINTS = torch.randn(48, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+LABELS = POINTS[:, :3].argmax(1)
+
+class Points(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        moved = torch.eye(6) if "mixed" in sys.argv else None  # of the default dtype, beside data in float32
+        return POINTS[index] if moved is None else F.linear(POINTS[index], moved), LABELS[index]
+
+class Endless(IterableDataset):
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def __iter__(self):
+        yield from ((POINTS[index], LABELS[index]) for index in range(self.rank, 48, self.size))
+
+class Mixed(nn.Module):  # what people write in a forward
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down, self.rates = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), torch.ones(3)
+
+    def forward(self, x):
+        hidden = F.dropout(self.norm(self.up(x)), 0.3, self.training)
+        scale = torch.ones(len(x), 1)
+        return (self.down(hidden * scale) @ torch.diag(self.rates)).float()
+
+class Experts(nn.Module):  # the best two of four
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        gates = torch.zeros(len(x), 4, dtype=weights.dtype).scatter(1, chosen, weights)
+        return sum(gates[:, index, None] * expert(x) for index, expert in enumerate(self.experts))
 
 class Program(dl.Runner):
     def __init__(self, config):
         super().__init__(config)
-        points = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        if "mixed" in sys.argv:
+            self.model = Mixed()
+        if "experts" in sys.argv:
+            self.model = Experts()
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))
-        self.datasets = {"train": TensorDataset(points, points[:, :3].argmax(1)), "val": TensorDataset(points, points[:, 0].long())}
+        self.datasets = {"train": Points(), "val": Points()}
+        if "iterable" in sys.argv:
+            self.datasets["train"] = Endless(self.data_domain.rank, self.data_domain.size)
+        self.weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float32)
         if "fails" in sys.argv:
             raise RuntimeError("out of luck")
+
+    def build_datasampler(self, split, dataset):
+        size, rank = self.data_domain.size, self.data_domain.rank
+        return DistributedSampler(dataset, size, rank) if "sampler" in sys.argv and split == "train" else None
+
+    def compute_loss(self, pred, target):
+        if "mixed" in sys.argv:
+            return F.cross_entropy(pred, target, weight=self.weights)
+        noise = torch.rand(()) if "noise" in sys.argv else 0.0
+        return super().compute_loss(pred, target) + noise * pred.square().mean()
+
+    def batch_weight(self, data, target):
+        return self.weights[target].sum() if "mixed" in sys.argv else super().batch_weight(data, target)
+
+    def train_step(self, data):
+        if self.rank == 1 and self.state.train.global_step == 1:
+            if "leaves" in sys.argv:
+                os._exit(0)
+            if "stuck" in sys.argv:
+                time.sleep(100)
+        return super().train_step(data)
 
     def complete_gradients(self):
         if "twice" in sys.argv and self.distributed:
@@ -37,11 +107,18 @@ class Program(dl.Runner):
 
 if __name__ == "__main__":
     settings = {"epochs": 1, "dir": sys.argv[1], "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 0.01}}
+    if "bf16" in sys.argv:
+        settings["precision"] = "bf16"
     with Program(settings) as runner:
         if "method" in sys.argv:
+            sys.executable = sys.argv[-1]  # by which it is started again
             report = runner.check_layout("shard=2", timeout=90)
             print(report.is_same, report.samples)
+        elif "evaluates" in sys.argv:
+            runner.evaluate()
         else:
+            if "mixed" in sys.argv:
+                runner.evaluate("val")
             print(runner.train()[1]["val"])
 """
 
@@ -49,34 +126,140 @@ if __name__ == "__main__":
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
     (tmp_path / "train.py").write_text(PROGRAM)
-    return [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
+    return [interpreter(), str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
 
 
-@pytest.mark.timeout(400)
+def checked(layout: str, *words: str | Path, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    return danling("check-layout", layout, *words, timeout=timeout, warm=True)
+
+
+@pytest.mark.timeout(300)
 def test_a_program_that_is_right_and_one_that_divides_twice(program: list[str], tmp_path: Path) -> None:
-    done = danling("check-layout", "shard=2", "--timeout", "120", "--json", "--", *program, timeout=380)
+    done = checked("shard=2", "--json", "--", *program)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(done.stdout)
     assert facts["same"] and facts["samples"] == 7 and facts["parameters"] == 4 and facts["step"] is None
     assert not (tmp_path / "elsewhere").exists()
-    done = danling("check-layout", "ddp=2", "--timeout", "120", "--", *program, "twice", timeout=380)
+    done = checked("ddp=2", "--", *program, "twice")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ddp=2: update 1 is not that of one process" in done.stdout and "4 of 4 gradients differ" in done.stdout
     assert "every gradient is 0.5 times that of one process, and the loss is the same" in done.stdout
 
 
-@pytest.mark.timeout(400)
-def test_a_script_that_asks_by_itself(program: list[str], tmp_path: Path) -> None:
-    done = subprocess.run([*program, "method"], capture_output=True, text=True, timeout=380)
+RIGHT = {
+    # layout and options, words of the program: what is said of it
+    "hsdp": (["replicate=2,shard=2"], [], "gradients of 4 parameters; 7 samples"),
+    "accelerate": (["accelerate=2"], ["experts"], "gradients of 10 parameters; 7 samples"),
+    "own dtype": (["shard=2", "--dtype", "own"], ["experts", "bf16"], "gradients of 10 parameters"),
+    "a sampler": (["ddp=2"], ["sampler"], "8 samples each"),
+    "an iterable": (["shard=2"], ["iterable"], "8 samples each"),
+    "what people write": (["ddp=2"], ["mixed"], "7 samples each"),
+}
+SLOW = ("an iterable", "own dtype")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in RIGHT])
+def test_programs_of_all_kinds_are_found_right(case: str, program: list[str]) -> None:
+    """Stacks, routers, and a float32 batch, float() and dropout as a call in a forward, batch normalization, an evaluation before."""
+    layout, words, told = RIGHT[case]
+    done = checked(*layout, "--", *program, *words)
+    assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
+    if case == "what people write":
+        for note in (
+            "Dropout of calls of functions",
+            "Batch normalization (1) was given",
+            "up to 0.0003 are taken for",
+        ):
+            assert note in done.stdout
+
+
+HYDRA = """
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+
+class Program(dl.Runner):
+    def __init__(self, config, width):
+        super().__init__(config)
+        points = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
+        self.model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": TensorDataset(points, points[:, :3].argmax(1))}
+
+@hydra.main(version_base=None, config_path="conf", config_name="config")
+def main(config: DictConfig) -> None:
+    with Program(OmegaConf.to_container(config.runner), config.model.width) as runner:
+        runner.train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_program_of_hydra_with_arguments_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    (tmp_path / "train.py").write_text(HYDRA)
+    (tmp_path / "conf").mkdir()
+    runner = {"epochs": 1, "dir": str(tmp_path / "elsewhere"), "optim": {"type": "sgd", "lr": 0.1}}
+    config = {"model": {"width": 8}, "runner": {**runner, "dataloader": {"batch_size": 8}}}
+    (tmp_path / "conf" / "config.yaml").write_text(json.dumps(config))
+    arguments = ["model.width=9", "runner.optim.lr=0.2", f"hydra.run.dir={tmp_path / 'of-hydra'}"]
+    done = checked("ddp=2", "--", interpreter(), tmp_path / "train.py", *arguments)
+    assert done.returncode == 0 and "gradients of 4 parameters" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "of-hydra").exists() and not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.timeout(300)
+def test_a_loss_that_is_another_one_on_every_layout_is_no_verdict(program: list[str]) -> None:
+    done = checked("ddp=2", "--", *program, "noise")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ddp=2: not checked, since the losses of update 1 cannot be the same" in done.stdout
+    assert "the forward pass draws random numbers" in done.stdout and "gradients differ" not in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_script_that_asks_by_itself(program: list[str]) -> None:
+    done = subprocess.run([*program, "method", program[0]], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["True", "7"]
 
 
-def test_a_program_that_fails_is_not_checked(program: list[str]) -> None:
-    done = danling("check-layout", "shard=2", "--", *program, "fails", timeout=120)
+@pytest.mark.parametrize(
+    ("word", "received", "hint"),
+    [
+        ("fails", "in one process. Received: exit code 1 of rank 0 after 0 updates", "It has to train in one process"),
+        (
+            "evaluates",
+            "in one process. Received: exit code 0 of rank 0 after 0 updates",
+            "It ended well, but too early",
+        ),
+        ("leaves", "on the layout. Received: exit code 0 of rank 1 after 1 updates", "by the number of its processes"),
+        pytest.param("stuck", "on the layout. Received: exit code 1 of rank", ")\nMend that", marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_that_cannot_be_checked(word: str, received: str, hint: str, program: list[str]) -> None:
+    done = checked("ddp=2", "--timeout", "30" if word == "stuck" else "90", "--", *program, word, timeout=120)
     assert done.returncode == 2
-    assert "makes 2 updates of a runner in one process. Received: exit code 1 of rank 0 after 0 updates" in done.stderr
-    assert "out of luck" in done.stderr and "It has to train in one process" in done.stderr
+    assert f"makes 2 updates of a runner {received}" in done.stderr and hint in done.stderr, done.stderr
+    assert ("out of luck" in done.stderr) == (word == "fails")
+    # Where the ranks stood, of which one waits for the other.
+    assert ("in train_step (time.sleep(100))" in done.stderr) == (word == "stuck"), done.stderr
+
+
+def test_sigterm_ends_what_was_started(program: list[str], tmp_path: Path) -> None:
+    scratch = ["--scratch", str(tmp_path / "scratch")]
+    command = [interpreter(), "-m", "danling", "check-layout", "ddp=2", *scratch, "--", *program, "stuck"]
+    with Job(command, ranks=2) as job:
+        job.wait_until((tmp_path / "scratch" / "layout" / "records" / "rank-1.update-1.pt").exists)
+        job.signal(signal.SIGTERM)
+        assert job.wait().exit_code == 143
+    table = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path / "train.py") not in table
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,11 @@ def test_damaged_digests_are_named_and_do_not_pass_for_equal_ones(
     file.write_text(file.read_text().replace('"step": 3', '"step": x'))
     assert main(["diff", *runs]) == 1
     assert f"{file}: 1 of its 4 lines" in capsys.readouterr().err
+
+
+def test_runs_without_a_common_step_are_not_called_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, step in (("first", 1), ("second", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": step, "train/loss": 0.5}) + "\n")
+    assert main(["diff", str(tmp_path / "first"), str(tmp_path / "second")]) == 3
+    assert "nothing to compare: there is no step at which both runs have a figure" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     def places() -> list[Path]:
         return list(tmp_path.glob("danling-doctor-*"))
 
-    with Job([sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}) as job:
+    with Job([sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}, ranks=2) as job:
         job.wait_until(lambda: any(list(place.glob("whole/output-1.txt")) for place in places()))
         job.signal(signal.SIGTERM)
         assert job.wait().exit_code == 143

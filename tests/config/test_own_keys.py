@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.config.foreign import place_of
+from danling.config.own import OwnKeys, WatchedSection
 
 # What was tried on a runner and passed without a word, and the key that each of them meant.
 TRIED = {
@@ -210,3 +211,28 @@ def on_one_rank(root: Path) -> int:
 
 def test_what_one_rank_reads_is_read(tmp_path: Path) -> None:
     assert run_processes(on_one_rank, tmp_path, world_size=2) == [1, 1]
+
+
+def test_a_section_notes_what_is_read_of_it_and_copies_share_the_notes() -> None:
+    class Watched(WatchedSection):
+        width: int = 3
+
+        def _assign(self, name: Any, value: object) -> None:
+            self._store(name, value)  # what is closed otherwise takes any key here
+
+    section = Watched()
+    section.__dict__["_own_keys"] = OwnKeys(declared={"named"})
+    for name in ("width", "depth", "named", "off", "twin"):
+        section.set(name, False if name == "off" else 1)
+    assert section.unread() == {"depth", "twin"}
+    assert "depth" not in vars(section) and section.depth == 1 and vars(section)["depth"] == 1
+    assert section.unread() == {"twin"}
+    assert section.copy().twin == 1 and section.unread() == set()
+    section.set("later", 1)
+    assert section.get("later.part") is None and section.unread() == set()
+    section.set("last", 2)
+    assert section.dict()["last"] == 2, "a program that takes all keys reads them"
+    assert section.unread() == set()
+    section.set("given", 2)
+    section.claim(["given"])
+    assert section.unread() == set()

@@ -278,6 +278,28 @@ def _ignored(signals: tuple[int, ...]) -> list[bool]:
     return [signal.getsignal(number) is signal.SIG_IGN for number in signals]
 
 
+class Exhausted(Augmented):
+    """A user's dataset whose items come from an iterator that ends before the length that it names."""
+
+    draws_random: bool
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(())) if index == 5 else super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("draws", "workers"), [(True, 0), (False, 0), (None, 0), (None, 2)])
+def test_an_item_that_ends_an_iterator_of_its_own_does_not_end_the_pass_in_silence(
+    draws: bool | None, workers: int
+) -> None:
+    dataset = Exhausted(8)
+    if draws is not None:
+        dataset.draws_random = draws
+    loader = DataLoader(dataset, batch_size=2, num_workers=workers)
+    with pytest.raises(RuntimeError, match=r"StopIteration"):
+        list(loader)
+    loader.close()
+
+
 class SignalReport(Augmented):
     def __getitem__(self, index: int) -> Tensor:
         parts = [*_ignored((signal.SIGTERM, signal.SIGINT)), os.environ.get("WORKER_SAID") == "hello"]

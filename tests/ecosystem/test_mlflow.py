@@ -2,16 +2,19 @@
 
 Library: mlflow-skinny
 Works: `mlflow.enabled=true`, into a local database or any store that `mlflow.uri` names; the configuration as parameters
-Exact: every step of a curve once after a kill and a resume
+Exact: every step of a curve once after a kill and a resume; the status of a run that failed or was stopped
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
 import sqlite3
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +129,74 @@ def test_a_runner_that_is_resumed_goes_on_in_its_own_run(tmp_path: Path) -> None
     (run,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     assert run.info.run_name == runner.id and points(client, run.info.run_id, "train/loss") == curve
     assert run.data.params["optim.lr"] == "0.1" and "hidden" not in str(run.data.params)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/store.db"  # to make its tables takes longer than to train
+
+
+def status_in(uri: str, lineage: str) -> str:
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name(lineage).experiment_id])
+    assert run.info.status == "RUNNING" or run.info.end_time is not None
+    return str(run.info.status)
+
+
+class Ending(Toy):
+    """Trains until the third update, in which something happens."""
+
+    def __init__(self, config: dict[str, Any], happens: Callable[[Any], None]) -> None:
+        super().__init__(config)
+        self.happens = happens
+
+    def train_step(self, data: Any) -> Any:
+        if self.state.train.global_step == 2:
+            self.happens(self)
+        return super().train_step(data)
+
+
+def _fails(runner: Any) -> None:
+    raise RuntimeError("of the user's own")
+
+
+def _interrupts(runner: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("happens", "raised", "status"),
+    [
+        (_fails, RuntimeError, "FAILED"),
+        (_interrupts, KeyboardInterrupt, "KILLED"),
+        (lambda runner: signal.raise_signal(signal.SIGTERM), SystemExit, "KILLED"),
+        (lambda runner: runner.stop(), None, "FINISHED"),
+    ],
+    ids=["fails", "interrupts", "terminates", "stops"],
+)
+def test_a_run_says_how_it_ended_also_where_nobody_closes_it(
+    tmp_path: Path, store: str, happens: Any, raised: type[BaseException] | None, status: str
+) -> None:
+    lineage = f"{raised} ends it"
+    config: dict[str, Any] = {"dir": str(tmp_path / "run"), "steps": 4, "lineage": lineage, "auto_resume": True}
+    config |= {"mlflow": {"enabled": True, "uri": store}, "dataloader": {"batch_size": 4}, "log": False}
+    config |= {"optim": {"type": "sgd", "lr": 0.1}}
+    runner = Ending(config, happens)
+    with nullcontext() if raised is None else pytest.raises(raised):
+        runner.train()
+    assert status_in(store, lineage) == status
+    runner.close()
+    assert status_in(store, lineage) == status
+    seen = list[str]()
+    with Ending(config, lambda runner: seen.append(status_in(store, lineage))) as resumed:
+        resumed.train()
+    assert status_in(store, lineage) == "FINISHED" and set(seen) <= {"RUNNING"}
+
+
+def test_an_error_after_the_training_is_one_of_the_run(tmp_path: Path, store: str) -> None:
+    config: dict[str, Any] = {"dir": str(tmp_path / "run"), "steps": 1, "lineage": "later", "log": False}
+    config |= {"mlflow": {"enabled": True, "uri": store}, "optim": {"type": "sgd", "lr": 0.1}}
+    with pytest.raises(OSError, match="no room"), Toy(config) as runner:
+        runner.train()
+        raise OSError("no room")
+    assert status_in(store, "later") == "FAILED"

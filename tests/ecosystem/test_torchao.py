@@ -1,12 +1,14 @@
-"""torchao: optimizers with a state in 8 and 4 bits are saved in the background and resumed bitwise.
+"""torchao: optimizers with a state in 8 and 4 bits, and models with weights in 8 bits, are saved in the background and resumed bitwise.
 
 Library: torchao
-Works: `AdamW8bit` and `AdamW4bit` with a schedule; checkpoints in files and sharded ones, which hold plain tensors
+Works: `AdamW8bit`, `AdamW4bit`, in files and sharded checkpoints, which hold plain tensors; frozen 8-bit weights, in files
 Exact: resume
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ pytest.importorskip("torchao")
 
 from torchao.optim import AdamW4bit, AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +84,55 @@ def test_a_tensor_is_taken_apart_and_put_together() -> None:
     for name in ("torchao.optim.subclass_8bit:Tensor.add", "os:system", "not.loaded:OptimState8bit"):
         with pytest.raises(ValueError, match=r"Expected the optimizer that the checkpoint was saved with"):
             from_parts({**parts, "tensor_class": name})
+
+
+class QuantizedBase(dl.Runner):
+    """Two layers in 8 bits that stay as they are, of the same shape, and one that trains on them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        torch.manual_seed(0)
+        base = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).requires_grad_(False)
+        quantize_(base, Int8WeightOnlyConfig())
+        self.model, self.criterion = nn.Sequential(base, nn.Tanh(), nn.Linear(64, 1)), nn.MSELoss()
+        self.optimizer = torch.optim.AdamW(self.model[2].parameters(), lr=1e-2)
+        inputs = torch.randn(24, 64)
+        self.datasets = {"train": TensorDataset(inputs, inputs.sum(1, keepdim=True))}
+
+
+def plain(runner: Any) -> dict[str, torch.Tensor]:
+    state = runner.unwrapped_model.state_dict()
+    return {name: (w.dequantize() if "torchao" in type(w).__module__ else w).clone() for name, w in state.items()}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+def test_weights_in_8_bits_are_saved_and_come_back(mode: str, tmp_path: Path) -> None:
+    def config(root: Path, steps: int) -> dict[str, Any]:
+        return settings(root, steps, "file") | {"checkpoint": {"interval": 1, "async_mode": mode}}
+
+    with QuantizedBase(config(tmp_path / "whole", 6)) as whole:
+        whole.train()
+    for steps in (3, 6):
+        with QuantizedBase(config(tmp_path, steps)) as runner:
+            runner.train()
+    ended, expected = plain(runner), plain(whole)
+    assert not torch.equal(expected["0.0.weight"], expected["0.2.weight"])
+    assert all(torch.equal(ended[name], expected[name]) for name in expected)
+    stored = torch.load(tmp_path / "run" / "checkpoints" / "latest.pth", weights_only=True)["model"]
+    for name in ("0.0.weight", "0.2.weight"):
+        assert torch.equal(stored[name].dequantize(), expected[name])
+
+
+def test_weights_in_8_bits_in_a_sharded_checkpoint_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with QuantizedBase(settings(tmp_path, 3, "dcp")) as runner:
+        with pytest.raises(ValueError, match=r"0.0.weight, of the class Int8Tensor. Set checkpoint.backend='file'"):
+            runner.train()
+        assert runner.state.train.global_step == 0
+
+
+def test_a_reader_that_does_not_know_the_class_is_told_what_to_import(tmp_path: Path) -> None:
+    with QuantizedBase(settings(tmp_path, 1, "file")) as runner:
+        runner.train()
+    file = tmp_path / "run" / "checkpoints" / "latest.pth"
+    done = subprocess.run([sys.executable, "-m", "danling", "inspect", file], capture_output=True, text=True)
+    assert done.returncode != 0 and "Int8Tensor; read it in a program that imports torchao before." in done.stderr

@@ -55,4 +55,4 @@ def test_an_unknown_trait_is_an_error() -> None:
 
 def test_axes_are_read_without_torch() -> None:
     code = "import sys, danling.mesh; danling.mesh.AXES; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.fault_proxy import FaultProxy
 from support.object_servers import ObjectServer
-from support.remote_runs import upload_run
+from support.remote_runs import copied, upload_run
 from support.toys import TracingRunner
 
 from danling.checkpoints import CheckpointError, CheckpointMismatch
@@ -17,16 +17,7 @@ from danling.remote import RemoteDenied, RemoteError, RemoteMissing, RunLayout, 
 
 
 def settings(root: Path, url: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "steps": 4,
-        "seed": 3,
-        "dataloader.batch_size": 2,
-        "optim.type": "sgd",
-        "auto_resume": True,
-        "workspace_root": str(root),
-        "checkpoint": {"async_enabled": False, "remote": {"url": url, "retries": 0}},
-        **changes,
-    }
+    return copied(root, url, checkpoint={"async_enabled": False}, **changes)
 
 
 @pytest.fixture
@@ -36,17 +27,19 @@ def bucket(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatc
     return moto.make_bucket()
 
 
-def refused(config: dict[str, Any], kind: type[CheckpointError], *texts: str) -> None:
+def refusal(config: dict[str, Any], kind: type[CheckpointError]) -> str:
+    """Return the one line by which a run is refused before it trains."""
     with pytest.raises(kind) as found:
         TracingRunner(config)
     said = str(found.value)
     assert "\n" not in said and said.startswith("Expected") and said.endswith(".")
-    assert all(text in said for text in texts), said
+    return said
 
 
 @pytest.mark.parametrize("url", ["ftp://bucket/prefix", "s3://", "bucket/prefix", "s3:/bucket"])
 def test_an_unknown_scheme(url: str, tmp_path: Path) -> None:
-    refused(settings(tmp_path, url), RemoteError, "s3://bucket/prefix, gs://", repr(url))
+    said = refusal(settings(tmp_path, url), RemoteError)
+    assert "s3://bucket/prefix, gs://" in said and repr(url) in said
 
 
 def test_a_directory_without_its_root(
@@ -55,41 +48,48 @@ def test_a_directory_without_its_root(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     mend = f"Give file://{tmp_path}/runs/here"
-    refused(settings(tmp_path, "file://runs/here"), RemoteError, "file:///abs/path", mend)
+    said = refusal(settings(tmp_path, "file://runs/here"), RemoteError)
+    assert "file:///abs/path" in said and mend in said
     for setting in ("resume", "pretrained"):
         config = settings(tmp_path, "") | {"checkpoint": {}, "auto_resume": False, setting: "file://runs/here/line/id"}
-        refused(config, RemoteError, "file:///abs/path", f"{mend}/line/id")
+        said = refusal(config, RemoteError)
+        assert "file:///abs/path" in said and f"{mend}/line/id" in said
     assert main(["runs", "file://runs/here"]) == 1 and mend in capsys.readouterr().err
 
 
 def test_no_bucket(bucket: str, tmp_path: Path) -> None:
-    refused(settings(tmp_path, "s3://there-is-no-such-bucket"), RemoteMissing, "NoSuchBucket", "Make the bucket")
+    said = refusal(settings(tmp_path, "s3://there-is-no-such-bucket"), RemoteMissing)
+    assert "NoSuchBucket" in said and "Make the bucket" in said
 
 
 def test_no_right_to_list(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.answer(403, "AccessDenied", when=lambda request: request.is_listing)
-    refused(settings(tmp_path, f"s3://{bucket}"), RemoteDenied, "to list", "AccessDenied", "remote_credentials()")
+    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
+    assert "to list" in said and "AccessDenied" in said and "remote_credentials()" in said
 
 
 def test_no_right_to_write(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.answer(403, "AccessDenied", when=lambda request: request.is_upload)
-    refused(settings(tmp_path, f"s3://{bucket}"), RemoteDenied, "to put", "AccessDenied", "remote_credentials()")
+    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
+    assert "to put" in said and "AccessDenied" in said and "remote_credentials()" in said
 
 
 def test_expired_credentials(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.answer(400, "ExpiredToken")
-    refused(settings(tmp_path, f"s3://{bucket}"), RemoteDenied, "ExpiredToken", "remote_credentials()")
+    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
+    assert "ExpiredToken" in said and "remote_credentials()" in said
 
 
 def test_a_clock_that_is_off(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.answer(403, "RequestTimeTooSkewed")
-    refused(settings(tmp_path, f"s3://{bucket}"), RemoteDenied, "The clock of this machine is off: set it")
+    said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
+    assert "The clock of this machine is off: set it" in said
 
 
 def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path) -> None:
     for name, value in moto.environment("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, value)
-    refused(settings(tmp_path, "s3://bucket"), RemoteError, "Look whether the store can be reached")
+    assert "Look whether the store can be reached" in refusal(settings(tmp_path, "s3://bucket"), RemoteError)
 
 
 def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
@@ -101,9 +101,8 @@ def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
         own = runner.workspace.dir
     # Somebody has copied the objects of one run to the place of the other.
     upload_run(other, open_store(f"s3://{bucket}"), RunLayout(own.parent.name, own.name))
-    refused(
-        config | {"workspace_root": str(tmp_path / "empty")}, CheckpointMismatch, f"s3://{bucket}/{own.parent.name}"
-    )
+    said = refusal(config | {"workspace_root": str(tmp_path / "empty")}, CheckpointMismatch)
+    assert f"s3://{bucket}/{own.parent.name}" in said
 
 
 def test_a_start_from_scratch_leaves_the_run_that_is_there_alone(
@@ -122,6 +121,7 @@ def test_a_start_from_scratch_leaves_the_run_that_is_there_alone(
 
 def test_a_url_to_resume_from_that_is_none(bucket: str, tmp_path: Path) -> None:
     config = settings(tmp_path, "") | {"checkpoint": {}, "auto_resume": False}
-    refused(config | {"resume": f"s3://{bucket}"}, CheckpointError, "Expected the URL of a run")
-    refused(config | {"resume": f"s3://{bucket}/family/run"}, CheckpointError, "Received: none")
-    refused(config | {"pretrained": f"s3://{bucket}/weights.safetensors"}, RemoteMissing, "weights.safetensors")
+    assert "Expected the URL of a run" in refusal(config | {"resume": f"s3://{bucket}"}, CheckpointError)
+    assert "Received: none" in refusal(config | {"resume": f"s3://{bucket}/family/run"}, CheckpointError)
+    weights = {"pretrained": f"s3://{bucket}/weights.safetensors"}
+    assert "weights.safetensors" in refusal(config | weights, RemoteMissing)

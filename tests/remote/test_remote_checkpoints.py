@@ -13,7 +13,7 @@ from support.saves import load, make_manager, save
 from danling.checkpoints import CheckpointDamaged, CheckpointManager, CheckpointMismatch, CheckpointNotFound
 from danling.checkpoints.policy import history_name
 from danling.remote import RunLayout, open_store
-from danling.remote.checkpoints import RemoteSources
+from danling.remote.sources import RemoteSources
 from danling.remote.stored_run import StoredRun, place_of
 
 pytest.importorskip("obstore")
@@ -44,8 +44,7 @@ class Remote:
         """Return a manager of a machine of which the disk is empty, or has a directory."""
         self.machines += 1
         directory = directory or self.root / f"machine-{self.machines}" / "checkpoints"
-        manager = make_manager(self.kind, directory, keep=0)
-        manager.run_id = run
+        manager = make_manager(self.kind, directory, keep=0, run=run)
         known = (self.url, LAYOUT) if home else None
         manager.look_in(RemoteSources(directory, run_id=run, connect=open_store, home=known))
         return manager

@@ -13,14 +13,15 @@ from support.engines import AnyStackRunner, needs_deepspeed
 from support.fault_proxy import FaultProxy
 from support.object_servers import ObjectServer
 from support.processes import run_processes
-from support.toys import differences
+from support.toys import TracingRunner, differences
 
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.mirroring import Saved
 from danling.checkpoints.policy import Record
-from danling.remote import RemoteSettings, RunLayout, open_store
+from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.contents import RemoteRun
 from danling.remote.digests import ChunkDigests
+from danling.remote.elsewhere import RunElsewhere
 from danling.remote.mirror import CheckpointMirror, MirrorSettings, Upload
 
 LAYOUT = RunLayout("line", "run")
@@ -182,3 +183,26 @@ def test_ranks_that_have_nothing_to_upload_wait_for_the_one_that_has(
     healer.start()
     assert run_processes(train_in_haste, str(tmp_path), url) == [8, 8]
     healer.join()
+
+
+def resume_where_the_store_fails(root: str) -> str:
+    """Resume another run's checkpoint while the store does not say whether it has a best one, and return how that ended."""
+    common: dict[str, Any] = {"epochs": 2, "seed": 3, "dataloader.batch_size": 4, "optim.type": "sgd", "log": False}
+    with TracingRunner({**common, "dir": f"{root}/first"}) as runner:
+        runner.train()
+
+    def fails(self: RunElsewhere, name: str) -> bool:
+        raise RemoteError(f"Expected to list {name}. Received: no answer.")
+
+    RunElsewhere.has = fails  # type: ignore[method-assign]
+    again = {"resume": f"{root}/first/checkpoints/latest.pth", "checkpoint.remote.url": f"file://{root}/bucket"}
+    try:
+        with TracingRunner({**common, "dir": f"{root}/second", "epochs": 3, **again}):
+            return "resumed"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_store_that_fails_the_main_process_at_a_resume_fails_all_ranks_alike(tmp_path: Path) -> None:
+    told = run_processes(resume_where_the_store_fails, str(tmp_path), world_size=2, timeout=50)
+    assert told == ["RemoteError: Expected to list best. Received: no answer."] * 2

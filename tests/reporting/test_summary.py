@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import danling as dl
 from danling.reporting import Launch, describe_end
 
 
@@ -22,10 +30,10 @@ def run() -> Path:
 
 
 def lines(
-    run: Path, launch: Launch, *, budget: tuple[str, int] | None = ("epochs", 20), trust: bool = False
+    run: Path, launch: Launch, *, more: Mapping[str, int] = MappingProxyType({"epochs": 20}), trust: bool = False
 ) -> list[str]:
     best = ("val.acc", 0.98333, "epoch 7")
-    return describe_end(launch, directory=run, checkpoints=run / "checkpoints", best=best, budget=budget, trust=trust)
+    return describe_end(launch, directory=run, checkpoints=run / "checkpoints", best=best, more=more, trust=trust)
 
 
 def test_the_commands_are_those_of_the_script(run: Path) -> None:
@@ -39,8 +47,14 @@ def test_the_commands_are_those_of_the_script(run: Path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_within_its_budget(run: Path) -> None:
-    [_, go_on, *_] = lines(run, Launch("train.py", ["--epochs", "10"], 2, "Mine"), budget=None)
+    [_, go_on, *_] = lines(run, Launch("train.py", ["--epochs", "10"], 2, "Mine"), more={})
     assert go_on == "go on    torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true"
+
+
+def test_a_run_out_of_patience_is_given_more(run: Path) -> None:
+    launch = Launch("train.py", ["--patience", "2", "--epochs=9"], 1, "Mine")
+    [_, go_on, *_] = lines(run, launch, more={"patience": 4})
+    assert go_on == "go on    python train.py --epochs=9 --dir 'runs/a b' --auto_resume true --patience 4"
 
 
 def test_without_a_command_line_it_is_a_line_of_python(run: Path) -> None:
@@ -56,7 +70,7 @@ def test_what_is_not_there_is_not_named(run: Path) -> None:
     said = lines(run, launch, trust=True)
     assert said[0] == "best     val.acc 0.9833 at epoch 7"
     assert said[-1] == "weights  danling export 'runs/a b/checkpoints/latest' model.safetensors --trust"
-    nothing = describe_end(launch, directory=Path("none"), checkpoints=Path("none"), best=None, budget=None)
+    nothing = describe_end(launch, directory=Path("none"), checkpoints=Path("none"), best=None, more={})
     assert nothing == []
 
 
@@ -78,3 +92,31 @@ def test_a_program_is_known_by_how_it_was_started(
         main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert Launch.of_this_program(None, 1, "Mine").script == script
+
+
+class Worse(dl.Runner):
+    """Its score gets worse from the first epoch on."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+        data = TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+        self.datasets = {"train": data, "val": data}
+        self.metrics = {"rising": lambda _, target: target.flatten() * (1 + self.state.train.epoch)}
+
+
+@pytest.mark.parametrize(("epochs", "more"), [(20, {"patience": 4}), (3, {"epochs": 6, "patience": 4})])
+def test_what_is_offered_after_patience_was_used_up_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, more: dict[str, int]
+) -> None:
+    scored = {"score_name": "rising", "score_mode": "min", "patience": 2, "epochs": epochs, "optim": {"type": "sgd"}}
+    with Worse({"dir": str(tmp_path / "run"), "seed": 1, **scored}) as runner, caplog.at_level(logging.INFO, "danling"):
+        runner.train()
+    assert runner.state.train.epoch == 3
+    [offer] = re.findall(r"go on    (.*)", caplog.text)
+    assert str(more) in offer
+    [checkpoint] = re.findall(r"'(.*latest.pth)'", offer)
+    with eval(offer.removesuffix(".train()"), {"Worse": Worse}) as goes_on:
+        assert (goes_on.state.train.epoch, Path(checkpoint).is_file()) == (3, True)
+        goes_on.train()
+    assert goes_on.state.train.epoch == 5

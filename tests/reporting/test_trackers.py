@@ -22,6 +22,7 @@ from danling.reporting import (
     JsonlTracker,
     MlflowTracker,
     TensorBoardTracker,
+    TrackerSet,
     TrackioTracker,
     WandbTracker,
     read_jsonl,
@@ -90,9 +91,10 @@ def test_jsonl_survives_sigkill_and_has_every_step_once(tmp_path: Path) -> None:
     assert [record["step"] for record in read_jsonl(file)] == list(range(1, 31))
 
 
-def test_jsonl_refuses_its_own_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Rename 'step', for example to 'train/step'"):
-        JsonlTracker(tmp_path / "metrics.jsonl").log({"step": 1.0}, 1)
+@pytest.mark.parametrize("name", ["step", "time", "ranks"])
+def test_jsonl_refuses_its_own_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"Rename '{name}', for example to 'train/{name}'"):
+        JsonlTracker(tmp_path / "metrics.jsonl").log({name: 1.0}, 1)
 
 
 def test_tensorboard_is_read_by_its_own_reader(tmp_path: Path) -> None:
@@ -201,6 +203,24 @@ def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_pa
 
 
 @pytest.mark.usefixtures("quiet_wandb")
+@pytest.mark.parametrize(
+    ("status", "exit_code", "preempting"),
+    [("finished", 0, False), ("failed", 1, False), ("interrupted", 255, False), ("preempted", 143, True)],
+)
+def test_wandb_is_told_how_a_run_ended(tmp_path: Path, status: str, exit_code: int, preempting: bool) -> None:
+    trackers = TrackerSet(is_main=True)
+    trackers.add(lambda: WandbTracker(project="lin", run_id="abc1234-00ff", dir=tmp_path, mode="offline"))
+    trackers.open()
+    for each in ("running", status):
+        trackers.set_status(each)
+    trackers.close()
+    records = wandb_records(wandb_files(tmp_path)[0])
+    (end,) = [record.exit for record in records if record.WhichOneof("record_type") == "exit"]
+    assert end.exit_code == exit_code
+    assert any(record.WhichOneof("record_type") == "preempting" for record in records) == preempting
+
+
+@pytest.mark.usefixtures("quiet_wandb")
 def test_wandb_run_of_the_program_is_used_and_left_open(tmp_path: Path) -> None:
     import wandb
 
@@ -228,6 +248,45 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"pip install {package}"):
         tracker(**settings)
+
+
+def test_a_status_goes_to_the_trackers_that_take_one_and_hides_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    class Plain:
+        def log(self, values: object, step: int) -> None: ...
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    class Told(Plain):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def set_status(self, status: str) -> None:
+            self.seen.append(status)
+            if status == "failed":
+                raise OSError("the store does not answer")
+
+    trackers, told = TrackerSet(is_main=True), Told()
+    for tracker in (Told(), Plain(), told):
+        trackers.add(tracker)
+    trackers.open()
+    with pytest.raises(ZeroDivisionError), trackers.telling_status():
+        1 / 0  # noqa: B018
+    trackers.set_status_after(ZeroDivisionError())  # by the block around the training, which the error ends too
+    with pytest.raises(SystemExit), trackers.telling_status():
+        raise SystemExit(143)
+    with pytest.raises(SystemExit), trackers.telling_status():
+        raise SystemExit(3)
+    with pytest.raises(SystemExit), trackers.telling_status():
+        raise SystemExit
+    with pytest.raises(SystemExit), trackers.telling_status():
+        raise SystemExit(["a list", "that has no hash"])
+    with trackers.telling_status():
+        pass
+    with trackers.telling_status(whole=False):
+        pass
+    ended = ["failed", "preempted", "failed", "finished", "failed", "finished"]
+    assert told.seen == [each for end in ended for each in ("running", end)] + ["running"]
+    assert caplog.text.count("\nOSError: the store does not answer") == 6
 
 
 def test_importing_the_rooms_imports_no_tracker() -> None:

@@ -9,98 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.held import Held
 from torch import nn
 
-from danling.config import RunnerConfig
 from danling.data import Batch
-from danling.data.run_data import RunData
-from danling.distributed import LocalDomain, Placement
-from danling.reporting import Reporter
-from danling.runners.assembly import TorchParts
-from danling.runners.state import RunnerState
-from danling.training import LocalReduction, PassAgreement, Precision, TrainingSession, Window
-from danling.training.preparation import ModelPreparation
-from danling.training.saving import RunSaver
-
-CPU = torch.device("cpu")
-
-
-class Held:
-    """What the parts ask of a runner, and nothing that a runner does by itself."""
-
-    stack = "ddp"
-    compilation = fault_tolerance = ema = scheduler = None
-    is_main_process, distributed, world_size, rank, mode, seed = True, False, 1, 0, "train", 1
-    is_step_mode, epochs, steps, batch_size, accum_steps = True, None, 4, 2, 1
-    checkpoint_interval, log_interval = 2, 3
-    train_splits: tuple[str, ...] = ("train",)
-    evaluate_splits: tuple[str, ...] = ()
-
-    def __init__(self, directory: Path, *own: str, **settings: Any) -> None:
-        self.own = own
-        self.config = RunnerConfig({"dataloader": {"batch_size": 2}, "steps": 4, **settings})
-        self.device, self.world, self.state = CPU, LocalDomain(), RunnerState()
-        self.placement = Placement.alike(self.world)
-        self.model: Any = nn.Linear(1, 1, bias=False)
-        self.criterion: Any = nn.MSELoss()
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.datasets: dict[str, Any] = {}
-        self.dataloaders: dict[str, Any] = {}
-        self.meters: Any = None
-        self.preparation = ModelPreparation(self.world)
-        self.precision, self.window = Precision(None, CPU), Window(self.world, CPU)
-        self.workspace = SimpleNamespace(dir=directory)
-        self.reduction = LocalReduction(self.optimizer, self.named_parameters)
-        self._session = TrainingSession()
-        self._reporter = Reporter(is_main=True, world_size=1, seconds_between_lines=0)
-        self._data = RunData(self)  # type: ignore[arg-type]
-        self.sources = self._data.sources
-        self.saved: list[dict[str, Any]] = []
-        self.saver = RunSaver(manager=lambda: None, position=lambda: self.state.train, state=dict)  # type: ignore[arg-type, return-value]
-        self._parts = self.parts = TorchParts(self)  # type: ignore[arg-type]
-        self.results: dict[int, Any] = {}
-        self.standing = SimpleNamespace(board=None, own=False)
-        self.index = 0
-        self.wrapped = 0
-
-    def _overrides(self, hook: str) -> bool:
-        return hook in self.own
-
-    def _bind_reduction(self) -> None:
-        self.wrapped += 1
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        return self.preparation.unwrap(self.model)
-
-    def named_parameters(self) -> Any:
-        return self.model.named_parameters()
-
-    def unwrap(self, model: Any) -> Any:
-        return model
-
-    def wrap_model(self, model: Any) -> Any:
-        return model
-
-    def build_agreement(self) -> PassAgreement:
-        return PassAgreement(self.world, self.world)
-
-    def to_device(self, data: Any) -> Any:
-        return data
-
-    def batch_weight(self, data: Any, target: Any) -> float:
-        return float(len(data))
-
-    def count_tokens(self, data: Any) -> float:
-        return 0.0
-
-    def train_step(self, data: Any) -> Any:
-        loss = self.window.scale(self.model(data).mean())
-        loss.backward()
-        return None, loss
-
-    def save_checkpoint(self, **options: Any) -> None:
-        self.saved.append(options)
 
 
 def batch(size: int = 2) -> Batch:
@@ -164,25 +76,25 @@ def test_boundaries_are_those_of_the_settings_and_save_by_the_hook(tmp_path: Pat
 
 def test_memory_that_runs_out_is_not_retried_where_a_forward_communicates(tmp_path: Path) -> None:
     held = Held(tmp_path)
-    held.parts.choose_memory_retry()
-    assert held.parts.memory_retry is None
+    held.parts.wrapping.choose_memory_retry()
+    assert held.parts.wrapping.memory_retry is None
     found: Any = held._data.plan
     held._data.plan = SimpleNamespace(finds_micro_batch_size=True, undivided=found.undivided)  # type: ignore[assignment]
     held.preparation.communication = "ft.enabled=True"
     with pytest.raises(ValueError, match="micro_batch_size='auto' with ft.enabled=True"):
-        held.parts.choose_memory_retry()
+        held.parts.wrapping.choose_memory_retry()
     held.preparation.communication = None
-    held.parts.choose_memory_retry()
-    assert held.parts.memory_retry is not None
-    assert [parameter is held.model.weight for parameter in held.parts.unreduced()] == [True]
+    held.parts.wrapping.choose_memory_retry()
+    assert held.parts.wrapping.memory_retry is not None
+    assert [parameter is held.model.weight for parameter in held.parts.wrapping.unreduced()] == [True]
 
 
 def test_the_criterion_is_what_distributed_data_parallel_does_not_reduce(tmp_path: Path) -> None:
     held = Held(tmp_path)
     held.criterion = nn.Linear(1, 1)
-    assert [id(p) for p in held.parts.unreduced()] == [id(p) for p in held.criterion.parameters()]
+    assert [id(p) for p in held.parts.wrapping.unreduced()] == [id(p) for p in held.criterion.parameters()]
     held.criterion = nn.functional.mse_loss
-    assert held.parts.unreduced() == [] and held.parts.criterion_tensors("buffers") == []
+    assert held.parts.wrapping.unreduced() == [] and held.parts.wrapping.criterion_tensors("buffers") == []
 
 
 @pytest.mark.parametrize(
@@ -224,9 +136,52 @@ def test_a_save_within_a_training_is_no_part_of_its_speed(tmp_path: Path) -> Non
         yield
 
     held._reporter.aside = aside  # type: ignore[method-assign]
-    with held.parts.saving():
+    with held.parts.saved.saving():
         told.append("alone")
     held._session.running = True
-    with held.parts.saving(), nullcontext():
+    with held.parts.saved.saving(), nullcontext():
         told.append("in a training")
     assert told == ["alone", "checkpoint", "in a training"]
+
+
+def test_frozen_weights_are_left_out_only_where_every_rank_knows_all_weights(tmp_path: Path) -> None:
+    settings = {"checkpoint": {"trainable_only": True}}
+    held = Held(tmp_path, **settings)
+    held.parts.saved.check_saving()
+    held.stack = "deepspeed"
+    with pytest.raises(ValueError, match="Received: stack='deepspeed'"):
+        held.parts.saved.check_saving()
+    held = Held(tmp_path, parallel={"axes": {"pipeline": 2}}, **settings)
+    held.stack = "parallel"
+    with pytest.raises(ValueError, match="Received: parallel.axes.pipeline above 1"):
+        held.parts.saved.check_saving()
+    held.config.checkpoint.trainable_only = False
+    held.parts.saved.check_saving()
+
+
+def test_counters_and_the_reference_of_weights_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    held, other = Held(tmp_path), Held(tmp_path)
+    held.state.train.global_step, held.window.agreed_reference = 3, 8.0
+    held.parts.weights.targetless = True
+    saved = {part.name: part.get() for part in held.parts.saved.progress_parts() if part.name in ("train", "bare")}
+    assert saved["train"]["global_step"] == 3 and saved["train"]["weight_reference"] == 8.0
+    for part in other.parts.saved.progress_parts():
+        if part.name in saved:
+            part.set(saved[part.name], frozenset())
+    assert other.state.train.global_step == 3 and other.window.agreed_reference == 8.0
+    assert other.parts.weights.targetless is True
+
+
+def test_without_checks_of_updates_nothing_is_put_around_them(tmp_path: Path) -> None:
+    parts = Held(tmp_path).parts
+    assert parts.audits.updates is parts.audits.recorder is parts.audits.replay is None
+    assert parts.update.audit is parts.update.sync.rider is parts.micro_batches.audit is None
+    forwards = parts.forwards
+    assert parts.audits.around(forwards) is forwards
+
+
+def test_digests_are_told_of_updates_samples_and_the_collective(tmp_path: Path) -> None:
+    parts = Held(tmp_path, audit={"digest_interval": 2}).parts
+    found = parts.audits.updates
+    assert found is not None and parts.update.audit is found and parts.update.sync.rider is found
+    assert parts.micro_batches.audit is found

@@ -190,6 +190,10 @@ MODEL: dict[str, Mistake] = {
     "no model": (lambda: train(model=None), "Expected `self.model` to be a torch.nn.Module"),
     "a class for a model": (lambda: train(model=nn.Linear), "Make an instance of it."),
     "a function for a model": (lambda: train(model=torch.relu), "Expected `self.model` to be a torch.nn.Module"),
+    "a lazy layer": (
+        lambda: train(model=nn.LazyLinear(2)),
+        "Received: 'weight' of a lazy layer, which is made by the first batch.",
+    ),
     "another width": (lambda: train(model=nn.Linear(5, 2)), "mat1 and mat2 shapes cannot be multiplied (4x4 and 5x2)"),
     "nothing to train": (
         lambda: train(model=nn.Linear(4, 2).requires_grad_(False)),

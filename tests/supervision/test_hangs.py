@@ -208,6 +208,22 @@ def test_a_rank_that_gives_no_sign_is_named(jobs: Any, said: pytest.LogCaptureFi
     assert len(said.records) == 2 and "Rank 0 gives no sign: nothing is known of it." in said.records[1].getMessage()
 
 
+@pytest.mark.parametrize("least", [20.0, 21.0])
+def test_a_rank_that_is_long_in_writing_its_stacks_is_not_taken_for_one_that_gives_no_sign(
+    least: float, jobs: Any, said: pytest.LogCaptureFixture
+) -> None:
+    job = jobs(in_collective, in_collective, lost_in_thought, least=least)
+    job.updates(3, 1.0)
+    while not job.notes.get("alarm"):
+        job.seconds(1)
+    job.seconds(1)
+    assert len(list(job.directory.glob("*.txt"))) == 3
+    job.silent = {1}
+    job.seconds(60)
+    (record,) = said.records
+    assert "gives no sign" not in record.getMessage() and "Ranks 0, 1 on" in record.getMessage()
+
+
 def test_a_process_that_was_stopped_with_its_clock_is_no_hang(jobs: Any, said: pytest.LogCaptureFixture) -> None:
     job = jobs(in_collective, lost_in_thought)
     job.updates(3, 1.0)
@@ -230,6 +246,16 @@ def test_the_fate_of_a_process() -> None:
         time.sleep(0.01)
     child.wait()
     assert fate_of(child.pid) == ", which is no more"
+
+
+def test_a_process_that_leaves_its_threads_no_turn_is_not_said_to_be_stuck() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    end = time.monotonic() + 20
+    while "busy in code that leaves other threads no turn" not in fate_of(child.pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
 
 
 def standing(rank: int, **more: Any) -> Standing:
@@ -283,6 +309,15 @@ def test_stacks_are_read_as_people_do() -> None:
     exec(compile("def _engine_run_backward(): return inner()", str(TORCH / "autograd" / "graph.py"), "exec"), backward)
     assert collective_of(backward["_engine_run_backward"]())[0] == BACKWARD
     assert place_of(frame_in("train.py", str(TORCH / "nn" / "functional.py"))) == "train.py:1 in step_1, in step_0"
+    waiting: dict[str, Any] = {"inner": sys._getframe}
+    exec(
+        compile("def _try_get_data(): return inner()", str(TORCH / "utils" / "data" / "dataloader.py"), "exec"), waiting
+    )
+    names = {"inner": waiting["_try_get_data"]}
+    exec(compile("def step(): return inner()", "train.py", "exec"), names)
+    assert place_of(names["step"]()) == "train.py:1 in step, waiting for a worker of its data loader"
+    fsdp = frame_in("train.py", f"{dist}/fsdp/_fully_shard/_fsdp_common.py", f"{dist}/distributed_c10d.py")
+    assert collective_of(fsdp)[0] == "step_0" and collective_of(fsdp)[1].startswith("train.py")
     assert place_of(None) == "nowhere" and excuse_of(frame_in("train.py")) == ""
     for file, excuse in (
         (str(TORCH / "_dynamo" / "convert_frame.py"), "compiling"),

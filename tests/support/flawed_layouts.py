@@ -21,6 +21,16 @@ from danling.config.imposed import imposing
 
 LENGTH, WIDTH, VOCABULARY = 4, 8, 6
 
+SETTINGS: dict[str, Any] = {
+    "steps": 9,
+    "log": False,
+    "accum_steps": 2,
+    "max_grad_norm": 0.05,
+    "dataloader": {"batch_size": 4},
+    "optim": {"type": "adamw", "lr": 1e-2},
+}
+"""Of runs whose first updates are compared: micro-batches, clipping, and an optimizer with a state."""
+
 
 class _Copy(torch.autograd.Function):
     """What every rank reads: the gradients of the ranks are summed."""
@@ -184,17 +194,7 @@ class FlawedRunner(dl.Runner):
     """
 
     def __init__(self, flaw: str) -> None:
-        super().__init__(
-            {
-                "steps": 9,
-                "seed": 2,
-                "log": False,
-                "accum_steps": 2,
-                "max_grad_norm": 0.05,
-                "dataloader": {"batch_size": 4},
-                "optim": {"type": "adamw", "lr": 1e-2},
-            }
-        )
+        super().__init__({**SETTINGS, "seed": 2})
         self.flaw = flaw
         self.model = Net(flaw)
         self.criterion = nn.CrossEntropyLoss()

@@ -84,8 +84,12 @@ def flip_stream(draw: random.Random) -> None:
     random.setstate((version, changed, gauss))
 
 
+STRIKERS: dict[int, Striker] = {}
+"""What flips bits of a runner, by its identity: no attribute, so that nothing of what it notes is put back with an update."""
+
+
 class Striker:
-    """Flips bits of a runner. What it notes is no attribute of the runner, so that nothing of it is put back with an update.
+    """Flips bits of a runner.
 
     Args:
         seed: What the flips are drawn from.
@@ -93,6 +97,7 @@ class Striker:
         every: Updates from one flip to the next.
         kinds: Of tensors that are struck; `None` for all.
         instants: At which they are; `None` for all.
+        only: Update with the only flip; `None` for all.
     """
 
     runner: Flipped
@@ -105,10 +110,11 @@ class Striker:
         every: int = 1,
         kinds: tuple[str, ...] | None = None,
         instants: tuple[str, ...] | None = None,
+        only: int | None = None,
     ) -> None:
         # No generator: one that a dataset can reach is seeded at every sample.
         self.seed = seed
-        self.ranks, self.every = ranks, every
+        self.ranks, self.every, self.only = ranks, every, only
         self.choices = [
             (kind, instant)
             for instant, found in KINDS.items()
@@ -126,7 +132,7 @@ class Striker:
             draw = random.Random(f"{self.seed}, {step}")
             kind, instant = draw.choice(self.choices)
             call, rank = draw.randrange(2), draw.choice(self.ranks)
-            due = step > 1 and step % self.every == 0 and rank == self.runner.rank
+            due = step > 1 and step % self.every == 0 and rank == self.runner.rank and self.only in (None, step)
             self.flips.append(Flip(kind, instant, call, step, struck=not due))
             self.seen = {}
         return self.flips[-1]
@@ -186,7 +192,8 @@ class Flipped(dl.Runner):
 
     def __init__(self, config: dict[str, Any], striker: Striker | None = None) -> None:
         super().__init__(config)
-        self.striker = striker
+        if striker is not None:
+            STRIKERS[id(self)] = striker
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
         self.model.register_buffer("scale", torch.full((3,), 1.5))
         self.criterion = nn.CrossEntropyLoss()
@@ -195,6 +202,11 @@ class Flipped(dl.Runner):
         if striker is not None:
             striker.runner, points.striker = self, striker
         self.model[2].register_forward_hook(lambda *_: self.strike("forward"))
+
+    @property
+    def striker(self) -> Striker | None:
+        """What flips bits of this runner."""
+        return STRIKERS.get(id(self))
 
     def strike(self, instant: str, **held: Any) -> None:
         """Flip a bit, where it is due at this instant."""
@@ -257,7 +269,9 @@ class FlippedText(Flipped):
 
     def __init__(self, config: dict[str, Any], striker: Striker | None = None) -> None:
         super().__init__(config, striker)
-        self.model = GPT(VOCABULARY, context=LENGTH, width=16, depth=2, heads=4, tied=False, dropout=0.1)
+        # One block for each stage: a second one takes a tensor rank as long again, and shows nothing else.
+        depth = self.config.parallel.axes.pipeline
+        self.model = GPT(VOCABULARY, context=LENGTH, width=16, depth=depth, heads=4, tied=False, dropout=0.1)
         self.datasets = {"train": Sentences(64)}
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
@@ -316,6 +330,7 @@ def train_flipped(
     config: dict[str, Any], striker: Striker | None = None, kind: type[Flipped] = Flipped
 ) -> tuple[dict[str, Tensor], list[Flip], list[tuple[int, str]]]:
     """Train a run in which bits flip; return its end, the flips, and what was said, with the update of the last flip before."""
+    STRIKERS.clear()
     with kind(config, striker) as runner:
         heard, logger = Heard(runner), logging.getLogger("danling")
         logger.addHandler(heard)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .patience import patience
+from .places import Places
 from .process_tree import kill_tree
 
 
@@ -23,6 +24,11 @@ class Finished(NamedTuple):
 class Job:
     """A child process with captured output and hard ends.
 
+    Args:
+        command: The program and its arguments.
+        environment: Variables to set on top of this process's own.
+        ranks: How many processes compute in it, for which it takes places (`support.places`); 0 for a server that mostly waits.
+
     Example:
         with Job([sys.executable, "train.py"]) as job:
             job.wait_for_output("step 10")
@@ -30,17 +36,22 @@ class Job:
             exit_code, output = job.wait()
     """
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, ranks: int = 1) -> None:
         self.command = list(command)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
-            start_new_session=True,
-        )
+        self._places = Places(ranks)
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                start_new_session=True,
+            )
+        except OSError:
+            self._places.give_back()
+            raise
 
     @property
     def pid(self) -> int:
@@ -67,6 +78,7 @@ class Job:
         if self.running:
             kill_tree(self.pid)
         self._process.wait()
+        self._places.give_back()
 
     def wait(self, timeout: float = 120.0) -> Finished:
         """Wait for the end.
@@ -75,10 +87,12 @@ class Job:
             AssertionError: If it does not end in time; it is killed, and the message ends with its output.
         """
         try:
-            return Finished(self._process.wait(patience(timeout)), self.output)
+            ended = Finished(self._process.wait(patience(timeout)), self.output)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"{self.command} did not end in {timeout:g} s:\n{self.output}") from None
+        self._places.give_back()
+        return ended
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         """Wait until a condition of the test holds while the program runs.

@@ -60,7 +60,7 @@ def offspring(root: int, *, without: Iterable[int] = (), since: float = -2.0) ->
     Args:
         root: The process whose children, and theirs, are wanted.
         without: Processes that do not count; their children do.
-        since: Leave out those that were there by then, as `seconds_since_boot` tells.
+        since: Leave out those that were there before then, as `seconds_since_boot` tells; what began within its step counts.
     """
     found: list[int] = []
     pending = [root]
@@ -69,7 +69,7 @@ def offspring(root: int, *, without: Iterable[int] = (), since: float = -2.0) ->
         found += living
         pending += living
     ignored = set(without)
-    return {pid: _command_line(pid) for pid in found if pid not in ignored and _started(pid) > since}
+    return {pid: _command_line(pid) for pid in found if pid not in ignored and seconds_of_start(pid) >= since}
 
 
 def seconds_since_boot() -> float:
@@ -77,7 +77,8 @@ def seconds_since_boot() -> float:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS) / _TICKS if sys.platform == "linux" else 0.0
 
 
-def _started(pid: int) -> float:
+def seconds_of_start(pid: int) -> float:
+    """Return when a process began, as `seconds_since_boot` tells; -1 where it is gone."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / _TICKS
     return -1.0

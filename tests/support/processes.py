@@ -41,35 +41,12 @@ from types import ModuleType
 from typing import Any
 
 from .patience import patience
+from .places import Places
+from .preloading import MODULES, preload
 from .process_tree import die_with_parent, kill_tree
 
-_PRELOADED = [
-    "pytest",
-    "numpy",
-    "torch",
-    "torch._dynamo",
-    # What `torch.compile` imports: DeepSpeed decorates with it.
-    "torch._inductor.compile_fx",
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.run",
-    "torch.distributed.tensor.parallel",
-    "torchdata.stateful_dataloader",
-    "torchft",
-    "danling.runners.torch_runner",
-    "danling.runners.parallel_runner",
-    # What the metrics are compared with: seconds in every process otherwise.
-    "sklearn.datasets",
-    "sklearn.metrics",
-    "torchmetrics.classification",
-    # A second and a half in every process of an engine.
-    "deepspeed",
-]
-
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+_CONTEXT.set_forkserver_preload(MODULES)
 
 
 class ProcessFailure(AssertionError):
@@ -153,6 +130,7 @@ def run_outcomes(
     environment: Mapping[str, str] | None = None,
     grace: float = 5.0,
     stop: threading.Event | None = None,
+    held: Places | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Like `run_processes`, but return how every rank ended, in the order in which they ended.
@@ -160,10 +138,15 @@ def run_outcomes(
     Args:
         grace: Seconds that the other ranks have left once one has failed; then they are killed.
         stop: Kills all processes when another thread sets it.
+        held: Places for these ranks that have been taken already; they are given back at the end as those taken here.
     """
     parts = _by_file(function), pickle.dumps((args, kwargs))
-    with _launched(parts, world_size, init_process_group, environment or {}) as members:
-        return _collect(members, time.monotonic() + patience(timeout), timeout, patience(grace), stop)
+    held = held or Places(world_size)
+    try:
+        with _launched(parts, world_size, init_process_group, environment or {}) as members:
+            return _collect(members, time.monotonic() + patience(timeout), timeout, patience(grace), stop)
+    finally:
+        held.give_back()
 
 
 @dataclass
@@ -179,8 +162,9 @@ class _Member:
 def _launched(
     parts: tuple[tuple[str, str, str], bytes], world_size: int, init_process_group: bool, environment: Mapping[str, str]
 ) -> Iterator[list[_Member]]:
-    variables = {**os.environ, **_launch_variables(world_size), **environment}
     members: list[_Member] = []
+    port, held = _held_port()
+    variables = {**os.environ, **_launch_variables(world_size, port), **environment}
     try:
         for rank in range(world_size):
             own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -193,14 +177,15 @@ def _launched(
     finally:
         for member in members:
             _end(member)
+        held.close()
 
 
-def _launch_variables(world_size: int) -> dict[str, str]:
+def _launch_variables(world_size: int, port: int) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
@@ -212,11 +197,24 @@ def free_port() -> int:
 
     It lies below those that the kernel hands out by itself, so that no connection made meanwhile takes it.
     """
+    port, held = _held_port()
+    held.close()
+    return port
+
+
+def _held_port() -> tuple[int, socket.socket]:
+    """Return a free port, and what keeps others from taking it until a rank listens there: on a busy machine that may be seconds later."""
     for _ in range(100):
         port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        # Only now, after it was found to be nobody's: those who set this too, as every server of torch does, may bind it beside this one.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return port, held
     raise OSError("Expected a free port between 15000 and 32000. Received none in 100 tries.")
 
 
@@ -259,11 +257,7 @@ def _serve(listener: socket.socket, alive: int) -> None:
             finder for finder in sys.meta_path if type(finder).__module__ != "_pytest.assertion.rewrite"
         ]
         select.select([listener.fileno(), alive], [], [])
-        for name in _PRELOADED:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        # Computed once a process, from the hints of some hundred settings.
-        importlib.import_module("danling").RunnerConfig().changed()
+        preload()
         forkserver.main(listener.detach(), alive, [])
     finally:
         os._exit(0)

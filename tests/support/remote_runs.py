@@ -1,8 +1,13 @@
-"""Runs in a store as a mirror leaves them, written by hand: what reads them is tested against the layout alone."""
+"""Runs of which a store has a copy: how they are configured, and what a mirror leaves of them, written by hand.
+
+What reads such a run is tested against the layout alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.manifest import Manifest
@@ -10,6 +15,27 @@ from danling.checkpoints.policy import is_name
 from danling.remote import RemoteStore, RunLayout
 from danling.remote.digests import digest_file
 from danling.remote.layout import FILE_SUMS, SUMS, TARGETS
+
+
+def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a `TracingRunner` of four updates that a store has a copy of.
+
+    Args:
+        root: Where its run directories lie.
+        url: The store.
+        checkpoint: Further settings of checkpoints.
+        changes: Further settings.
+    """
+    return {
+        "steps": 4,
+        "seed": 3,
+        "dataloader.batch_size": 2,
+        "optim.type": "sgd",
+        "auto_resume": True,
+        "workspace_root": str(root),
+        "checkpoint": {**checkpoint, "remote": {"url": url, "retries": 0}},
+        **changes,
+    }
 
 
 def upload_run(

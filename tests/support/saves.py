@@ -27,20 +27,21 @@ KINDS = ("file", "dcp")
 
 
 def make_manager(
-    kind: str, directory: Path, *, mode: str = "disabled", keep: int = 2, **settings: Any
+    kind: str, directory: Path, *, mode: str = "disabled", keep: int = 2, run: str = "run", **settings: Any
 ) -> CheckpointManager:
-    """Return a manager of one process for a run named `run`.
+    """Return a manager of one process.
 
     Args:
         kind: `"file"` or `"dcp"`.
         directory: Where its checkpoints lie.
         mode: `checkpoint.async_mode`.
         keep: `checkpoint.keep_latest_k`.
+        run: Identity of its run.
         settings: Further settings.
     """
     policy = CheckpointSettings(async_mode=mode, keep_latest_k=keep, **settings)
     made = FileCheckpointManager if kind == "file" else TorchDistributedCheckpointManager
-    return made(directory, domain=LocalDomain(), run_id="run", settings=policy, step_mode=True)
+    return made(directory, domain=LocalDomain(), run_id=run, settings=policy, step_mode=True)
 
 
 def weights(step: int) -> Tensor:

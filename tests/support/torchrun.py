@@ -44,7 +44,8 @@ def torchrun(
     command = [python, "-m", "torch.distributed.run", "--nnodes", "1"]
     command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
-    return Job(command, environment={**LOOPBACK, **(variables() if warm else {}), **(environment or {})})
+    variables_of_all = {**LOOPBACK, **(variables() if warm else {}), **(environment or {})}
+    return Job(command, environment=variables_of_all, ranks=nproc_per_node)
 
 
 def run_torchrun(

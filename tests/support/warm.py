@@ -248,6 +248,7 @@ def _run(name: str, args: list[str]) -> None:
         sys.argv = [name, *args]
         _fresh_main()
         sys.exit(getattr(importlib.import_module(module), function)())
+    sys.orig_argv = [sys.executable, *args]
     what, *rest = args
     if what == "-m":
         sys.argv = rest

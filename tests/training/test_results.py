@@ -87,7 +87,7 @@ def test_metrics_go_under_their_index_and_the_next_ones_begin_anew() -> None:
     assert found.run.open == {"train": {"loss": 1.0}}
 
 
-def test_patience_ends_the_run_and_says_since_when(caplog: pytest.LogCaptureFixture) -> None:
+def test_patience_ends_the_run_and_says_how_long_it_waited(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "danling")
     found = Recorded(board=ScoreBoard("loss", split="val"))
     for loss in (0.5, 0.4, 0.6):
@@ -95,7 +95,7 @@ def test_patience_ends_the_run_and_says_since_when(caplog: pytest.LogCaptureFixt
         assert found.session.stop_reason is None
     assert found.run.has_best_at(2) is False and not found.run.has_best_at(7)
     found.close(0.45)
-    assert found.session.stop_reason == "patience" and "no better score than 0.4 since 2." in caplog.text
+    assert found.session.stop_reason == "patience" and "no better score than 0.4 in 2 evaluations." in caplog.text
 
 
 def test_a_score_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

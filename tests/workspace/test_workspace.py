@@ -159,8 +159,9 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         {"words " * 5: "words: # and 'more' " * 20, "lines": "a\n b\n\n", "end": "trailing \n"},
         {"": 1, "k" * 200: {"": [2]}},
         {"face": "\N{GRINNING FACE}", "accent": "é", "\N{GRINNING FACE}": 1, "line": "\x85\u2028\t\x00"},
+        {"tabs": "one\tof\tmany words " * 20, "ends": "one line\nof many " * 20, "bells": "\x07" * 200},
     ],
-    ids=["plain", "long text", "keys", "not ascii"],
+    ids=["plain", "long text", "keys", "not ascii", "escaped"],
 )
 def test_yaml_has_the_bytes_of_the_emitter_in_python(value: dict[str, Any]) -> None:
     value = {**value, "same": [shared := [1], shared]}

@@ -1,0 +1,80 @@
+"""How a torch runner evaluates: what of it an evaluation is handed, and the mode that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from danling.data import derive_seed
+from danling.optim.modes import evaluation_weights
+from danling.training import Evaluation, written_by_forward
+from danling.training.evaluator import EvaluatedRun, EvaluationMode, EvaluationSources, Evaluator
+
+if TYPE_CHECKING:
+    from .assembly import TorchParts
+    from .torch_runner import TorchRunner
+
+
+def build_evaluator(runner: TorchRunner, parts: TorchParts) -> Evaluator:
+    """Return what evaluates and predicts whole splits.
+
+    Args:
+        runner: The runner.
+        parts: Its parts.
+    """
+    evaluation = Evaluation(runner.device, is_main=runner.is_main_process)
+    run = EvaluatedRun(
+        placement=runner.placement,
+        weights=parts.weights,
+        meters=lambda: runner.meters,
+        metrics=lambda: parts.metrics,
+        sums_loss=lambda: parts.sums_loss,
+        undecided=lambda: parts.loss.undecided,
+        together=lambda: runner.preparation.evaluates_together,
+        written=lambda: written_by_forward(
+            runner.unwrapped_model, parts.wrapping.criterion_tensors("buffers"), getattr(runner.ema, "weights", None)
+        ),
+    )
+    sources = EvaluationSources(
+        check=runner._data.splits.check,
+        trained=lambda: runner.train_splits,
+        datasets=lambda: runner.datasets,
+        loaders=lambda: runner.dataloaders,
+        source=lambda split: runner.source(split),
+        open=lambda split, loader: runner.sources.open(split, loader),
+        build=lambda split, dataset: runner.build_dataloader(split, dataset),
+    )
+    return Evaluator(
+        runner,
+        run=run,
+        sources=sources,
+        evaluation=evaluation,
+        forward=runner.build_forward(),
+        entered=partial(_evaluating, runner, evaluation),
+        paced=runner._session.paced,
+    )
+
+
+@contextmanager
+def _evaluating(runner: TorchRunner, evaluation: Evaluation, split: str, mode: EvaluationMode) -> Iterator[None]:
+    """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
+    preparation, bare, averages = runner.preparation, runner.unwrap(runner.model), runner.ema
+    if averages is not None:
+        evaluation.announce_averaged(getattr(averages, "decay", None))
+    evaluating = evaluation.mode(
+        runner.model,
+        bare,
+        seed=derive_seed(runner.seed, mode, split, runner.placement.stream_index),
+        equalize=runner.broadcast_buffers,
+        averaged=partial(preparation.averaged, averages) if averages is not None else None,
+    )
+    modes = evaluation_weights(runner.optimizer)
+    with preparation.evaluating(runner.model), runner._session.collecting(), modes, evaluating:
+        before = runner.model, runner.mode
+        runner.model, runner.mode = bare, mode
+        try:
+            yield
+        finally:
+            runner.model, runner.mode = before

@@ -1,0 +1,109 @@
+"""How the processes of a torch runner take part in a training of several replica groups, where one may fail alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from danling.checkpoints import CheckpointSettings
+from danling.torchft import (
+    Healing,
+    OwnPositions,
+    ReplicaGroups,
+    ReplicaLoaderCheckpoints,
+    ReplicaMember,
+    ReplicaSettings,
+    position_owner,
+)
+from danling.training.gradients import normalization_statistics
+
+if TYPE_CHECKING:
+    from .base_runner import BaseRunner
+    from .torch_runner import TorchRunner
+
+
+def join_replica_groups(runner: TorchRunner, *, remember_forwards: Callable[[], Callable[[], None]]) -> ReplicaMember:
+    """Return this process's replica group as a member of those that train the run together.
+
+    Args:
+        runner: The runner.
+        remember_forwards: Returns what takes the forwards of the next update back.
+    """
+    healing = Healing(
+        run_state=runner.run_state,
+        counters=lambda: runner.state,
+        sources=lambda: runner.sources.among(runner.train_splits),
+        keeps_positions=lambda: position_owner(runner.config) is not None,
+        model=lambda: runner.unwrapped_model,
+        named_parameters=lambda: runner.named_parameters(),
+        window=lambda: runner.window,
+        meters=lambda: runner.meters,
+        stream=lambda: (runner.seed, runner.placement.stream_index),
+        is_main=runner.is_main_process,
+    )
+    groups = ReplicaGroups(
+        ReplicaSettings.from_config(runner.config),
+        group=runner.world,
+        state_dict=lambda: healing.state(),
+        load_state_dict=lambda state: healing.take(state),
+        asked_to_stop=runner._session.asked_to_stop,
+    )
+    train = runner.state.train
+    return ReplicaMember(
+        groups,
+        healing,
+        world=runner.world,
+        copies=lambda: runner.preparation.copies(
+            runner.model, runner.ema.weights.values() if runner.ema is not None else ()
+        ),
+        remember=lambda: _remember_update(runner, remember_forwards()),
+        statistics=lambda: normalization_statistics(runner.unwrapped_model),
+        resumes=lambda: bool(runner.config.auto_resume),
+        checkpoints=lambda: runner.checkpoint_manager,
+        directory=lambda: runner.workspace.checkpoints,
+        step=lambda: train.global_step,
+        tried=lambda: train.global_step + train.skipped_updates,
+        load=lambda source: runner.load_checkpoint(source),
+    )
+
+
+def _remember_update(runner: TorchRunner, put_back: Callable[[], None]) -> Callable[[], None]:
+
+    def take_back() -> None:
+        runner.optimizer.zero_grad()
+        runner.window.reset()
+        put_back()
+
+    return take_back
+
+
+def keep_own_positions(runner: BaseRunner, replica: str) -> None:
+    """Save the loader states of a replica group with every checkpoint, and resume from them. Called on all ranks of the group.
+
+    Args:
+        runner: The runner.
+        replica: Name of the group.
+    """
+    settings = runner.config.checkpoint
+    checkpoints = ReplicaLoaderCheckpoints(
+        runner.workspace.checkpoints,
+        replica=replica,
+        prefix=settings.ft_dataloader_checkpoint_prefix,
+        domain=runner.world,
+        run_id=runner.id,
+        settings=CheckpointSettings.from_config(settings),
+    )
+    runner._closers.callback(checkpoints.close)
+    positions = OwnPositions(
+        checkpoints,
+        sources=lambda: runner.sources,
+        trained=lambda: runner.sources.among(runner.train_splits),
+        position=lambda: runner.state.train,
+        share=runner._positions().share,
+        leaves_out=lambda split: runner.run_state.excluded.leaves_out(f"dataloaders.{split}"),
+        world=runner.world,
+        data_rank=lambda: runner.data_domain.rank,
+        device=runner.device,
+    )
+    runner.saver.before.append(positions.save)
+    runner.saver.loaded.append(positions.load)

@@ -1,0 +1,117 @@
+"""What of a torch runner is saved and restored beside its components: counters, sums, scores, and which weights were frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from danling.training.frozen import FrozenWeights
+from danling.training.run_state import StatePart
+from danling.utils.names import canonical_name
+
+if TYPE_CHECKING:
+    from .assembly import TorchParts
+    from .torch_runner import TorchRunner
+
+
+class SavedParts:
+    """What a torch runner adds to the checkpoints of every runner.
+
+    Args:
+        runner: The runner.
+        parts: Its parts.
+    """
+
+    def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
+        self.runner = runner
+        self._parts = parts
+
+    def check_saving(self) -> None:
+        """Refuse to leave frozen weights out of checkpoints where what writes them cannot.
+
+        Raises:
+            ValueError: If that is asked for.
+        """
+        runner = self.runner
+        if not runner.config.checkpoint.trainable_only:
+            return
+        several = int(runner.config.parallel.axes.pipeline) != 1 and runner.stack == "parallel"
+        if several or runner.stack == "deepspeed":
+            received = "parallel.axes.pipeline above 1" if several else "stack='deepspeed'"
+            raise ValueError(
+                "Expected a stack on which every rank knows all weights for checkpoint.trainable_only=true. Received: "
+                f"{received}. Leave it out there; for adapters alone call `runner.save_pretrained(directory)`."
+            )
+
+    def note_trained(self) -> None:
+        """Count what requires a gradient at construction as trained, also where it is frozen before the first save."""
+        if self.runner.config.checkpoint.trainable_only:
+            self.frozen.note_trained()
+
+    def load_base(self) -> bool:
+        """Load the weights that `config.pretrained` names, from which the run began, and return whether it names some."""
+        base = self.runner.config.pretrained
+        if base:
+            self.runner.load_pretrained(base)
+        return bool(base)
+
+    @cached_property
+    def frozen(self) -> FrozenWeights:
+        runner = self.runner
+        return FrozenWeights(
+            lambda: ((canonical_name(name), p) for name, p in runner.unwrapped_model.named_parameters())
+        )
+
+    def progress_parts(self) -> list[StatePart]:
+        """Return what a training adds to the entry `state` of a checkpoint, in the order in which it is restored."""
+        runner, parts = self.runner, self._parts
+
+        def load_counters(stored: Mapping[str, object]) -> None:
+            runner.state.load_train(stored)
+            runner.window.agreed_reference = runner.state.train.weight_reference
+
+        return [
+            # Takes the place of the part `train` of `BaseRunner`, which knows no window and so no reference weight.
+            StatePart(
+                "train",
+                lambda: {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference},
+                lambda stored, _: load_counters(stored),
+            ),
+            StatePart(
+                "open_result",
+                lambda: dict(parts.results.open),
+                lambda stored, _: parts.results.reopen(stored),
+                default=dict,
+            ),
+            # `bare` is what checkpoints call batches without a target.
+            StatePart(
+                "bare",
+                lambda: parts.weights.targetless,
+                lambda known, _: setattr(parts.weights, "targetless", known),
+                default=lambda: None,
+            ),
+            StatePart(
+                "meters",
+                lambda: runner.meters.state_dict(),
+                # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
+                lambda sums, _: runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {}),
+                default=dict,
+            ),
+            StatePart.stateful("losses", lambda: parts.losses, resets=True),
+            StatePart.stateful("scores", lambda: runner.standing.board),
+            StatePart.stateful("scaler", lambda: runner.precision.scaler),
+        ]
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Leave a save in a training out of its speed, and flush the trackers with it."""
+        reporter = self.runner._reporter
+        if not self.runner._session.running:
+            yield
+            return
+        with reporter.aside("checkpoint"):
+            yield
+        reporter.trackers.flush()
