@@ -159,6 +159,8 @@ def test_digests_are_those_of_the_weights_whatever_the_layout(tmp_path: Path) ->
     }
     found = {}
     for name, (size, more) in layouts.items():
+        # The loop over tensors everywhere: a fused step, which shards have not, rounds as it likes on each kind of CPU.
+        more["optim"] = {"type": "adamw", "lr": 0.01, "fused": False}
         tensors = run_processes(train, str(tmp_path / name), more, world_size=size)[0]
         found[name] = tensors, read_digests(tmp_path / name)
         assert list(found[name][1]) == [2, 4, 6, 8]
