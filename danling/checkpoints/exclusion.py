@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from danling.config.updates import is_update_key
@@ -10,6 +10,8 @@ from danling.config.updates import is_update_key
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
 _SETTINGS = "runner"
 """Component of the stored configuration, which is never loaded, only compared with that of the run."""
+_SECTIONS = {"optimizer": "optim", "dataloaders": "dataloader"}
+"""Sections of the configuration that make a component, where they have another name."""
 
 
 class ExcludedFromLoading:
@@ -47,6 +49,33 @@ class ExcludedFromLoading:
         """
         counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
         return exclude(payload, counting)
+
+    def loaded_since(self, before: ExcludedFromLoading, changed: Collection[str]) -> list[str]:
+        """Return the entries that do not count for a checkpoint, since they did when its run began, and it has trained the parts since.
+
+        A new head, say, is left out of the checkpoint that a run is finetuned from, and belongs to the checkpoints of the run itself.
+        `optimizer.param_groups` always counts: it takes the options of the program, and leaves out nothing that was trained.
+
+        Args:
+            before: What the run of the checkpoint has left out.
+            changed: Sections of the configuration that are others now; what is made of them may have to be left out once more.
+        """
+        named = {entry: _canonical(entry) for entry in self.entries}
+        return [
+            entry
+            for entry, (name, dot, rest) in named.items()
+            if before.leaves_out(f"{name}{dot}{rest}")
+            and _SECTIONS.get(name, name) not in changed
+            and entry != "optimizer.param_groups"
+        ]
+
+    def without(self, entries: Collection[str]) -> ExcludedFromLoading:
+        """Return this without some of its entries.
+
+        Args:
+            entries: As they were written.
+        """
+        return ExcludedFromLoading([entry for entry in self._all if entry not in entries])
 
     def mentions(self, component: str) -> bool:
         """Whether an entry names a component, or anything in it."""

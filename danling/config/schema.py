@@ -136,7 +136,7 @@ class CheckpointConfig(ClosedSection):
     wait_timeout: NonNegativeFloat | None = None
     """Seconds to wait for the writer at close; none waits until it is done."""
     exclude_from_loading: list[str] | None = None
-    """Keys or dotted paths of a checkpoint that are not loaded."""
+    """Keys or dotted paths of a checkpoint that are not loaded; checkpoints of runs that left the same out are loaded whole."""
     last_save_model_only: bool = False
     """Write the trained model, without training state, as an export beside the last checkpoint."""
     export_dtype: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -69,6 +69,7 @@ from danling.training.run_state import (
     check_given,
     check_payload,
     in_order,
+    say_loaded_since,
 )
 from danling.training.saving import RunSaver
 from danling.utils.tensors import default_dtype, dtype_of
@@ -1056,26 +1057,31 @@ class BaseRunner(metaclass=MetaRunner):
         stored = payload.get("runner", {})
         if self._streams.seed_is_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
-        self._restorer().check(payload)
-        self.load_state_dict(payload)
-        if source is not None:
-            # A payload is not a checkpoint on disk that later saves could continue.
-            self.checkpoint_manager.begin(source)
-        where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
-        logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
-        if source is not None:
-            # The store is asked by one rank, and fails all of them where it fails that one.
-            self.saver.best_elsewhere = self.world.on_first(
-                lambda: best_left_behind(
-                    self.workspace.checkpoints,
-                    self.best_index,
-                    self.best_score,
-                    source,
-                    is_stored=lambda: self._elsewhere.has("best"),
-                    speaks=self.is_main_process,
+        with self._loading(payload) as loaded_since:
+            say_loaded_since(loaded_since)
+            self._restorer().check(payload)
+            self.load_state_dict(payload)
+            if source is not None:
+                # A payload is not a checkpoint on disk that later saves could continue.
+                self.checkpoint_manager.begin(source)
+            where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
+            logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
+            if source is not None:
+                # The store is asked by one rank, and fails all of them where it fails that one.
+                self.saver.best_elsewhere = self.world.on_first(
+                    lambda: best_left_behind(
+                        self.workspace.checkpoints,
+                        self.best_index,
+                        self.best_score,
+                        source,
+                        is_stored=lambda: self._elsewhere.has("best"),
+                        speaks=self.is_main_process,
+                    )
                 )
-            )
-            self.saver.note_loaded()
+                self.saver.note_loaded()
+
+    def _loading(self, payload: Mapping[str, Any]) -> AbstractContextManager[Collection[str]]:
+        return self.run_state.loading(payload, lambda: self.config_differences(payload))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, counters, and the random streams last.
@@ -1086,18 +1092,19 @@ class BaseRunner(metaclass=MetaRunner):
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
         """
-        payload, excluded = self.run_state.excluded.apply(state)
-        needed = self.run_state.names() or list(self.component_states())
-        check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
-        self.load_components(payload, excluded)
-        if "dataloaders" in payload:
-            fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
-            self.load_dataloaders({**payload["dataloaders"], **fresh})
-        if "state" in payload:
-            self.state.load_state_dict(payload["state"])
-            self.run_state.load_progress(payload["state"])
-            streams, step = payload["state"].get("rng", {}), self.state.train.global_step
-            self._streams.resume(streams, step=step, speaks=self.is_main_process)
+        with self._loading(state):
+            payload, excluded = self.run_state.excluded.apply(state)
+            needed = self.run_state.names() or list(self.component_states())
+            check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
+            self.load_components(payload, excluded)
+            if "dataloaders" in payload:
+                fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
+                self.load_dataloaders({**payload["dataloaders"], **fresh})
+            if "state" in payload:
+                self.state.load_state_dict(payload["state"])
+                self.run_state.load_progress(payload["state"])
+                streams, step = payload["state"].get("rng", {}), self.state.train.global_step
+                self._streams.resume(streams, step=step, speaks=self.is_main_process)
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore what `component_states` returned; override both together.

@@ -932,7 +932,8 @@ class TorchRunner(BaseRunner):
         Raises:
             CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
         """
-        super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
+        with self._loading(state):
+            super().load_state_dict(self.model_states.opened(state, self.run_state.excluded))
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore model, criterion, EMA, optimizer and scheduler, in this order. Called on all ranks.

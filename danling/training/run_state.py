@@ -147,11 +147,36 @@ class RunState:
         self._components = {part.name: part for part in components}
         self._progress = {part.name: part for part in progress}
         self._saved_elsewhere: frozenset[str] = frozenset()
+        self._loaded_since: Collection[str] = ()
 
     @property
     def excluded(self) -> ExcludedFromLoading:
         """What is left out of what is loaded."""
-        return ExcludedFromLoading(self._excluded())
+        return ExcludedFromLoading(self._excluded()).without(self._loaded_since)
+
+    @contextmanager
+    def loading(
+        self, payload: Mapping[str, Any], differences: Callable[[], Iterable[str]]
+    ) -> Iterator[Collection[str]]:
+        """Within the context leave out of what is loaded only what the run of a checkpoint has not left out itself, when it began.
+
+        Args:
+            payload: Of the checkpoint.
+            differences: Returns how its configuration differs from that of this run, in lines that begin with a dotted key.
+
+        Yields:
+            The entries of `checkpoint.exclude_from_loading` that do not count.
+        """
+        stored = (payload.get("runner") or {}).get("checkpoint") or {}
+        before = ExcludedFromLoading(stored.get("exclude_from_loading"))
+        outer = self._loaded_since
+        if before.entries and self.excluded.entries:
+            changed = {line.partition(":")[0].partition(".")[0] for line in differences()}
+            self._loaded_since = ExcludedFromLoading(self._excluded()).loaded_since(before, changed)
+        try:
+            yield self._loaded_since
+        finally:
+            self._loaded_since = outer
 
     # Components
 
@@ -289,6 +314,20 @@ def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) ->
             f"Expected the configuration that the checkpoint was made with. Received other values for:\n  {listing}\n"
             "Restore them, add 'runner.' and the key to checkpoint.exclude_from_loading where you mean to change it, or start a "
             "new run from the weights with `pretrained`."
+        )
+
+
+def say_loaded_since(entries: Collection[str]) -> None:
+    """Log which entries of `checkpoint.exclude_from_loading` do not count for a checkpoint; see `RunState.loading`.
+
+    Args:
+        entries: They are, as they were written.
+    """
+    if entries:
+        logger.info(
+            "%s is loaded: the run of this checkpoint left it out when it began, as checkpoint.exclude_from_loading asks for, and has "
+            "saved its own since. With `pretrained` the weights of a checkpoint are loaded without it.",
+            ", ".join(entries),
         )
 
 
