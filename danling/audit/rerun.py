@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from danling.checkpoints.backends import locate
+from danling.checkpoints.ownership import stored_settings
 from danling.checkpoints.reading import read_payload
+from danling.config.imposed import MeantRun
 from danling.workspace.claim import is_in_use
 from danling.workspace.runs import Run, is_run
 
@@ -160,13 +162,19 @@ def audit_run(
         ValueError: If it is written to, the stretch cannot be, or the program failed.
     """
     again = Retraining.of(run, scratch, start=start, end=end)
-    ended = run_program(command, again.settings, log=scratch / "output.log", timeout=timeout)
+    ended = run_program(
+        command,
+        again.settings,
+        log=scratch / "output.log",
+        environment=again.meant.write(scratch / "run_that_is_meant.json"),
+        timeout=timeout,
+    )
     if ended.code is None or again.reached is None:
         how = "no end in time" if ended.code is None else f"exit code {ended.code}"
         there = "a checkpoint there" if again.reached is not None else "no checkpoint there"
         raise ProgramFailed(
             f"Expected the program to train to update {again.end.step}, as the run did, and to end. Received: {how}, and {there}; the end "
-            f"of what it printed:\n{ended.tail}\nStart it with the settings of the run; --scratch keeps all that it left."
+            f"of what it printed:\n{ended.tail}\n{again.others()}Start it with the settings of the run; --scratch keeps all that it left."
         )
     # What a program does after its training is not compared.
     failed = f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None
@@ -183,6 +191,7 @@ class Retraining:
         start: The checkpoint that it begins from; `None` from scratch.
         end: The checkpoint that the end is compared with.
         settings: By which a program does it, by dotted key.
+        meant: Which of the runs of a program is the one, and what others get, so that they write nowhere else.
     """
 
     run: Path
@@ -190,6 +199,7 @@ class Retraining:
     start: Stored | None
     end: Stored
     settings: Mapping[str, object]
+    meant: MeantRun
 
     @classmethod
     def of(cls, run: Path, scratch: Path, *, start: int | None, end: int | None, is_ours: bool = False) -> Retraining:
@@ -218,7 +228,19 @@ class Retraining:
         }
         if of_run.config.get("seed") is not None:
             settings["seed"] = of_run.config["seed"]
-        return cls(run, directory, first, last, settings)
+        lineage, named = of_run.config.get("lineage"), of_run.config.get("dir")
+        kept = stored_settings(last.path.parent)
+        others = {**scratch_settings(directory), "dir": None, "checkpoint_dir": None}
+        others["workspace_root"] = os.fspath(directory.with_name("others"))
+        meant = MeantRun(lineage or "", named, kept[0] if kept is not None else {}, others)
+        return cls(run, directory, first, last, settings, meant)
+
+    def others(self) -> str:
+        """Return a sentence that names the other runs that the program has made; empty without any."""
+        made = sorted(path.name for path in self.directory.with_name("others").glob("*"))
+        if not made:
+            return ""
+        return f"Its runs {', '.join(made)} are not the one that is meant: they have another lineage or directory, and other settings. "
 
     @property
     def reached(self) -> Stored | None:

@@ -35,6 +35,7 @@ class Until:
         target: Updates and completed epochs of the checkpoint.
         at: Returns those of the run.
         session: Is told to save and to stop.
+        ended: Is called when the run has saved there.
         inner: What else looks at updates; `None` where nothing does.
     """
 
@@ -44,11 +45,13 @@ class Until:
         *,
         at: Callable[[], tuple[int, int]],
         session: Session,
+        ended: Callable[[], None] = lambda: None,
         inner: InnerAudit | None = None,
     ) -> None:
         self.target = tuple(target)
         self._at = at
         self._session = session
+        self._ended = ended
         self._inner = inner
 
     def begin(self) -> None:
@@ -76,3 +79,4 @@ class Until:
         """End the run where it has saved at the position; the same update may be saved before and after the end of its epoch."""
         if self._at() == self.target:
             self._session.stop_reason = "stop"
+            self._ended()

@@ -11,8 +11,11 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from danling.utils.files import json_text
 from danling.utils.nesting import parse_json
 
 if TYPE_CHECKING:
@@ -22,6 +25,49 @@ logger = logging.getLogger("danling")
 
 VARIABLE = "DANLING_SETTINGS"
 """The environment variable: one JSON object of settings by dotted key."""
+VARIABLE_OF = "DANLING_SETTINGS_OF"
+"""The environment variable of the path of a `MeantRun`, as JSON."""
+
+_has_ended = False
+
+
+@dataclass(frozen=True)
+class MeantRun:
+    """Which of the runs that a program makes the settings are meant for: the one that has this name, or these settings.
+
+    Attributes:
+        lineage: Its lineage.
+        dir: The directory that its settings name; `None` where they name none.
+        settings: Its settings, as plain values.
+        others: Settings by dotted key that other runs of the program get.
+    """
+
+    lineage: str
+    dir: str | None
+    settings: Mapping[str, Any]
+    others: Mapping[str, object]
+
+    def is_meant(self, config: RunnerConfig) -> bool:
+        """Return whether a configuration is that of the run.
+
+        A run that has kept its name may have other settings now, which is for its resume to judge; one of another name is another run,
+        unless nothing else has changed.
+
+        Args:
+            config: The configuration.
+        """
+        is_named = (config.lineage, config.get("dir", None)) == (self.lineage, self.dir)
+        return is_named or not config.differences(self.settings)
+
+    def write(self, file: Path) -> dict[str, str]:
+        """Write this to a file, and return the environment variable by which a program finds it.
+
+        Args:
+            file: The file; its directory is created.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json_text(asdict(self)), encoding="utf-8")
+        return {VARIABLE_OF: os.fspath(file.absolute())}
 
 
 def imposing(settings: Mapping[str, object]) -> dict[str, str]:
@@ -64,9 +110,31 @@ def impose(config: RunnerConfig) -> None:
 
     Raises:
         ValueError: If the variable is no JSON object, or a setting cannot be.
+        SystemExit: With code 0, behind `end_after`.
     """
-    settings = imposed()
+    settings, meant = imposed(), _meant_run()
+    if meant is not None and _has_ended:
+        logger.info(
+            "What %s asks for has been trained: the program ends here, where it would begin another run.", VARIABLE
+        )
+        raise SystemExit(0)
+    if meant is not None and not meant.is_meant(config):
+        settings = dict(meant.others)
     for key, value in settings.items():
         config.set(key, value)
     if settings:
         logger.warning("%s sets %s in the place of what this program has set.", VARIABLE, ", ".join(settings))
+
+
+def end_after() -> None:
+    """Have the program end where it would begin another run; nothing happens unless the environment says which run is meant."""
+    global _has_ended
+    _has_ended = VARIABLE_OF in os.environ
+
+
+def _meant_run() -> MeantRun | None:
+    file = os.environ.get(VARIABLE_OF)
+    if not file:
+        return None
+    found: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    return MeantRun(**found)

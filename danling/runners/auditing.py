@@ -16,6 +16,7 @@ from danling.audit.replay import UpdateReplay
 from danling.audit.replayed import ReplayedAudit, ReplayedForwards, SeenSamples
 from danling.audit.until import Until
 from danling.audit.update_audit import UpdateAudit
+from danling.config.imposed import end_after
 from danling.training.micro_batches import Forwards, MicroBatches
 from danling.training.update import UpdateStep
 from danling.utils.names import canonical_name
@@ -115,7 +116,9 @@ class AuditParts:
         runner, target = self.runner, self.runner.config.audit.until
         update.audit, update.recorder, update.sync.rider = self.updates, self.recorder, self.updates
         if target is not None:
-            until = Until(target, at=lambda: runner.saver.at, session=runner._session, inner=self.updates)
+            until = Until(
+                target, at=lambda: runner.saver.at, session=runner._session, ended=end_after, inner=self.updates
+            )
             runner.saver.saved.append(until.saved)
             update.audit = until
         if self.replay is not None:

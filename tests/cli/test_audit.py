@@ -130,6 +130,76 @@ def test_what_a_program_does_after_the_stretch_is_not_compared(
     assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
 
 
+SEVERAL = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import danling as dl
+
+class Program(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        points = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, self.config.classes))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": TensorDataset(points, points[:, : self.config.classes].argmax(1))}
+
+def settings(lineage, classes, **more):
+    return dl.RunnerConfig(lineage=lineage, classes=classes, seed=5, steps=6, dataloader={"batch_size": 8}, optim={"type": "adamw"},
+                           checkpoint={"interval": 3, "exclude_from_loading": ["model.2"]}, **more)
+
+with Program(settings("base", 4)) as runner:
+    runner.train()
+    base = runner.workspace.checkpoints
+with Program.from_pretrained(settings("tuned", 3, dir="tuned"), base) as runner:
+    runner.train()
+    tuned = runner.workspace.checkpoints
+with Program.from_checkpoint(tuned, {"checkpoint.load_only": True}) as runner:
+    print("looked at", runner.state.train.global_step)
+with Program(settings(*sys.argv[1:], 2)) as runner:
+    runner.train()
+"""
+
+
+@pytest.fixture
+def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SEVERAL)
+    subprocess.run([interpreter(), "train.py", "other"], check=True, capture_output=True)
+    found = [path.parents[1] for path in Path().rglob("config.full.yaml")]
+    return {run.name if run.name == "tuned" else run.parent.name.partition("-")[0]: str(run) for run in found}
+
+
+def test_each_of_the_runs_that_a_program_makes_can_be_audited(
+    several: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = [interpreter(), "train.py", "other"]
+    assert sorted(several) == ["base", "other", "tuned"]
+    before = files(".")
+    for run in several.values():
+        assert main(["audit", run, "--json", "--", *program]) == 0, run
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["same"] and facts["failed"] is None and (facts["from"], facts["to"]) == (3, 6)
+    assert main(["audit", "tuned", "--scratch", "kept", "--", *program]) == 0
+    # The run before it was trained whole, and the program ended where it would have begun another one.
+    assert [path.name.partition("-")[0] for path in Path("kept", "others").iterdir()] == ["base"]
+    assert "looked at" not in Path("kept", "output.log").read_text()
+    # Another name alone makes no other run of it.
+    assert main(["audit", several["other"], "--", interpreter(), "train.py", "else"]) == 0
+    assert {name: read for name, read in files(".").items() if not name.startswith("kept")} == before
+
+
+def test_a_run_that_is_not_among_those_of_the_program_is_told_from_them(
+    several: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("less.py").write_text(SEVERAL.rpartition("with Program(settings")[0])
+    assert main(["audit", several["other"], "--", interpreter(), "less.py"]) == 2
+    said = capsys.readouterr().err
+    assert "no checkpoint there" in said and "are not the one that is meant: they have another lineage" in said
+    assert "Its runs base" in said and "tuned" in said
+
+
 def test_what_cannot_be_audited_is_refused_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("none") == 3 and audit("run:1..3") == 2 and audit("run:8..4") == 2 and audit("run:a..b") == 2
     assert main(["audit", "run"]) == 2

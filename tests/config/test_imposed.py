@@ -10,7 +10,8 @@ from support.toys import TracingRunner
 from torch import nn
 
 import danling as dl
-from danling.config.imposed import VARIABLE, impose, imposed, imposing
+from danling.config import imposed as imposed_settings
+from danling.config.imposed import VARIABLE, MeantRun, end_after, impose, imposed, imposing
 
 
 def test_what_is_imposed_is_read_back_and_nothing_is_imposed_by_default() -> None:
@@ -51,6 +52,36 @@ def test_one_that_cannot_be_is_refused_as_any_other(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(VARIABLE, '{"checkpoint.intervall": 2}')
     with pytest.raises(ValueError, match=r"Did you mean 'checkpoint.interval'|interval"):
         TracingRunner({"seed": 1, "steps": 1, "workspace_root": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("lineage", "place", "lr", "is_meant"),
+    [("a", None, 0.1, True), ("a", None, 0.2, True), ("b", "run", 0.1, True), ("b", None, 0.2, False), ("a", "run", 0.2, False)],
+)  # fmt: skip
+def test_the_run_that_is_meant_is_told_by_its_name_or_its_settings(
+    lineage: str, place: str | None, lr: float, is_meant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = dl.RunnerConfig(lineage="a", steps=3, optim={"type": "sgd", "lr": 0.1})
+    meant = MeantRun("a", None, stored.plain(), others={"steps": 5})
+    for name, value in {**imposing({"steps": 9}), **meant.write(tmp_path / "new" / "meant.json")}.items():
+        monkeypatch.setenv(name, value)
+    config = dl.RunnerConfig(lineage=lineage, dir=place, steps=3, optim={"type": "sgd", "lr": lr})
+    impose(config)
+    assert config.steps == (9 if is_meant else 5)
+
+
+def test_behind_the_run_that_is_meant_the_program_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imposed_settings, "_has_ended", False)
+    end_after()
+    impose(dl.RunnerConfig())
+    meant = MeantRun("a", None, {}, others={})
+    for name, value in meant.write(tmp_path / "meant.json").items():
+        monkeypatch.setenv(name, value)
+    impose(dl.RunnerConfig())
+    end_after()
+    with pytest.raises(SystemExit) as ended:
+        impose(dl.RunnerConfig())
+    assert ended.value.code == 0
 
 
 def test_the_stack_may_be_imposed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "contrastive": BY_EPOCHS,
     "digits": BY_EPOCHS,
     "early_stop": BY_EPOCHS,
+    "regression": BY_EPOCHS,
+    "uncertainty": BY_EPOCHS,
 }
 
 
