@@ -84,6 +84,9 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
     }
     environments = read_environment(first.path), read_environment(second.path)
+    if not all(any(key.partition(".")[0] == "files" for key in found) for found in environments):
+        # A run of an earlier version has not noted its files.
+        environments = _without_files(environments[0]), _without_files(environments[1])
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
     figures = _of_digests(*digests), [_of_metrics(run) for run in (first, second)]
     shared = [
@@ -188,6 +191,10 @@ def _rank(figure: str) -> int:
 def _same(first: object, second: object) -> bool:
     both_nan = all(isinstance(value, float) and math.isnan(value) for value in (first, second))
     return both_nan or first == second
+
+
+def _without_files(environment: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in environment.items() if key.partition(".")[0] != "files"}
 
 
 def _differences(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Pair]:

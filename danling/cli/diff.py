@@ -31,6 +31,8 @@ from .output import (
 )
 from .source import is_url, runs_at
 
+_FILES_SHOWN = 10
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
@@ -109,7 +111,12 @@ def show(found: Comparison, *, names: tuple[str, str]) -> None:
 
 def show_environment(found: Comparison, *, names: tuple[str, str]) -> None:
     """Print in what the environments differ, or that one was not noted."""
-    _print_pairs("environment that differs", found.environment, names)
+    files = [key for key in found.environment if key.startswith("files.")]
+    unnamed = files[_FILES_SHOWN:]
+    shown = {key: pair for key, pair in found.environment.items() if key not in unnamed}
+    _print_pairs("environment that differs", shown, names)
+    if unnamed:
+        print(f"and {len(unnamed)} more files; --json has all of them\n")
     if not found.has_environment:
         print("environments are not compared: a run notes its own with audit.digest_interval\n")
 

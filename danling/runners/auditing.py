@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from danling.audit.data_files import data_files
 from danling.audit.environment import write_environment
 from danling.audit.gradient_capture import GradientCapture, GradientSettings
 from danling.audit.inventory import entries
@@ -100,10 +101,18 @@ class AuditParts:
     @cached_property
     def _digest_file(self) -> DigestFile:
         assert self.updates is not None
-        write_environment(self.runner.workspace.metadata_dir)
+        write_environment(self.runner.workspace.metadata_dir, data_files(self._data()))
         file = DigestFile(self.runner.workspace.digests_file, resume_step=self.updates.began_at)
         self.runner._closers.callback(file.close)
         return file
+
+    def _data(self) -> Iterator[object]:
+        """Yield what may name files of data: the data sets, and paths in the user's own settings."""
+        runner = self.runner
+        yield from runner.datasets.values()
+        yield from (getattr(loader, "dataset", None) for loader in runner.dataloaders.values())
+        usual = runner.config.completed({}).keys() - {"pretrained"}
+        yield {name: value for name, value in runner.config.plain().items() if name not in usual}
 
     # Where it is put
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.warm import interpreter
@@ -128,6 +130,62 @@ def test_what_a_program_does_after_the_stretch_is_not_compared(
     monkeypatch.setenv("DISTURB", "7")
     assert audit("run:4..8") == 1
     assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
+
+
+FROM_FILES = """
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+import danling as dl
+
+class Rows(Dataset):
+    def __init__(self, place):
+        self.files = sorted(Path(place).glob("*.npy"))
+        self.table = np.load("table.npy", mmap_mode="r")
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(np.load(self.files[index])) + float(self.table[0]), index % 2
+
+class Program(dl.Runner):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
+        self.datasets = {"train": Rows("rows")}
+
+with Program({"dir": "run", "seed": 5, "steps": 4, "checkpoint.interval": 2, "audit.digest_interval": 1,
+              "data.notes": "notes.txt", "optim": {"type": "adamw"}, "dataloader": {"batch_size": 2}}) as runner:
+    runner.train()
+"""
+
+
+def test_a_file_of_the_data_that_has_changed_since_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    for number in range(6):
+        np.save(f"rows/{number}.npy", np.full(3, number, np.float32))
+    np.save("table.npy", np.ones(4, np.float32))
+    for name, text in (("train.py", FROM_FILES), ("notes.txt", "of the data")):
+        Path(name).write_text(text)
+    program = [interpreter(), "train.py"]
+    subprocess.run(program, check=True, capture_output=True)
+    files = json.loads(Path("run/metadata/environment.json").read_text())["files"]
+    names = {str(Path(path).relative_to(tmp_path)) for path in files}
+    assert names == {"table.npy", "notes.txt", *(f"rows/{number}.npy" for number in range(6))}
+    assert main(["audit", "run:0..4", "--", *program]) == 0
+    np.save("rows/3.npy", np.full(3, 9, np.float32))
+    os.utime("rows/3.npy", (1, 1))
+    assert main(["audit", "run:0..4", "--", *program]) == 1
+    said = capsys.readouterr().out
+    assert "rows/3.npy" in said and "1970-01-01" in said and "rows/2.npy" not in said
+    assert "loss" in said.partition("first difference")[2]
 
 
 SEVERAL = """

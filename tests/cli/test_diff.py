@@ -128,6 +128,27 @@ def test_the_environment_is_noted_and_compared(usual: Path, tmp_path: Path, caps
     assert "versions.numpy" in capsys.readouterr().out
 
 
+def test_files_of_data_that_differ_are_named_and_of_many_the_first_ones(
+    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for name in ("first", "second"):
+        run = train(tmp_path / name)
+        file = run / "metadata" / "environment.json"
+        facts = json.loads(file.read_text())
+        assert facts["files"] == {}
+        facts["files"] = {f"/data/part-{number:02}.bin": f"{number} bytes, of the {name}" for number in range(14)}
+        file.write_text(json.dumps(facts))
+        runs.append(run)
+    assert main(["diff", *map(str, runs)]) == 0
+    said = capsys.readouterr().out
+    assert "files./data/part-09.bin" in said and "part-10" not in said and "and 4 more files" in said
+    del facts["files"]
+    file.write_text(json.dumps(facts))
+    assert main(["diff", *map(str, runs)]) == 0
+    assert "files" not in capsys.readouterr().out
+
+
 def test_what_is_no_run_is_refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(usual), str(tmp_path / "none")]) == 3
     assert "Expected a run directory" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Stretches of the examples, trained again by `danling audit`, are bitwise the stored ones."""
+"""Stretches of the examples, trained again by `danling audit`, are bitwise the stored ones: all runs that each of them makes."""
 
 from __future__ import annotations
 
@@ -14,33 +14,42 @@ from danling.cli.main import main
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BY_STEPS = ("--steps", "12", "--checkpoint.interval", "4", "--evaluate_interval", "12")
 BY_EPOCHS = ("--epochs", "2", "--checkpoint.interval", "1")
-WORDS: dict[str, tuple[str, ...]] = {
-    "gan": BY_STEPS,
-    "contrastive": BY_EPOCHS,
-    "digits": BY_EPOCHS,
-    "early_stop": BY_EPOCHS,
-    "regression": BY_EPOCHS,
-    "uncertainty": BY_EPOCHS,
+SMALL = ("--model.width", "16", "--model.depth", "1", "--model.context", "16")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "gan": ("gan.py", *BY_STEPS),
+    "finetune": ("finetune.py", "--epochs", "4", "--checkpoint.interval", "1"),
+    "contrastive": ("contrastive.py", *BY_EPOCHS),
+    "digits": ("digits.py", *BY_EPOCHS),
+    "early_stop": ("early_stop.py", *BY_EPOCHS),
+    "gpt": ("gpt.py", *SMALL, *BY_STEPS),
+    "graphs": ("graphs.py", *BY_EPOCHS),
+    "images": ("images.py", *BY_EPOCHS, "--scheduler.total_steps", "28"),
+    "lora": ("lora.py", *BY_EPOCHS[:1], "1", *BY_EPOCHS[2:]),
+    "mixture": ("mixture.py", *SMALL, *BY_STEPS, "--dataloader.batch_size", "4"),
+    "regression": ("regression.py", *BY_EPOCHS),
+    "streaming": ("streaming.py", *BY_STEPS, "--scheduler.total_steps", "12"),
+    "target": ("draft.py", "target", *BY_STEPS),
+    "uncertainty": ("uncertainty.py", *BY_EPOCHS),
+    "uneven": ("uneven.py", *BY_EPOCHS),
+    "uneven on 2": (*TORCHRUN, "uneven.py", *BY_EPOCHS),
 }
+RUNS = {"finetune": ["finetune", "pretrain", "scratch"], "lora": ["lora", "lora-base"]}
+QUICK = frozenset({"gan", "finetune"})
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "gan" else pytest.param(name, marks=pytest.mark.slow) for name in WORDS]
-)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS])  # fmt: skip
 def test_an_example_is_bitwise_what_its_files_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = [
-        interpreter(),
-        str(EXAMPLES / f"{name}.py"),
-        "--dir",
-        "run",
-        "--audit.digest_interval",
-        "1",
-        *WORDS[name],
-    ]
+    words = [str(EXAMPLES / word) if word.endswith(".py") else word for word in PROGRAMS[name]]
+    program = [interpreter(), *words, "--audit.digest_interval", "1"]
     subprocess.run(program, check=True, capture_output=True, timeout=200)
-    assert main(["audit", "run", "--json", "--", *program]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["same"] and facts["partings"] == [] and 0 < facts["from"] < facts["to"]
+    runs = sorted(path.parents[1] for path in Path().rglob("config.full.yaml"))
+    assert [run.parent.name for run in runs] == RUNS.get(name, [runs[0].parent.name])
+    for run in runs:
+        assert main(["audit", str(run), "--json", "--", *program]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["same"] and facts["partings"] == [] and facts["from"] < facts["to"]
