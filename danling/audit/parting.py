@@ -159,6 +159,34 @@ def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
     return curves
 
 
+def largest_shares(first: Run, second: Run) -> dict[str, float]:
+    """Return by how much losses and metrics of two runs differ at most, as a share of those of the first; only of figures that do.
+
+    Args:
+        first: A run.
+        second: The run that it is compared with.
+    """
+    digests = _of_digests(*(read_digests(run.path) for run in (first, second)))
+    metrics = [_of_metrics(run) for run in (first, second)]
+    shares = {
+        name: max(
+            (_share(ours[name][step], theirs[name][step]) for step in ours[name].keys() & theirs[name].keys()),
+            default=0.0,
+        )
+        for ours, theirs in (digests, metrics)
+        for name in sorted(ours.keys() & theirs.keys())
+    }
+    return {name: share for name, share in shares.items() if share}
+
+
+def _share(first: object, second: object) -> float:
+    """Return the difference of two figures as a share of the first; 0 of digests, which have none."""
+    if not (isinstance(first, (int, float)) and isinstance(second, (int, float))) or _same(first, second):
+        return 0.0
+    share = abs(second - first) / abs(first) if first else math.inf
+    return share if math.isfinite(share) else math.inf
+
+
 def _of_digests(*runs: Mapping[int, DigestLine]) -> list[dict[str, dict[int, object]]]:
     """Return the figures of each run by name and step; a column that one of them leaves out has no tensors there, and is 0."""
     columns = sorted({name for lines in runs for line in lines.values() for name in line.digests})

@@ -6,10 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from danling.checkpoints.backends import locate
 from danling.checkpoints.ownership import stored_settings
@@ -18,12 +14,10 @@ from danling.config.imposed import MeantRun
 from danling.workspace.claim import is_in_use
 from danling.workspace.runs import Run, is_run
 
-from .parting import Comparison, compare_runs
+from .contents import Difference, differences_of, ranks_of
+from .parting import Comparison, compare_runs, largest_shares
 from .program import run_program, scratch_settings
 from .record import read_digests
-
-_NOT_COMPARED = frozenset({"runner", "format_version"})
-_NOT_COMPARED_OF_STATE = frozenset({"elastic", "attempts"})
 
 
 @dataclass(frozen=True)
@@ -48,22 +42,45 @@ class AuditResult:
     Attributes:
         start: The checkpoint that it was begun from; `None` where it was begun from scratch.
         end: The checkpoint that the end was compared with.
-        differing: Paths of what is not bitwise the same in the checkpoints, such as `model/0.weight`.
+        differences: What is not bitwise the same in the checkpoints, and by how much.
         comparison: The run beside the stretch that was trained again: settings, environments, figures.
+        shares: By how much losses and metrics differ, as a share of the stored ones: the largest of each that does.
+        ranks: How many ranks made the stored checkpoint, and the other one; `None` where it does not say.
         failed: How the program failed after the stretch, such as without a checkpoint of the run that is not there; `None` where it
             ended well.
     """
 
     start: Stored | None
     end: Stored
-    differing: Sequence[str]
+    differences: Sequence[Difference]
     comparison: Comparison
+    shares: Mapping[str, float]
+    ranks: tuple[int | None, int | None]
     failed: str | None = None
+
+    @property
+    def differing(self) -> list[str]:
+        """Paths of what is not bitwise the same in the checkpoints, such as `model/0.weight`."""
+        return [found.path for found in self.differences]
 
     @property
     def is_same(self) -> bool:
         """Whether the end is bitwise the stored one, and all figures on the way are."""
-        return not self.differing and not self.comparison.partings
+        return not self.differences and not self.comparison.partings
+
+    def is_within(self, tolerance: float) -> bool:
+        """Return whether nothing differs by more than a share of the stored value: losses, metrics, the norm of each tensor.
+
+        Samples, counters and all that has no such share must be the same. What a checkpoint holds for each rank is left out where the
+        number of ranks is another one.
+
+        Args:
+            tolerance: The share, such as 1e-5.
+        """
+        other_ranks = self.ranks[0] != self.ranks[1]
+        counting = [found.share for found in self.differences if not (other_ranks and found.is_of_ranks)]
+        same_samples = all(parting.figure != "samples" for parting in self.comparison.partings)
+        return same_samples and all(s is not None and s <= tolerance for s in (*counting, *self.shares.values()))
 
 
 class ProgramFailed(ValueError):
@@ -262,8 +279,15 @@ class Retraining:
                 "settings of the run."
             )
         stored, trained = (read_payload(_target(each.path)) for each in (self.end, reached))
-        comparison = compare_runs(Run(self.run, "stored"), Run(self.directory, "audited"))
-        return AuditResult(self.start, self.end, differing_paths(stored, trained), comparison)
+        runs = Run(self.run, "stored"), Run(self.directory, "audited")
+        return AuditResult(
+            self.start,
+            self.end,
+            differences_of(stored, trained),
+            compare_runs(*runs),
+            largest_shares(*runs),
+            (ranks_of(stored), ranks_of(trained)),
+        )
 
 
 def _has_checkpoint(run: Path) -> bool:
@@ -274,43 +298,3 @@ def _target(path: Path) -> Path:
     store, found = locate(path)
     store.verify(found, "full")
     return store.target(found)
-
-
-def differing_paths(stored: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
-    """Return the paths of what two checkpoints do not have bitwise alike, less what says by whom and how they were made.
-
-    Args:
-        stored: Contents of a checkpoint.
-        trained: Those that they are compared with.
-    """
-    return [path.lstrip("/") for path in _differences(_compared(stored), _compared(trained), "")]
-
-
-def _compared(payload: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in payload.items() if name not in _NOT_COMPARED}
-    state = kept.get("state")
-    if isinstance(state, Mapping):
-        kept["state"] = {name: value for name, value in state.items() if name not in _NOT_COMPARED_OF_STATE}
-    return kept
-
-
-def _differences(first: Any, second: Any, path: str) -> list[str]:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return [] if _same_bits(first, second) else [path]
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        keys = [*first, *(key for key in second if key not in first)]
-        missing = [f"{path}/{key}" for key in keys if key not in first or key not in second]
-        both = [key for key in keys if key in first and key in second]
-        return missing + [found for key in both for found in _differences(first[key], second[key], f"{path}/{key}")]
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
-        return [found for i, (a, b) in enumerate(zip(first, second)) for found in _differences(a, b, f"{path}/{i}")]
-    return [] if first == second or (first != first and second != second) else [path]
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    # Zeros of two signs are equal, and NaNs are not.
-    return torch.equal(
-        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
-    )

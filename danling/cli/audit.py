@@ -4,7 +4,7 @@ The program is started as it is, with DANLING_SETTINGS in its environment, which
 scratch directory to the update TO. Nothing is written into the run. No code is taken from a checkpoint.
 
 Ends with 0 if the end is bitwise the stored one and all figures on the way are, with 1 if not, with 2 if the program failed before
-it came there.
+it came there. With --tolerance it ends with 0 if nothing differs by more than this share, as on another number of processes.
 
 Example: danling audit experiments/lin/run:1000..2000 -- torchrun --nproc-per-node 2 train.py
 """
@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
     )
     parser.add_argument("--timeout", type=float, help="seconds that the program may take")
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        help="accept differences of at most this share of the stored value: of losses, metrics, and the norm of each tensor",
+    )
     add_json(parser)
     parser.epilog = "Behind `--` stands the program that trained the run, as you start it."
 
@@ -42,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
         scratch = options.scratch or Path(temporary)
         found = audit_run(place, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
     first = 0 if found.start is None else found.start.step
+    tolerance = options.tolerance
+    is_accepted = found.is_same if tolerance is None else found.is_within(tolerance)
     if options.json:
         partings = [
             {"figure": p.figure, "what": p.what, "step": p.step, "values": p.values} for p in found.comparison.partings
@@ -50,20 +57,25 @@ def run(options: argparse.Namespace) -> int:
             "from": first,
             "to": found.end.step,
             "same": found.is_same,
+            "accepted": is_accepted,
             "failed": found.failed,
+            "ranks": found.ranks,
             "differing": found.differing,
+            "shares": {each.path: each.share for each in found.differences} | dict(found.shares),
             "partings": partings,
         }
         print_json({**facts, "environment": found.comparison.environment, "settings": found.comparison.settings})
     else:
         show(found, first)
+        if not found.is_same:
+            show_shares(found, tolerance, is_accepted=is_accepted)
     if found.failed is not None and not options.json:
         last = found.failed.strip().rpartition("\n")[2]
         print(
             f"The program failed after this stretch, which is not compared: {last} A checkpoint that the stretch does not make may be "
             "missing there; --scratch keeps what it printed."
         )
-    return OK if found.is_same else DAMAGED
+    return OK if is_accepted else DAMAGED
 
 
 def show(found: object, first: int) -> None:
@@ -87,6 +99,36 @@ def show(found: object, first: int) -> None:
     show_partings(found.comparison.partings, names=names)
     print()
     show_environment(found.comparison, names=names)
+
+
+def show_shares(found: object, tolerance: float | None, *, is_accepted: bool) -> None:
+    """Print by how much the stretch differs, and whether that is accepted."""
+    from danling.audit.rerun import AuditResult
+
+    assert isinstance(found, AuditResult)
+    entries = {each.path: each.share for each in found.differences if each.share is not None}
+    for what, of, shares in (("entries", "norm", entries), ("figures", "value", found.shares)):
+        if shares:
+            name = max(shares, key=lambda name: shares[name])
+            print(f"{len(shares)} {what} differ by at most {shares[name]:.1e} of their {of} ({name})")
+    before, now = found.ranks
+    if before != now:
+        print(
+            f"Processes: {before} stored, {now} here. They add up samples in another order, so that the end is not promised to be bitwise "
+            "the same; see --tolerance."
+        )
+    if tolerance is not None:
+        print(f"{'Accepted' if is_accepted else 'Not accepted'} with a tolerance of {tolerance:g}.")
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to below 1, such as 1e-5; received {text!r}")
+    return value
 
 
 def stretch(text: str) -> tuple[Path, int | None, int | None]:

@@ -12,11 +12,14 @@ import pytest
 import torch
 from support.warm import interpreter
 
-from danling.audit.rerun import Stored, differing_paths, stretch_of
+from danling.audit.contents import Difference, differences_of
+from danling.audit.parting import largest_shares
+from danling.audit.rerun import Stored, stretch_of
 from danling.audit.until import Until
 from danling.cli.audit import stretch
 from danling.cli.main import main
 from danling.utils.locks import FileLock
+from danling.workspace.runs import Run
 
 PROGRAM = """
 import os, sys
@@ -29,7 +32,7 @@ class Program(dl.Runner):
     def __init__(self, config):
         super().__init__(config)
         points = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0 if "GLOBAL" in os.environ else 0.2), nn.Linear(8, 3))
         self.criterion = nn.CrossEntropyLoss()
         target = points[:, :3].argmax(1)
         self.datasets = {"train": TensorDataset(points, target), "val": TensorDataset(points[:9], target[:9])}
@@ -42,7 +45,8 @@ class Program(dl.Runner):
 budget = {"epochs": 3} if "epochs" in sys.argv else {"steps": 12}
 interval = 1 if "epochs" in sys.argv else 4
 with Program({"dir": sys.argv[1], "seed": 5, **budget, "checkpoint.interval": interval, "log_interval": 1,
-              "dataloader": {"batch_size": 8, "num_workers": int(os.environ.get("WORKERS", 0))},
+              "dataloader": {"global_batch_size" if "GLOBAL" in os.environ else "batch_size": 8,
+                             "num_workers": int(os.environ.get("WORKERS", 0))},
               "audit.digest_interval": 1, "optim": {"type": "adamw", "lr": float(os.environ.get("RATE", 0.01))}}) as runner:
     runner.train()
     if "AFTERWARDS" in os.environ:
@@ -292,8 +296,61 @@ def test_differences_are_those_of_bits() -> None:
         "model": {"a": -torch.zeros(2), "b": torch.tensor([float("nan")])},
         "state": {"elastic": 2, "x": [1, 3]},
     }
-    assert differing_paths(first, first) == [] and differing_paths(first, second) == ["model/a", "state/x/1"]
-    assert differing_paths({"model": {}}, {"model": {}, "ema": {}}) == ["ema"]
+    assert differences_of(first, first) == []
+    assert [found.path for found in differences_of(first, second)] == ["model/a", "state/x/1"]
+    assert differences_of({"model": {}}, {"model": {}, "ema": {}}) == [Difference("ema", None)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "share"),
+    [
+        (torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.1),
+        (torch.tensor([3.0, 4.0]).half(), torch.tensor([3.0, 4.0]), 0.0),
+        (torch.zeros(2), -torch.zeros(2), 0.0),
+        (torch.zeros(2), torch.ones(2), float("inf")),
+        (torch.tensor([1j]), torch.tensor([1.0 + 0j]), 2**0.5),
+        (torch.zeros(2), torch.zeros(3), None),
+        (torch.arange(2), torch.arange(2) + 1, None),
+        (2.0, 3.0, 0.5),
+        (2, 3, None),
+        ("a", "b", None),
+    ],
+)
+def test_by_how_much_entries_differ(first: object, second: object, share: float | None) -> None:
+    (found,) = differences_of({"model": {"a": first}}, {"model": {"a": second}})
+    assert found.path == "model/a" and found.share == (share if share is None else pytest.approx(share))
+
+
+def test_figures_differ_by_the_largest_share_of_any_step(tmp_path: Path) -> None:
+    lines = {"a": [(1, 2.0, 1.0), (2, 4.0, None)], "b": [(1, 2.0, 1.5), (2, 3.0, None)]}
+    for name, points in lines.items():
+        (tmp_path / name).mkdir()
+        records = ({"step": step, "train/loss": loss, "val/acc": acc} for step, loss, acc in points)
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    runs = [Run(tmp_path / name, name) for name in lines]
+    assert largest_shares(*runs) == {"train/loss": 0.25, "val/acc": 0.5}
+    assert largest_shares(runs[0], runs[0]) == {}
+
+
+def test_another_number_of_processes_is_within_a_tolerance_and_a_disturbed_update_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOBAL", "1")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "global"]
+    subprocess.run([interpreter(), "train.py", "global"], check=True, capture_output=True)
+    assert main(["audit", "global", "--tolerance", "1e-5", "--", interpreter(), *words]) == 0
+    said = capsys.readouterr().out
+    assert "not the same as" in said and "Accepted with a tolerance of 1e-05." in said
+    assert "Processes: 1 stored, 2 here." in said and "of their norm (" in said
+    monkeypatch.setenv("DISTURB", "10")
+    program = [interpreter(), "train.py", "global"]
+    assert main(["audit", "global", "--tolerance", "1e-5", "--json", "--", *program]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["accepted"] and facts["ranks"] == [1, 1] and facts["shares"]["grad_norm"] > 1e-3
+    assert main(["audit", "global", "--tolerance", "0.5", "--", *program]) == 0
+    with pytest.raises(SystemExit):
+        main(["audit", "global", "--tolerance", "-1", "--", interpreter(), *words])
+    assert "expected a share from 0 to below 1" in capsys.readouterr().err
 
 
 class Session:
