@@ -42,6 +42,16 @@ def scratch_settings(directory: Path) -> dict[str, object]:
     }
 
 
+def settings_of_others(root: Path) -> dict[str, object]:
+    """Return the settings by which runs of a program that are not looked at train below a directory, and write nowhere else.
+
+    Args:
+        root: The directory, in which each of them has one of its own.
+    """
+    named = {"dir": None, "checkpoint_dir": None, "workspace_root": os.fspath(root.absolute())}
+    return {**scratch_settings(root), **named}
+
+
 @dataclass(frozen=True)
 class ProgramEnd:
     """How a program ended.

@@ -16,7 +16,7 @@ from danling.workspace.runs import Run, is_run
 
 from .contents import Difference, differences_of, ranks_of
 from .parting import Comparison, compare_runs, largest_shares
-from .program import run_program, scratch_settings
+from .program import run_program, scratch_settings, settings_of_others
 from .record import read_digests
 
 
@@ -245,11 +245,12 @@ class Retraining:
         }
         if of_run.config.get("seed") is not None:
             settings["seed"] = of_run.config["seed"]
-        lineage, named = of_run.config.get("lineage"), of_run.config.get("dir")
         kept = stored_settings(last.path.parent)
-        others = {**scratch_settings(directory), "dir": None, "checkpoint_dir": None}
-        others["workspace_root"] = os.fspath(directory.with_name("others"))
-        meant = MeantRun(lineage or "", named, kept[0] if kept is not None else {}, others)
+        meant = MeantRun(
+            {key: of_run.config.get(key) for key in ("lineage", "dir")},
+            kept[0] if kept is not None else None,
+            settings_of_others(directory.with_name("others")),
+        )
         return cls(run, directory, first, last, settings, meant)
 
     def others(self) -> str:

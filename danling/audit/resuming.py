@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from danling.config.imposed import MeantRun
+
 from .parting import Parting, compare_digests
-from .program import ProgramEnd, end_program, kill_program, scratch_settings, start_program
+from .program import ProgramEnd, end_program, kill_program, scratch_settings, settings_of_others, start_program
 from .record import DigestLine, read_digests
 
 Found = tuple[str, str, str]
@@ -35,8 +37,8 @@ _BEGINNING = (
     "threads see danling doctor --determinism"
 )
 _FAILS = (
-    "Mend that first. It has to come through when it is started again where it was before; and of several runs that it makes the first one "
-    "is looked at, which has to be long enough, since all of them would train in one directory."
+    "Mend that first. It has to come through when it is started again where it was before. Where it makes several runs, name the lineage "
+    "of the one that is looked at, by --lineage: all of them would train in one directory."
 )
 _LONGER_SECONDS = 3.0
 
@@ -56,13 +58,17 @@ class ResumeCheck:
         place: An empty directory to train in.
         updates: Updates from the beginning to the stop, from there to the kill, and from there to the end.
         timeout: Seconds that each start may take until it is where it is awaited.
+        lineage: Of several runs that the program makes, that of the one that is looked at; `None` where it makes one.
     """
 
-    def __init__(self, command: Sequence[str], place: Path, *, updates: int, timeout: float) -> None:
+    def __init__(
+        self, command: Sequence[str], place: Path, *, updates: int, timeout: float, lineage: str | None = None
+    ) -> None:
         self.command = command
         self.place = place
         self.updates = updates
         self.timeout = timeout
+        self.lineage = lineage
         self._log = place / "output.log"
 
     def examine(self) -> Iterator[Found]:
@@ -100,7 +106,7 @@ class ResumeCheck:
     def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
         """Train until a run has so many updates, for so many seconds from the first one on; leave it so and return how many it has then."""
         settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
-        process = start_program(self.command, settings, log=self._log)
+        process = start_program(self.command, settings, log=self._log, environment=self._meant(run))
         begin, first = time.monotonic(), None
         try:
             while True:
@@ -122,6 +128,13 @@ class ResumeCheck:
         finally:
             end_program(process)
 
+    def _meant(self, run: Path) -> dict[str, str]:
+        """Return the variables that say which run is looked at. The others go on where they were, as they would."""
+        if self.lineage is None:
+            return {}
+        others = {**settings_of_others(run.with_name(f"others-of-{run.name}")), "auto_resume": True}
+        return MeantRun({"lineage": self.lineage}, None, others).write(self.place / f"{run.name}.json")
+
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -136,6 +149,9 @@ class ResumeCheck:
     def _failed(self, received: str) -> ScriptFailed:
         tail = ProgramEnd(None, self._log).tail.strip()
         fails = "exit code" in received and not received.startswith("exit code 0")
+        made = sorted({path.name for path in self.place.glob("others-of-*/*")})
+        if made:
+            received = f"{received} of lineage {self.lineage!r}, beside runs of {', '.join(made)}"
         return ScriptFailed(
             f"Expected a program that trains a runner for at least {4 * self.updates} updates, and can be stopped on its way. Received: "
             f"{received}; the end of what it printed:\n{tail}\n{_FAILS if fails else 'Give it more to do, or set --updates.'}"

@@ -110,6 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="with --script: updates up to the stop, the kill and the end (default: 8)",
     )
+    parser.add_argument(
+        "--lineage",
+        help="with --script: of several runs that the program makes, the one of this lineage (default: any)",
+    )
     add_json(parser)
 
 
@@ -151,7 +155,7 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
     if options.remote is not None:
         return _examine_store(options.remote)
     if options.script:
-        return _examine_script(options.program, options.updates, options.timeout)
+        return _examine_script(options.program, options.updates, options.timeout, options.lineage)
     if options.program:
         raise ValueError(
             f"Expected --script before a program. Received: {' '.join(options.program)!r} without it. "
@@ -190,12 +194,13 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
         yield from (Check(*found) for found in examine_pairs(timeout))
 
 
-def _examine_script(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
+def _examine_script(program: Sequence[str], updates: int, timeout: float, lineage: str | None) -> Iterator[Check]:
     """Stop, kill and resume a program of the user's, in a directory that is removed."""
     from danling.audit.resuming import ResumeCheck  # torch
 
     with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
-        for found in ResumeCheck(program, Path(folder), updates=updates, timeout=timeout).examine():
+        check = ResumeCheck(program, Path(folder), updates=updates, timeout=timeout, lineage=lineage)
+        for found in check.examine():
             yield Check(*found)
 
 

@@ -36,15 +36,13 @@ class MeantRun:
     """Which of the runs that a program makes the settings are meant for: the one that has this name, or these settings.
 
     Attributes:
-        lineage: Its lineage.
-        dir: The directory that its settings name; `None` where they name none.
-        settings: Its settings, as plain values.
+        names: What names it, such as its `lineage`; `None` stands for what its settings leave out.
+        settings: Its settings, as plain values; `None` where they are not known.
         others: Settings by dotted key that other runs of the program get.
     """
 
-    lineage: str
-    dir: str | None
-    settings: Mapping[str, Any]
+    names: Mapping[str, object]
+    settings: Mapping[str, Any] | None
     others: Mapping[str, object]
 
     def is_meant(self, config: RunnerConfig) -> bool:
@@ -56,8 +54,8 @@ class MeantRun:
         Args:
             config: The configuration.
         """
-        is_named = (config.lineage, config.get("dir", None)) == (self.lineage, self.dir)
-        return is_named or not config.differences(self.settings)
+        is_named = all(config.get(key, None) == value for key, value in self.names.items())
+        return is_named or (self.settings is not None and not config.differences(self.settings))
 
     def write(self, file: Path) -> dict[str, str]:
         """Write this to a file, and return the environment variable by which a program finds it.

@@ -62,10 +62,12 @@ def test_the_run_that_is_meant_is_told_by_its_name_or_its_settings(
     lineage: str, place: str | None, lr: float, is_meant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = dl.RunnerConfig(lineage="a", steps=3, optim={"type": "sgd", "lr": 0.1})
-    meant = MeantRun("a", None, stored.plain(), others={"steps": 5})
+    meant = MeantRun({"lineage": "a", "dir": None}, stored.plain(), others={"steps": 5})
     for name, value in {**imposing({"steps": 9}), **meant.write(tmp_path / "new" / "meant.json")}.items():
         monkeypatch.setenv(name, value)
     config = dl.RunnerConfig(lineage=lineage, dir=place, steps=3, optim={"type": "sgd", "lr": lr})
+    by_lineage = MeantRun({"lineage": "a"}, None, others={})
+    assert by_lineage.is_meant(config) == (lineage == "a")
     impose(config)
     assert config.steps == (9 if is_meant else 5)
 
@@ -74,7 +76,7 @@ def test_behind_the_run_that_is_meant_the_program_ends(tmp_path: Path, monkeypat
     monkeypatch.setattr(imposed_settings, "_has_ended", False)
     end_after()
     impose(dl.RunnerConfig())
-    meant = MeantRun("a", None, {}, others={})
+    meant = MeantRun({"lineage": "a"}, None, others={})
     for name, value in meant.write(tmp_path / "meant.json").items():
         monkeypatch.setenv(name, value)
     impose(dl.RunnerConfig())
