@@ -10,7 +10,7 @@ from danling.config.updates import is_update_key
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
 _SETTINGS = "runner"
 """Component of the stored configuration, which is never loaded, only compared with that of the run."""
-_SECTIONS = {"optimizer": "optim", "dataloaders": "dataloader"}
+_SECTIONS = {"optimizer": "optim"}
 """Sections of the configuration that make a component, where they have another name."""
 
 
@@ -54,7 +54,8 @@ class ExcludedFromLoading:
         """Return the entries that do not count for a checkpoint, since they did when its run began, and it has trained the parts since.
 
         A new head, say, is left out of the checkpoint that a run is finetuned from, and belongs to the checkpoints of the run itself.
-        `optimizer.param_groups` always counts: it takes the options of the program, and leaves out nothing that was trained.
+        `dataloaders` and `optimizer.param_groups` always count: they take the data and the options of the program as these are at each
+        start, and leave out nothing that was trained.
 
         Args:
             before: What the run of the checkpoint has left out.
@@ -64,9 +65,10 @@ class ExcludedFromLoading:
         return [
             entry
             for entry, (name, dot, rest) in named.items()
-            if before.leaves_out(f"{name}{dot}{rest}")
-            and _SECTIONS.get(name, name) not in changed
+            if name != "dataloaders"
             and entry != "optimizer.param_groups"
+            and before.leaves_out(f"{name}{dot}{rest}")
+            and _SECTIONS.get(name, name) not in changed
         ]
 
     def without(self, entries: Collection[str]) -> ExcludedFromLoading:

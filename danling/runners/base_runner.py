@@ -69,7 +69,7 @@ from danling.training.run_state import (
     check_given,
     check_payload,
     in_order,
-    say_loaded_since,
+    say_left_out,
 )
 from danling.training.saving import RunSaver
 from danling.utils.tensors import default_dtype, dtype_of
@@ -1058,7 +1058,7 @@ class BaseRunner(metaclass=MetaRunner):
         if self._streams.seed_is_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
         with self._loading(payload) as loaded_since:
-            say_loaded_since(loaded_since)
+            say_left_out(self.run_state.excluded, loaded_since)
             self._restorer().check(payload)
             self.load_state_dict(payload)
             if source is not None:

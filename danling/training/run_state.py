@@ -317,18 +317,21 @@ def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) ->
         )
 
 
-def say_loaded_since(entries: Collection[str]) -> None:
-    """Log which entries of `checkpoint.exclude_from_loading` do not count for a checkpoint; see `RunState.loading`.
+def say_left_out(excluded: ExcludedFromLoading, loaded_since: Collection[str]) -> None:
+    """Log what is left out of what is loaded, and which entries of `checkpoint.exclude_from_loading` do not count; see `RunState.loading`.
 
     Args:
-        entries: They are, as they were written.
+        excluded: What is left out.
+        loaded_since: The entries that do not count, as they were written.
     """
-    if entries:
+    if loaded_since:
         logger.info(
             "%s is loaded: the run of this checkpoint left it out when it began, as checkpoint.exclude_from_loading asks for, and has "
             "saved its own since. With `pretrained` the weights of a checkpoint are loaded without it.",
-            ", ".join(entries),
+            ", ".join(loaded_since),
         )
+    if excluded.entries:
+        logger.info("Left out, as checkpoint.exclude_from_loading asks for: %s.", ", ".join(excluded.entries))
 
 
 def warn_of_compilation(differences: Sequence[str]) -> None:
