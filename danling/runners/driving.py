@@ -196,6 +196,7 @@ class TrainingDriver:
         if not runner.model.training:
             runner.model.train()
         enter_training(runner.optimizer)
+        self.parts.saved.watch_unsaved()
         if update.audit is not None:
             update.audit.begin()
         if self.parts.audits.recorder is not None:
