@@ -303,9 +303,11 @@ class HangWatch:
             self._raise(alarm)
         if now < since + grace:
             return
-        self._asked = None
         notes = self._notes()
         signs = {rank: note if note != before[rank] or rank == self._rank else None for rank, note in notes.items()}
+        if None in signs.values() and now < since + 2 * grace:
+            return  # on a busy machine the thread of a rank may get no turn for some seconds
+        self._asked = None
         if alarm == WARNING and self._is_excused(signs, now):
             return
         self._said = alarm
