@@ -14,6 +14,8 @@ _NOT_COMPARED_OF_STATE = frozenset({"elastic", "attempts"})
 _OF_RANKS = ("state/rng", "state/train/weight_reference")
 """What a checkpoint holds for each rank, so that it is another one where the number of ranks is."""
 
+_OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -32,6 +34,12 @@ class Difference:
     def is_of_ranks(self) -> bool:
         """Whether it is another one where the number of ranks is."""
         return f"{self.path}/".startswith(tuple(f"{name}/" for name in _OF_RANKS))
+
+    @property
+    def is_of_implementation(self) -> bool:
+        """Whether it says how an optimizer computes and calls its parameters, which each layout does in its own way."""
+        parts = self.path.split("/")
+        return parts[:2] == ["optimizer", "param_groups"] and bool(_OF_IMPLEMENTATION.intersection(parts[2:]))
 
 
 def differences_of(stored: Mapping[str, Any], trained: Mapping[str, Any]) -> list[Difference]:
@@ -94,7 +102,12 @@ def _found(first: Any, second: Any, path: str) -> Iterator[tuple[str, float | No
             yield from _found(*pair, f"{path}/{number}")
     elif not (first == second or (first != first and second != second)):
         is_measured = isinstance(first, float) and isinstance(second, (int, float))
-        yield path, share_of(torch.tensor(first), torch.tensor(float(second))) if is_measured else None
+        yield (
+            path,
+            share_of(*(torch.tensor(float(each), dtype=torch.float64) for each in (first, second)))
+            if is_measured
+            else None,
+        )
 
 
 def _has_fractions(tensor: Tensor) -> bool:

@@ -22,6 +22,10 @@ from danling.config.imposed import imposing
 
 _TAIL_BYTES = 8192
 _SECONDS_TO_END = 15.0
+_NO_TRACKERS: dict[str, object] = dict.fromkeys(
+    ("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False
+)
+_NOWHERE_ELSE: dict[str, object] = {"checkpoint.remote.url": None, **_NO_TRACKERS}
 
 
 def scratch_settings(directory: Path) -> dict[str, object]:
@@ -37,19 +41,21 @@ def scratch_settings(directory: Path) -> dict[str, object]:
         "auto_resume": False,
         "resume": None,
         "checkpoint.load_only": False,
-        "checkpoint.remote.url": None,
-        **dict.fromkeys(("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False),
+        **_NOWHERE_ELSE,
     }
 
 
-def settings_of_others(root: Path) -> dict[str, object]:
-    """Return the settings by which runs of a program that are not looked at train below a directory, and write nowhere else.
+def settings_of_others(root: Path) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the settings by which runs of a program that are not looked at write nowhere but below a directory.
 
     Args:
         root: The directory, in which each of them has one of its own.
+
+    Returns:
+        The settings of those that train, and of those that only look at a run (`checkpoint.load_only`), which read what they always do.
     """
-    named = {"dir": None, "checkpoint_dir": None, "workspace_root": os.fspath(root.absolute())}
-    return {**scratch_settings(root), **named}
+    named = {"dir": None, "checkpoint_dir": None, "log_file": None, "workspace_root": os.fspath(root.absolute())}
+    return {**named, **_NOWHERE_ELSE}, {"log_file": os.fspath(root.absolute().with_suffix(".log")), **_NO_TRACKERS}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from danling.checkpoints.backends import locate
-from danling.checkpoints.ownership import stored_settings
 from danling.checkpoints.reading import read_payload
 from danling.config.imposed import MeantRun
 from danling.workspace.claim import is_in_use
@@ -72,15 +71,28 @@ class AuditResult:
         """Return whether nothing differs by more than a share of the stored value: losses, metrics, the norm of each tensor.
 
         Samples, counters and all that has no such share must be the same. What a checkpoint holds for each rank is left out where the
-        number of ranks is another one.
+        number of ranks is another one, and how an optimizer computes and names its parameters always is.
+
+        Args:
+            tolerance: The share, such as 1e-5.
+        """
+        return not self.beyond(tolerance)
+
+    def beyond(self, tolerance: float) -> list[str]:
+        """Return what keeps the stretch from being within a tolerance: entries, losses and metrics; see `is_within`.
 
         Args:
             tolerance: The share, such as 1e-5.
         """
         other_ranks = self.ranks[0] != self.ranks[1]
-        counting = [found.share for found in self.differences if not (other_ranks and found.is_of_ranks)]
-        same_samples = all(parting.figure != "samples" for parting in self.comparison.partings)
-        return same_samples and all(s is not None and s <= tolerance for s in (*counting, *self.shares.values()))
+        shares: dict[str, float | None] = {
+            found.path: found.share
+            for found in self.differences
+            if not (found.is_of_implementation or (other_ranks and found.is_of_ranks))
+        }
+        shares |= self.shares
+        samples = [parting.figure for parting in self.comparison.partings if parting.figure == "samples"]
+        return samples + [name for name, share in shares.items() if share is None or not share <= tolerance]
 
 
 class ProgramFailed(ValueError):
@@ -245,11 +257,10 @@ class Retraining:
         }
         if of_run.config.get("seed") is not None:
             settings["seed"] = of_run.config["seed"]
-        kept = stored_settings(last.path.parent)
         meant = MeantRun(
             {key: of_run.config.get(key) for key in ("lineage", "dir")},
-            kept[0] if kept is not None else None,
-            settings_of_others(directory.with_name("others")),
+            os.path.abspath(run),
+            *settings_of_others(directory.with_name("others")),
         )
         return cls(run, directory, first, last, settings, meant)
 
@@ -258,7 +269,7 @@ class Retraining:
         made = sorted(path.name for path in self.directory.with_name("others").glob("*"))
         if not made:
             return ""
-        return f"Its runs {', '.join(made)} are not the one that is meant: they have another lineage or directory, and other settings. "
+        return f"Its runs {', '.join(made)} are not the one that is meant: they have another lineage or directory. "
 
     @property
     def reached(self) -> Stored | None:

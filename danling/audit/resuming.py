@@ -132,8 +132,9 @@ class ResumeCheck:
         """Return the variables that say which run is looked at. The others go on where they were, as they would."""
         if self.lineage is None:
             return {}
-        others = {**settings_of_others(run.with_name(f"others-of-{run.name}")), "auto_resume": True}
-        return MeantRun({"lineage": self.lineage}, None, others).write(self.place / f"{run.name}.json")
+        others, looks = settings_of_others(run.with_name(f"others-of-{run.name}"))
+        named = {"lineage": self.lineage}
+        return MeantRun(named, None, {**others, "auto_resume": True}, looks).write(self.place / f"{run.name}.json")
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGTERM)

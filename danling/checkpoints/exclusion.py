@@ -10,8 +10,13 @@ from danling.config.updates import is_update_key
 _ALIASES = {"data_loader": "dataloaders", "dataloader": "dataloaders", "lr_scheduler": "scheduler"}
 _SETTINGS = "runner"
 """Component of the stored configuration, which is never loaded, only compared with that of the run."""
-_SECTIONS = {"optimizer": "optim"}
-"""Sections of the configuration that make a component, where they have another name."""
+_MADE_OF: dict[str, frozenset[str]] = {
+    "optimizer": frozenset({"optim"}),
+    "scheduler": frozenset({"scheduler", "optim", "steps", "epochs"}),
+}
+"""Settings of which a component is made, where they are not a section of its name."""
+USERS_OWN = "users' own"
+"""Stands, among the sections that are others now, for any of the user's own: every component may be made of it."""
 
 
 class ExcludedFromLoading:
@@ -59,8 +64,10 @@ class ExcludedFromLoading:
 
         Args:
             before: What the run of the checkpoint has left out.
-            changed: Sections of the configuration that are others now; what is made of them may have to be left out once more.
+            changed: Sections of the configuration that are others now, and `USERS_OWN`; what is made of them is left out once more.
         """
+        if USERS_OWN in changed:
+            return []
         named = {entry: _canonical(entry) for entry in self.entries}
         return [
             entry
@@ -68,7 +75,7 @@ class ExcludedFromLoading:
             if name != "dataloaders"
             and entry != "optimizer.param_groups"
             and before.leaves_out(f"{name}{dot}{rest}")
-            and _SECTIONS.get(name, name) not in changed
+            and not _MADE_OF.get(name, frozenset({name})).intersection(changed)
         ]
 
     def without(self, entries: Collection[str]) -> ExcludedFromLoading:

@@ -118,7 +118,9 @@ def show_shares(found: object, tolerance: float | None, *, is_accepted: bool) ->
             "the same; see --tolerance."
         )
     if tolerance is not None:
-        print(f"{'Accepted' if is_accepted else 'Not accepted'} with a tolerance of {tolerance:g}.")
+        names = found.beyond(tolerance)
+        beyond = f": {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+        print(f"{'Accepted' if is_accepted else 'Not accepted'} with a tolerance of {tolerance:g}{beyond}.")
 
 
 def _tolerance(text: str) -> float:

@@ -33,29 +33,32 @@ _has_ended = False
 
 @dataclass(frozen=True)
 class MeantRun:
-    """Which of the runs that a program makes the settings are meant for: the one that has this name, or these settings.
+    """Which of the runs that a program makes the settings are meant for: the one that has these names.
 
     Attributes:
         names: What names it, such as its `lineage`; `None` stands for what its settings leave out.
-        settings: Its settings, as plain values; `None` where they are not known.
+        place: Its directory, which its settings may name in another way; `None` where it has none yet.
         others: Settings by dotted key that other runs of the program get.
+        looks: Those that they get where they only look at a run, which stays where it is.
     """
 
     names: Mapping[str, object]
-    settings: Mapping[str, Any] | None
+    place: str | None
     others: Mapping[str, object]
+    looks: Mapping[str, object]
 
     def is_meant(self, config: RunnerConfig) -> bool:
         """Return whether a configuration is that of the run.
 
-        A run that has kept its name may have other settings now, which is for its resume to judge; one of another name is another run,
-        unless nothing else has changed.
+        Its other settings are not asked: a run that has kept its names may have others now, which is for its resume to judge.
 
         Args:
             config: The configuration.
         """
-        is_named = all(config.get(key, None) == value for key, value in self.names.items())
-        return is_named or (self.settings is not None and not config.differences(self.settings))
+        return all(self._is_named(key, value, config.get(key, None)) for key, value in self.names.items())
+
+    def _is_named(self, key: str, value: object, now: object) -> bool:
+        return now == value or (key == "dir" and isinstance(now, str) and os.path.abspath(now) == self.place)
 
     def write(self, file: Path) -> dict[str, str]:
         """Write this to a file, and return the environment variable by which a program finds it.
@@ -117,7 +120,7 @@ def impose(config: RunnerConfig) -> None:
         )
         raise SystemExit(0)
     if meant is not None and not meant.is_meant(config):
-        settings = dict(meant.others)
+        settings = dict(meant.looks if config.checkpoint.load_only else meant.others)
     for key, value in settings.items():
         config.set(key, value)
     if settings:

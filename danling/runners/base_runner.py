@@ -65,6 +65,7 @@ from danling.training.restoring import RunRestorer, best_left_behind
 from danling.training.run_state import (
     RunState,
     StatePart,
+    changed_sections,
     check_complete,
     check_given,
     check_payload,
@@ -1058,7 +1059,7 @@ class BaseRunner(metaclass=MetaRunner):
         if self._streams.seed_is_drawn and stored.get("seed") is not None:
             self.config.seed = self.seed = int(stored["seed"])
         with self._loading(payload) as loaded_since:
-            say_left_out(self.run_state.excluded, loaded_since)
+            say_left_out(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
             self._restorer().check(payload)
             self.load_state_dict(payload)
             if source is not None:
@@ -1081,7 +1082,15 @@ class BaseRunner(metaclass=MetaRunner):
                 self.saver.note_loaded()
 
     def _loading(self, payload: Mapping[str, Any]) -> AbstractContextManager[Collection[str]]:
-        return self.run_state.loading(payload, lambda: self.config_differences(payload))
+        return self.run_state.loading(
+            payload,
+            lambda: changed_sections(
+                self.config_differences(payload),
+                payload.get("runner", {}),
+                self.config.plain(),
+                self.config.completed({}).keys(),
+            ),
+        )
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, counters, and the random streams last.

@@ -23,7 +23,10 @@ logger = logging.getLogger("danling")
 _COMPONENTS = frozenset(
     {"model", "criterion", "optimizer", "scheduler", "ema", "metrics", "meters", "datasets", "dataloaders"}
 )
-_HOOKS_OF_STATE = ("state_dict", "component_parts", "progress_parts", "component_states")
+_HOOKS_OF_STATE = (
+    *("state_dict", "component_parts", "progress_parts", "component_states"),
+    *("save_checkpoint", "load_checkpoint", "load_components"),
+)
 
 
 class SavedParts:
@@ -38,6 +41,7 @@ class SavedParts:
         self.runner = runner
         self._parts = parts
         self._has_named = False
+        self._saves = 0
 
     def check_saving(self) -> None:
         """Refuse to leave frozen weights out of checkpoints where what writes them cannot.
@@ -79,7 +83,9 @@ class SavedParts:
         )
 
     def _name_unsaved(self) -> None:
-        names = [] if self._has_named else self._unsaved.changed()
+        # At the first save, the second, the fourth, ...: what has not changed for long is not asked each time.
+        self._saves += 1
+        names = self._unsaved.changed() if not self._has_named and self._saves & (self._saves - 1) == 0 else []
         if names:
             self._has_named = True
             logger.warning("%s", unsaved_warning(names))

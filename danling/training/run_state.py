@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from danling.checkpoints.errors import CheckpointMismatch
-from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
 
 logger = logging.getLogger("danling")
 
@@ -155,14 +155,12 @@ class RunState:
         return ExcludedFromLoading(self._excluded()).without(self._loaded_since)
 
     @contextmanager
-    def loading(
-        self, payload: Mapping[str, Any], differences: Callable[[], Iterable[str]]
-    ) -> Iterator[Collection[str]]:
+    def loading(self, payload: Mapping[str, Any], changed: Callable[[], Collection[str]]) -> Iterator[Collection[str]]:
         """Within the context leave out of what is loaded only what the run of a checkpoint has not left out itself, when it began.
 
         Args:
             payload: Of the checkpoint.
-            differences: Returns how its configuration differs from that of this run, in lines that begin with a dotted key.
+            changed: Returns the sections of its configuration that are others in this run; see `changed_sections`.
 
         Yields:
             The entries of `checkpoint.exclude_from_loading` that do not count.
@@ -171,8 +169,7 @@ class RunState:
         before = ExcludedFromLoading(stored.get("exclude_from_loading"))
         outer = self._loaded_since
         if before.entries and self.excluded.entries:
-            changed = {line.partition(":")[0].partition(".")[0] for line in differences()}
-            self._loaded_since = ExcludedFromLoading(self._excluded()).loaded_since(before, changed)
+            self._loaded_since = ExcludedFromLoading(self._excluded()).loaded_since(before, changed())
         try:
             yield self._loaded_since
         finally:
@@ -317,15 +314,34 @@ def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) ->
         )
 
 
-def say_left_out(excluded: ExcludedFromLoading, loaded_since: Collection[str]) -> None:
+def changed_sections(
+    differences: Iterable[str], stored: Mapping[str, object], now: Mapping[str, object], usual: Collection[str]
+) -> set[str]:
+    """Return the sections in which the configuration of a checkpoint is another one, budgets too, and `USERS_OWN` for any of the user's.
+
+    Args:
+        differences: Lines that begin with a dotted key.
+        stored: The configuration of the checkpoint, as plain values.
+        now: That of this run.
+        usual: The library's own sections.
+    """
+    found = {line.partition(":")[0].partition(".")[0] for line in differences}
+    found |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
+    is_users = any(name in {*stored, *now} and name not in usual for name in found)
+    return found | ({USERS_OWN} if is_users else set())
+
+
+def say_left_out(excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool) -> None:
     """Log what is left out of what is loaded, and which entries of `checkpoint.exclude_from_loading` do not count; see `RunState.loading`.
 
     Args:
         excluded: What is left out.
         loaded_since: The entries that do not count, as they were written.
+        was_named: Whether the program has named the checkpoint, rather than that it was found: then it may have meant them to count.
     """
     if loaded_since:
-        logger.info(
+        logger.log(
+            logging.WARNING if was_named else logging.INFO,
             "%s is loaded: the run of this checkpoint left it out when it began, as checkpoint.exclude_from_loading asks for, and has "
             "saved its own since. With `pretrained` the weights of a checkpoint are loaded without it.",
             ", ".join(loaded_since),

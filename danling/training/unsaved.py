@@ -10,19 +10,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from danling.utils.names import canonical_name
 from danling.utils.tensors import local_part
 
 _MOST_ENTRIES = 100
+_MOST_ELEMENTS = 1 << 16
 _KINDS = (nn.Module, Optimizer, LRScheduler)
 
-Part = nn.Module | Optimizer | LRScheduler
+Part = nn.Module | Optimizer | LRScheduler | dict[str, Tensor]
+Print = tuple[str, int, float]
+"""Of a tensor, or of an optimizer or a schedule: its kind, how many entries it has, and a sum."""
 
 
 class UnsavedParts:
     """What of a runner's own attributes changes in a training. No communication.
 
-    Modules, optimizers and schedules are looked at, also in lists, tuples and mappings, by the sums of their tensors: assignments to
-    `.data` are seen too.
+    Modules, optimizers and schedules are looked at, also in lists, tuples and mappings, and mappings of tensors by the names of parameters,
+    as averages of one's own are kept. Sums of some thousand elements of each tensor tell: assignments to `.data` are seen too, and a large
+    teacher costs no more than a small one. It is a hint, and never ends a training.
 
     Args:
         attributes: Returns the attributes that may hold such parts, by name.
@@ -32,29 +37,36 @@ class UnsavedParts:
     def __init__(self, attributes: Callable[[], Mapping[str, object]], saved: Callable[[], Iterable[object]]) -> None:
         self._attributes = attributes
         self._saved = saved
-        self._before: dict[str, list[float]] = {}
+        self._before: dict[str, list[Print]] = {}
 
     def begin(self) -> None:
         """Look at what there is before a training."""
         self._before = self._look()
 
     def changed(self) -> list[str]:
-        """Return the names of the attributes that have changed since; those that came to be since are left out."""
+        """Return the names of the attributes that have changed since; those that came to be since, or were cast or moved, are left out."""
         now = self._look() if self._before else {}
-        return [name for name, sums in self._before.items() if name in now and now[name] != sums]
+        return [name for name, before in self._before.items() if _is_other(before, now.get(name, []))]
 
-    def _look(self) -> dict[str, list[float]]:
+    def _look(self) -> dict[str, list[Print]]:
         held = {name: list(_parts_of(value)) for name, value in list(self._attributes().items())}
         if not any(held.values()):
             return {}
         saved = [part for part in self._saved() if part is not None]
         objects = {id(part) for each in saved for part in _parts_within(each)}
-        tensors = {id(tensor) for each in saved if isinstance(each, nn.Module) for tensor in _state_of_module(each)}
+        modules = [each for each in saved if isinstance(each, nn.Module)]
+        tensors = {id(tensor) for each in modules for tensor in _state_of_module(each)}
+        names = {canonical_name(name) for each in modules for name, _ in each.named_parameters()}
         found = {}
         for name, parts in held.items():
-            sums = [each for part in parts if id(part) not in objects for each in _sums_of(part, tensors)]
-            if sums:
-                found[name] = sums
+            prints = [
+                each
+                for part in parts
+                if id(part) not in objects and (not isinstance(part, dict) or part.keys() <= names)
+                for each in _prints_of(part, tensors)
+            ]
+            if prints:
+                found[name] = prints
         return found
 
 
@@ -72,12 +84,24 @@ def unsaved_warning(names: Collection[str]) -> str:
     )
 
 
+def _is_other(before: list[Print], now: list[Print]) -> bool:
+    if len(before) != len(now):
+        return False
+    # An optimizer has no state before its first step.
+    return any(
+        count != count_now or (kind == kind_now and total != total_now)
+        for (kind, count, total), (kind_now, count_now, total_now) in zip(before, now)
+    )
+
+
 def _parts_of(value: object) -> Iterator[Part]:
     if isinstance(value, _KINDS):
         yield value
     elif isinstance(value, (list, tuple)):
         yield from (each for each in itertools.islice(value, _MOST_ENTRIES) if isinstance(each, _KINDS))
-    elif type(value) is dict:
+    elif type(value) is dict and value:
+        if all(isinstance(name, str) and isinstance(each, Tensor) for name, each in value.items()):
+            yield value
         yield from (each for each in itertools.islice(value.values(), _MOST_ENTRIES) if isinstance(each, _KINDS))
 
 
@@ -94,14 +118,15 @@ def _parts_within(part: object) -> Iterator[object]:
                 yield each
 
 
-def _sums_of(part: Part, saved: Collection[int]) -> list[float]:
+def _prints_of(part: Part, saved: Collection[int]) -> list[Print]:
     if isinstance(part, LRScheduler):
-        return [float(part.last_epoch)]
-    if isinstance(part, nn.Module):
-        return _sums(tensor for tensor in _state_of_module(part) if id(tensor) not in saved)
-    state = [value for entry in part.state.values() for value in entry.values()]
-    # The count too: an optimizer has no state before its first step.
-    return [float(len(state)), *_sums(value for value in state if isinstance(value, Tensor))]
+        return [("", 0, float(part.last_epoch))]
+    if isinstance(part, Optimizer):
+        state = [value for entry in part.state.values() for value in entry.values()]
+        kept = [_print(value) for value in state if isinstance(value, Tensor)]
+        return [("", len(state), sum(total for _, _, total in kept))]
+    tensors = part.values() if isinstance(part, dict) else _state_of_module(part)
+    return [_print(tensor) for tensor in tensors if id(tensor) not in saved]
 
 
 def _state_of_module(module: nn.Module) -> Iterator[Tensor]:
@@ -110,12 +135,16 @@ def _state_of_module(module: nn.Module) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _sums(tensors: Iterable[Tensor]) -> list[float]:
-    held = [local_part(tensor.detach()) for tensor in tensors]
-    return [_sum(tensor) for tensor in held if not tensor.is_meta and tensor.layout is torch.strided]
-
-
-def _sum(tensor: Tensor) -> float:
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    total = float(plain.sum(dtype=torch.float64))
-    return total if total == total else float("inf")  # a NaN would differ from itself
+def _print(tensor: Tensor) -> Print:
+    """Return the kind of a tensor, and the sum of elements out of all of it; 0 where it has none, or none that can be added up."""
+    try:
+        local = local_part(tensor.detach())
+        flat = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
+        total = float(flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].sum(dtype=torch.float64))
+    except Exception:  # lazy, quantized, sparse, on no device
+        return "", 0, 0.0
+    return (
+        f"{tensor.dtype} {tensor.device}",
+        0,
+        total if total == total else float("inf"),
+    )  # a NaN would differ from itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -41,18 +42,26 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "images"
 
 
+def aged(path: str) -> str:
+    os.utime(path, (9, 9))
+    return path
+
+
 def test_paths_are_found_through_wrappers_with_size_and_date(root: Path) -> None:
     wrapped = ConcatDataset([Subset(Folder(root), [0, 2]), TensorDataset(torch.zeros(2))])
     found = data_files([wrapped])
     assert found[str(root / "2.jpg")] == "2 bytes, 1970-01-01T00:00:00+00:00"
-    assert found[str(root)].startswith("directory, ")
-    assert len(found) == 4
+    assert len(found) == 3
 
 
 def test_open_files_mapped_arrays_relative_paths_and_mappings(root: Path) -> None:
     np.save("table.npy", np.zeros(4, np.float32))
+    np.save("written_now.npy", np.zeros(4, np.float32))
+    aged("table.npy")
     with open("images/1.jpg", "rb") as file:
-        found = data_files([OrderedDict(a=np.load("table.npy", mmap_mode="r"), b=[file, Path("images/2.jpg")])])
+        found = data_files(
+            [OrderedDict(a=np.load("table.npy", mmap_mode="r"), b=[file, Path("images/2.jpg"), "written_now.npy"])]
+        )
     assert sorted(os.path.relpath(path) for path in found) == ["images/1.jpg", "images/2.jpg", "table.npy"]
 
 
@@ -71,6 +80,9 @@ def test_what_names_no_file_is_left_out(root: Path) -> None:
         b"1.jpg",
     ]
     os.mkfifo("images/pipe.bin")
+    detached = io.TextIOWrapper(io.BytesIO(b"a"))
+    detached.detach()
+    values += [detached, str(root), "."]
     assert data_files([values, "images/pipe.bin"]) == {}
 
 
@@ -80,3 +92,12 @@ def test_of_too_many_it_is_said_so(root: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("danling.audit.data_files._MOST_FILES", 100)
     monkeypatch.setattr("danling.audit.data_files._MOST_VALUES", 10)
     assert "more" in data_files([list(range(100))])
+
+
+def test_of_many_sentences_few_are_taken_for_paths(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    stat = os.stat
+    monkeypatch.setattr("danling.audit.data_files.os.stat", lambda path: asked.append(path) or stat(path))
+    monkeypatch.setattr("danling.audit.data_files._MOST_FAILED", 20)
+    assert data_files([[f"Sentence {number} is here." for number in range(100)]]) == {} and not asked
+    assert data_files([[f"and/or {number}" for number in range(100)]]) == {} and len(asked) == 20

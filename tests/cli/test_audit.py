@@ -178,6 +178,8 @@ def test_a_file_of_the_data_that_has_changed_since_is_named(
     np.save("table.npy", np.ones(4, np.float32))
     for name, text in (("train.py", FROM_FILES), ("notes.txt", "of the data")):
         Path(name).write_text(text)
+    for path in Path().rglob("*.*"):
+        os.utime(path, (9, 9))
     program = [interpreter(), "train.py"]
     subprocess.run(program, check=True, capture_output=True)
     files = json.loads(Path("run/metadata/environment.json").read_text())["files"]
@@ -214,7 +216,13 @@ def settings(lineage, classes, **more):
 with Program(settings("base", 4)) as runner:
     runner.train()
     base = runner.workspace.checkpoints
-with Program.from_pretrained(settings("tuned", 3, dir="tuned"), base) as runner:
+look = settings("teacher", 4, resume=str(base / "latest.pth"), dir="tuned")
+look.checkpoint.update(load_only=True, exclude_from_loading=None)
+with Program(look) as teacher:
+    scale = float(teacher.model[0].weight.abs().sum())
+tune = settings("tuned", 3, dir="tuned")
+tune.optim.lr = scale * 1e-3
+with Program.from_pretrained(tune, base) as runner:
     runner.train()
     tuned = runner.workspace.checkpoints
 with Program.from_checkpoint(tuned, {"checkpoint.load_only": True}) as runner:
@@ -247,8 +255,9 @@ def test_each_of_the_runs_that_a_program_makes_can_be_audited(
     # The run before it was trained whole, and the program ended where it would have begun another one.
     assert [path.name.partition("-")[0] for path in Path("kept", "others").iterdir()] == ["base"]
     assert "looked at" not in Path("kept", "output.log").read_text()
-    # Another name alone makes no other run of it.
-    assert main(["audit", several["other"], "--", interpreter(), "train.py", "else"]) == 0
+    # By its name alone, since runs of one program may have the same settings.
+    assert main(["audit", several["other"], "--", interpreter(), "train.py", "else"]) == 2
+    assert "are not the one that is meant" in capsys.readouterr().err
     assert {name: read for name, read in files(".").items() if not name.startswith("kept")} == before
 
 

@@ -55,28 +55,27 @@ def test_one_that_cannot_be_is_refused_as_any_other(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("lineage", "place", "lr", "is_meant"),
-    [("a", None, 0.1, True), ("a", None, 0.2, True), ("b", "run", 0.1, True), ("b", None, 0.2, False), ("a", "run", 0.2, False)],
+    ("lineage", "place", "looks", "steps"),
+    [("a", "run", False, 9), ("a", "{root}/run", False, 9), ("b", "run", False, 5), ("a", None, False, 5), ("b", "run", True, 7)],
 )  # fmt: skip
-def test_the_run_that_is_meant_is_told_by_its_name_or_its_settings(
-    lineage: str, place: str | None, lr: float, is_meant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_run_that_is_meant_is_told_by_its_names(
+    lineage: str, place: str | None, looks: bool, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = dl.RunnerConfig(lineage="a", steps=3, optim={"type": "sgd", "lr": 0.1})
-    meant = MeantRun({"lineage": "a", "dir": None}, stored.plain(), others={"steps": 5})
+    meant = MeantRun({"lineage": "a", "dir": "run"}, str(tmp_path / "run"), others={"steps": 5}, looks={"steps": 7})
     for name, value in {**imposing({"steps": 9}), **meant.write(tmp_path / "new" / "meant.json")}.items():
         monkeypatch.setenv(name, value)
-    config = dl.RunnerConfig(lineage=lineage, dir=place, steps=3, optim={"type": "sgd", "lr": lr})
-    by_lineage = MeantRun({"lineage": "a"}, None, others={})
-    assert by_lineage.is_meant(config) == (lineage == "a")
+    config = dl.RunnerConfig(lineage=lineage, dir=place and place.format(root=tmp_path), steps=3)
+    config.checkpoint.load_only = looks
+    assert MeantRun({"lineage": "a"}, None, others={}, looks={}).is_meant(config) == (lineage == "a")
     impose(config)
-    assert config.steps == (9 if is_meant else 5)
+    assert config.steps == steps
 
 
 def test_behind_the_run_that_is_meant_the_program_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imposed_settings, "_has_ended", False)
     end_after()
     impose(dl.RunnerConfig())
-    meant = MeantRun({"lineage": "a"}, None, others={})
+    meant = MeantRun({"lineage": "a"}, None, others={}, looks={})
     for name, value in meant.write(tmp_path / "meant.json").items():
         monkeypatch.setenv(name, value)
     impose(dl.RunnerConfig())

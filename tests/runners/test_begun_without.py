@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import danling as dl
 from danling.checkpoints import CheckpointMismatch
-from danling.checkpoints.exclusion import ExcludedFromLoading
+from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
+from danling.training.run_state import changed_sections
 from danling.utils.tensors import whole
 
 
@@ -143,6 +144,9 @@ def test_what_is_made_of_other_settings_now_is_left_out_again(tmp_path: Path, ba
         (["model.head.weight"], [], []),
         (["lr_scheduler", "data_loader.train"], [], ["scheduler"]),
         (["optimizer"], ["optim"], []),
+        (["scheduler", "model.head"], ["optim"], ["model.head"]),
+        (["scheduler", "optimizer"], ["steps"], ["optimizer"]),
+        (["scheduler", "optimizer", "model"], ["task", USERS_OWN], []),
         (["optimizer"], [], ["optimizer"]),
         (["runner.optim.lr", "optimizer"], ["dataloader"], ["optimizer"]),
         ([], [], []),
@@ -156,3 +160,34 @@ def test_the_entries_that_do_not_count(before: list[str], changed: list[str], ex
     assert found == expected
     assert now.without(found).entries == [entry for entry in now.entries if entry not in expected]
     assert now.without(found).allows_setting("optim.lr")
+
+
+def test_a_second_new_head_and_a_second_schedule_by_resume(tmp_path: Path, base: Path) -> None:
+    entries = {
+        "checkpoint.exclude_from_loading": ["model.head", "optimizer", "scheduler", "runner.task", "runner.optim"]
+    }
+
+    def run(name: str, classes: int, lr: float, steps: int, **more: Any) -> Tuned:
+        settings = {"task.classes": classes, "optim": {"type": "sgd", "lr": lr}, "scheduler": {"type": "cosine"}}
+        runner = Tuned(config(tmp_path / name, steps, **settings, **entries, **more))
+        runner.save_checkpoint()
+        runner.close()
+        return runner
+
+    def latest(name: str) -> str:
+        return str(tmp_path / name / "checkpoints" / "latest.pth")
+
+    run("first", 5, 0.1, 8, pretrained=str(base))
+    second = run("second", 7, 0.01, 8, resume=latest("first"))
+    assert second.optimizer.param_groups[0]["lr"] == 0.01
+    third = run("third", 3, 0.001, 8, resume=latest("second"))
+    assert third.model.head.out_features == 3 and third.optimizer.param_groups[0]["lr"] == 0.001
+    assert third.scheduler.base_lrs == [0.001]
+
+
+def test_the_sections_that_are_others() -> None:
+    stored, now = {"steps": 4, "task": {"a": 1}, "optim": {}}, {"steps": 8, "optim": {}}
+    lines = ["optim.lr: stored 1, now 2", "task.a: stored 1, now none"]
+    assert changed_sections(lines[:1], stored, now, {"optim", "steps"}) == {"optim", "steps"}
+    assert changed_sections(lines, stored, now, {"optim", "steps"}) == {"optim", "steps", "task", USERS_OWN}
+    assert changed_sections([], stored, stored, {"optim"}) == set()

@@ -77,6 +77,40 @@ def test_what_is_saved_with_a_component_is_not() -> None:
     assert parts.changed() == []
 
 
+def test_averages_of_ones_own_by_the_names_of_the_parameters_are_named() -> None:
+    model = nn.Linear(3, 2)
+    held = {
+        "shadow": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "sums": {"loss": torch.zeros(())},
+    }
+    parts = UnsavedParts(lambda: held, lambda: (model,))
+    parts.begin()
+    held["sums"]["loss"] += 1
+    held["shadow"]["weight"] = held["shadow"]["weight"] * 0.5
+    assert parts.changed() == ["shadow"]
+
+
+def test_what_cannot_be_added_up_or_is_cast_or_moved_is_left_out() -> None:
+    quantized = nn.Module()
+    quantized.register_buffer("q", torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8))
+    cast, grown = nn.Linear(3, 2), nn.Sequential(nn.LazyLinear(2))
+    held = {"quantized": quantized, "cast": cast, "grown": grown, "late": SGD(cast.parameters(), lr=0.1)}
+    parts = UnsavedParts(lambda: held, lambda: (None,))
+    parts.begin()
+    cast.half()
+    grown(torch.ones(1, 3))
+    assert parts.changed() == []
+
+
+def test_of_a_large_tensor_elements_out_of_all_of_it_are_looked_at() -> None:
+    queue = nn.Module()
+    queue.register_buffer("rows", torch.zeros(1000, 1000))
+    parts = UnsavedParts(lambda: {"queue": queue}, lambda: ())
+    parts.begin()
+    queue.rows[700:732] = 1.0
+    assert parts.changed() == ["queue"]
+
+
 class Student(dl.Runner):
     """A model, and a teacher that follows it."""
 
