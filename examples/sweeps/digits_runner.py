@@ -1,4 +1,4 @@
-"""What `composed.py` and `search.py` train: a small network on handwritten digits. Put your own runner in its place."""
+"""What the programs of this folder train: a small network on handwritten digits. Put your own runner in its place."""
 
 import torch
 from sklearn.datasets import load_digits
