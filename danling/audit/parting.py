@@ -62,6 +62,7 @@ class Comparison:
         compared: Steps at which both have digests.
         figures: Figures that both have at one step at least.
         partings: The first step of each figure that differs, the first one first; of one step, what comes first within an update.
+        shares: By how much losses and metrics differ, as a share of those of the first run: the largest of each that does.
     """
 
     settings: Mapping[str, Pair]
@@ -71,6 +72,7 @@ class Comparison:
     compared: Sequence[int]
     figures: Sequence[str]
     partings: Sequence[Parting]
+    shares: Mapping[str, float]
 
 
 def compare_runs(first: Run, second: Run) -> Comparison:
@@ -105,6 +107,11 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         sorted(digests[0].keys() & digests[1].keys()),
         sorted(name for name, _, _ in shared),
         sorted(found, key=lambda parting: (parting.step, _rank(parting.figure), parting.figure)),
+        {
+            name: share
+            for name, *both_runs in sorted(shared, key=lambda each: each[0])
+            if (share := largest_share(*both_runs))
+        },
     )
 
 
@@ -159,28 +166,17 @@ def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
     return curves
 
 
-def largest_shares(first: Run, second: Run) -> dict[str, float]:
-    """Return by how much losses and metrics of two runs differ at most, as a share of those of the first; only of figures that do.
+def largest_share(first: Mapping[int, object], second: Mapping[int, object]) -> float:
+    """Return by how much a figure of two runs differs at most, as a share of that of the first; 0 of digests, which have none.
 
     Args:
-        first: A run.
-        second: The run that it is compared with.
+        first: Its values by step.
+        second: Those that they are compared with.
     """
-    digests = _of_digests(*(read_digests(run.path) for run in (first, second)))
-    metrics = [_of_metrics(run) for run in (first, second)]
-    shares = {
-        name: max(
-            (_share(ours[name][step], theirs[name][step]) for step in ours[name].keys() & theirs[name].keys()),
-            default=0.0,
-        )
-        for ours, theirs in (digests, metrics)
-        for name in sorted(ours.keys() & theirs.keys())
-    }
-    return {name: share for name, share in shares.items() if share}
+    return max((_share(first[step], second[step]) for step in first.keys() & second.keys()), default=0.0)
 
 
 def _share(first: object, second: object) -> float:
-    """Return the difference of two figures as a share of the first; 0 of digests, which have none."""
     if not (isinstance(first, (int, float)) and isinstance(second, (int, float))) or _same(first, second):
         return 0.0
     share = abs(second - first) / abs(first) if first else math.inf

@@ -14,7 +14,7 @@ from danling.workspace.claim import is_in_use
 from danling.workspace.runs import Run, is_run
 
 from .contents import Difference, differences_of, ranks_of
-from .parting import Comparison, compare_runs, largest_shares
+from .parting import Comparison, compare_runs
 from .program import run_program, scratch_settings, settings_of_others
 from .record import read_digests
 
@@ -43,7 +43,6 @@ class AuditResult:
         end: The checkpoint that the end was compared with.
         differences: What is not bitwise the same in the checkpoints, and by how much.
         comparison: The run beside the stretch that was trained again: settings, environments, figures.
-        shares: By how much losses and metrics differ, as a share of the stored ones: the largest of each that does.
         ranks: How many ranks made the stored checkpoint, and the other one; `None` where it does not say.
         failed: How the program failed after the stretch, such as without a checkpoint of the run that is not there; `None` where it
             ended well.
@@ -53,7 +52,6 @@ class AuditResult:
     end: Stored
     differences: Sequence[Difference]
     comparison: Comparison
-    shares: Mapping[str, float]
     ranks: tuple[int | None, int | None]
     failed: str | None = None
 
@@ -90,7 +88,7 @@ class AuditResult:
             for found in self.differences
             if not (found.is_of_implementation or (other_ranks and found.is_of_ranks))
         }
-        shares |= self.shares
+        shares |= self.comparison.shares
         samples = [parting.figure for parting in self.comparison.partings if parting.figure == "samples"]
         return samples + [name for name, share in shares.items() if share is None or not share <= tolerance]
 
@@ -297,7 +295,6 @@ class Retraining:
             self.end,
             differences_of(stored, trained),
             compare_runs(*runs),
-            largest_shares(*runs),
             (ranks_of(stored), ranks_of(trained)),
         )
 

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             "failed": found.failed,
             "ranks": found.ranks,
             "differing": found.differing,
-            "shares": {each.path: each.share for each in found.differences} | dict(found.shares),
+            "shares": {each.path: each.share for each in found.differences} | dict(found.comparison.shares),
             "partings": partings,
         }
         print_json({**facts, "environment": found.comparison.environment, "settings": found.comparison.settings})
@@ -107,7 +107,7 @@ def show_shares(found: object, tolerance: float | None, *, is_accepted: bool) ->
 
     assert isinstance(found, AuditResult)
     entries = {each.path: each.share for each in found.differences if each.share is not None}
-    for what, of, shares in (("entries", "norm", entries), ("figures", "value", found.shares)):
+    for what, of, shares in (("entries", "norm", entries), ("figures", "value", found.comparison.shares)):
         if shares:
             name = max(shares, key=lambda name: shares[name])
             print(f"{len(shares)} {what} differ by at most {shares[name]:.1e} of their {of} ({name})")

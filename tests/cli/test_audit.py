@@ -13,7 +13,7 @@ import torch
 from support.warm import interpreter
 
 from danling.audit.contents import Difference, differences_of
-from danling.audit.parting import largest_shares
+from danling.audit.parting import compare_runs
 from danling.audit.rerun import Stored, stretch_of
 from danling.audit.until import Until
 from danling.cli.audit import stretch
@@ -337,8 +337,8 @@ def test_figures_differ_by_the_largest_share_of_any_step(tmp_path: Path) -> None
         records = ({"step": step, "train/loss": loss, "val/acc": acc} for step, loss, acc in points)
         (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     runs = [Run(tmp_path / name, name) for name in lines]
-    assert largest_shares(*runs) == {"train/loss": 0.25, "val/acc": 0.5}
-    assert largest_shares(runs[0], runs[0]) == {}
+    assert compare_runs(*runs).shares == {"train/loss": 0.25, "val/acc": 0.5}
+    assert compare_runs(runs[0], runs[0]).shares == {}
 
 
 def test_another_number_of_processes_is_within_a_tolerance_and_a_disturbed_update_is_not(
