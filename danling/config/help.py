@@ -60,7 +60,7 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         if not enabled:
             raise
-        if os.environ.get(ERROR_FILE) and first_failure(error) is not None:
+        if os.environ.get(ERROR_FILE) and not first_failure(error)[1]:
             raise SystemExit(2) from None
         name = os.path.basename(sys.argv[0] or "train.py")
         print(f"usage: {name} [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)", file=sys.stderr)

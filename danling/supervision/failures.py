@@ -16,7 +16,7 @@ import torch
 
 from danling.reporting.telemetry import memory_figures
 from danling.utils.files import json_text, write_atomically
-from danling.utils.torchrun import ERROR_FILE, first_failure, headline_of, shown_by_torchrun
+from danling.utils.torchrun import ERROR_FILE, FirstFailure, first_failure, headline_of, shown_by_torchrun
 
 logger = logging.getLogger("danling")
 
@@ -55,11 +55,11 @@ def _recording(previous: _ExceptHook) -> _ExceptHook:
             return
         if lost_a_peer(error):
             time.sleep(_GRACE_SECONDS)
-        first = first_failure(error)
-        _write_error_file(error, trace, first)
+        first, is_first = first_failure(error)
+        _write_error_file(error, trace, first, is_first)
         if not shown_by_torchrun():
             previous(kind, error, trace)
-        elif first is None and _restarts_left():
+        elif is_first and _restarts_left():
             sys.stderr.write(users_traceback(error, trace))
 
     hook._danling = True  # type: ignore[attr-defined]
@@ -97,17 +97,15 @@ def _restarts_left() -> bool:
     return int(done) < int(most)
 
 
-def _write_error_file(error: Exception, trace: TracebackType | None, first: str | None) -> None:
+def _write_error_file(error: Exception, trace: TracebackType | None, first: FirstFailure, is_first: bool) -> None:
     file = Path(os.environ[ERROR_FILE])
     if file.exists() and file.stat().st_size:
         return
     stack = users_traceback(error, trace)
-    if first is not None:
-        rank, _, headline = first.partition(" ")
-        if headline == headline_of(error):
-            stack = f"{type(error).__name__}, as on rank {rank}, which failed first"
+    if not is_first and first.headline == headline_of(error):
+        stack = f"{type(error).__name__}, as on rank {first.rank}, which failed first"
     # torchrun takes the earliest for the cause, and counts whole seconds.
-    moment = int(time.time()) + (first is not None)
+    moment = first.second if is_first else first.second + 1
     # The form is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception, which formats
     # the exception that is being handled: in a hook there is none.
     message = {"message": headline_of(error), "extraInfo": {"py_callstack": stack, "timestamp": str(moment)}}

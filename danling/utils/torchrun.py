@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file in which torchrun looks for the error of a rank."""
@@ -14,24 +18,42 @@ def shown_by_torchrun() -> bool:
     return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
 
 
-def first_failure(error: Exception) -> str | None:
-    """Return what the rank of this machine that failed first under torchrun says of it, `None` on that rank itself.
+class FirstFailure(NamedTuple):
+    """What is known of the rank of this machine that failed first."""
+
+    rank: str
+    second: int
+    """Time of its failure, in whole seconds since 1970."""
+    headline: str
+    """The line that its error is known by."""
+
+
+def first_failure(error: BaseException) -> tuple[FirstFailure, bool]:
+    """Return which rank of this machine failed first under torchrun, and whether it is this one.
+
+    A process that torchrun has not started is its own first rank.
 
     Args:
         error: What this rank failed with.
     """
+    own = FirstFailure(os.environ.get("RANK", "?"), int(time.time()), headline_of(error))
     if not shown_by_torchrun():
-        return None
+        return own, True
     # One directory for each attempt, with one below it for each rank.
     marker = Path(os.environ[ERROR_FILE]).parent.parent / "first-failure"
+    staged = marker.with_name(f"{marker.name}.{os.getpid()}")
     try:
-        with marker.open("x", encoding="utf-8") as file:
-            file.write(f"{os.environ.get('RANK', '?')} {headline_of(error)}")
-        return None
+        staged.write_text(json.dumps(own), encoding="utf-8")
+        # The name appears together with its content: a rank that fails at the same time finds nothing or all of it.
+        os.link(staged, marker)
+        return own, True
     except FileExistsError:
-        return marker.read_text(encoding="utf-8")
+        return FirstFailure(*json.loads(marker.read_text(encoding="utf-8"))), False
     except OSError:
-        return None
+        return own, True
+    finally:
+        with suppress(OSError):
+            staged.unlink()
 
 
 def headline_of(error: BaseException) -> str:

@@ -27,6 +27,47 @@ raise ArithmeticError("broken")
 """
 
 
+AT_ONCE = """
+import json, os, sys
+from pathlib import Path
+from danling.utils.torchrun import first_failure
+
+base, ranks = Path(sys.argv[1]), 4
+for attempt in range(100):
+    directory = base / str(attempt)
+    directory.mkdir()
+    go, children = directory / "go", []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            os.environ.update(TORCHELASTIC_RUN_ID="none", TORCHELASTIC_ERROR_FILE=str(directory / str(rank) / "e"), RANK=str(rank))
+            while not go.exists():
+                pass
+            first, own = first_failure(ValueError(f"of rank {rank}"))
+            (directory / f"told-{rank}").write_text(json.dumps([first, own]))
+            os._exit(0)
+        children.append(child)
+    go.touch()
+    for child in children:
+        os.waitpid(child, 0)
+"""
+
+
+def test_ranks_that_fail_at_once_agree_on_which_one_was_first(tmp_path: Path) -> None:
+    script, attempts = tmp_path / "script.py", tmp_path / "attempts"
+    script.write_text(AT_ONCE)
+    attempts.mkdir()
+    code, output = run_python(script, str(attempts))
+    assert code == 0, output
+    for attempt in range(100):
+        told = [json.loads((attempts / str(attempt) / f"told-{rank}").read_text()) for rank in range(4)]
+        [winner] = [rank for rank, (_, own) in enumerate(told) if own]
+        first = told[winner][0]
+        assert first[0] == str(winner) and first[2] == f"ValueError: of rank {winner}"
+        assert all(other == first for other, _ in told)
+        assert not list((attempts / str(attempt)).glob("first-failure.*"))
+
+
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3)])
 def test_an_exception_writes_torchs_error_file_and_is_printed_last(how: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
