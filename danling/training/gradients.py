@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -105,7 +106,10 @@ def clip_by_norm(held: Callable[[], Sequence[Tensor]], max_norm: float, norm: Te
     if norm.device.type != "cpu":
         scale_gradients(held(), clip_coefficient(max_norm, norm))
     elif norm.item() > 0.999 * max_norm:  # below, the coefficient is 1 however it is rounded
-        scale_gradients(held(), clip_coefficient(max_norm, norm).item())
+        gradients, coefficient = held(), clip_coefficient(max_norm, norm)
+        # As a tensor it is twice as fast as a number: foreach makes a tensor of a number for each gradient.
+        alike = all(gradient.dtype == norm.dtype for gradient in gradients)
+        scale_gradients(gradients, coefficient if alike else coefficient.item())
 
 
 def clip_by_value(gradients: Sequence[Tensor], max_value: float) -> None:
@@ -116,8 +120,21 @@ def clip_by_value(gradients: Sequence[Tensor], max_value: float) -> None:
 
 
 def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
-    """Return what gradients are multiplied with so that their norm is at most `max_norm`: torch's rule, 0-dim, at most 1."""
+    """Return what gradients are multiplied with so that their norm is at most `max_norm`: torch's rule, 0-dim, at most 1.
+
+    Bit for bit what `torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)` gives.
+    """
+    if total_norm.device.type == "cpu" and total_norm.dtype == torch.float32:
+        # The four operations of torch take 20 us between the others of an update. Each result is rounded as torch rounds it,
+        # and a double has enough digits for that to be exact.
+        inverse = _single(1.0 / _single(total_norm.item() + _single(1e-6)))
+        return torch.scalar_tensor(min(_single(inverse * _single(max_norm)), 1.0))
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def _single(value: float) -> float:
+    """Round to float32; what is too large becomes infinite."""
+    return ctypes.c_float(value).value
 
 
 def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], limit: int = 5) -> list[str]:

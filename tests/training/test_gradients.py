@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 
 import pytest
 import torch
 from torch import nn
 
-from danling.training import clip_by_norm, gradients_of, total_norm
+from danling.training import clip_by_norm, clip_coefficient, gradients_of, total_norm
 
 KINDS = {
     "one": (torch.float32,) * 4,
@@ -40,6 +42,26 @@ def test_clipped_as_torch_clips(kinds: tuple[torch.dtype, ...], share: float) ->
     for mine, other in zip(gradients_of(own), gradients_of(theirs)):
         # To a gradient of lower precision torch rounds the factor first.
         assert torch.equal(mine, other) if len(set(kinds)) == 1 else torch.allclose(mine, other, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_coefficient_is_bit_for_bit_that_of_tensor_operations(dtype: torch.dtype) -> None:
+    numbers = random.Random(3)
+    for _ in range(5000):
+        value = numbers.choice(
+            [numbers.uniform(0, 3), numbers.uniform(0.99, 1.01), 10 ** numbers.uniform(-40, 38), 0.0]
+        )
+        max_norm = numbers.choice([1, 1.0, numbers.uniform(0, 5), 10 ** numbers.uniform(-12, 38), 1e40])
+        norm = torch.tensor(value, dtype=dtype)
+        coefficient, plain = clip_coefficient(max_norm, norm), torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        assert coefficient.dtype == plain.dtype and torch.equal(coefficient, plain), (value, max_norm)
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_the_coefficient_of_a_norm_that_is_not_finite(norm: float) -> None:
+    plain = torch.clamp(1.0 / (torch.tensor(norm) + 1e-6), max=1.0)
+    assert torch.equal(clip_coefficient(1.0, torch.tensor(norm)).isnan(), plain.isnan())
+    assert math.isnan(norm) or clip_coefficient(1.0, torch.tensor(norm)) == plain
 
 
 def test_no_gradient_has_no_norm() -> None:
