@@ -128,7 +128,7 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
         # The four operations of torch take 20 us between the others of an update. Each result is rounded as torch rounds it,
         # and a double has enough digits for that to be exact.
         inverse = _single(1.0 / _single(total_norm.item() + _single(1e-6)))
-        return torch.scalar_tensor(min(_single(inverse * _single(max_norm)), 1.0))
+        return torch.scalar_tensor(min(_single(inverse * _single(max_norm)), 1.0), dtype=torch.float32, device="cpu")
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 

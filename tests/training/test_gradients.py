@@ -64,5 +64,16 @@ def test_the_coefficient_of_a_norm_that_is_not_finite(norm: float) -> None:
     assert math.isnan(norm) or clip_coefficient(1.0, torch.tensor(norm)) == plain
 
 
+def test_the_coefficient_is_of_the_norms_kind_whatever_torch_makes_by_default() -> None:
+    norm = torch.tensor(2.0)
+    with torch.device("meta"):
+        torch.set_default_dtype(torch.float64)
+        try:
+            coefficient = clip_coefficient(1.0, norm)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert coefficient.dtype == torch.float32 and coefficient.device.type == "cpu"
+
+
 def test_no_gradient_has_no_norm() -> None:
     assert total_norm([]).item() == 0.0
