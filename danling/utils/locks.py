@@ -25,6 +25,8 @@ WRITING = ".writing-"
 
 _POLL_SECONDS = 0.1
 _MOMENT_SECONDS = 0.3
+_MOST_REMOVALS = 100
+"""How often the directory of a lock may go while its file is made, before that is taken for a fault of the path."""
 
 # By path: a second lock of this process on one file would be granted, and closing it would give up the first.
 _held_here: dict[Path, tuple[int, weakref.ref[FileLock]]] = {}
@@ -107,8 +109,7 @@ class FileLock:
             self.holder = Holder.me()
             return False
         while True:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            handle = _made(path, self.file.parent)
             if not self._lock(handle):
                 return False
             if _is_same_file(handle, path):
@@ -212,6 +213,19 @@ class FileLock:
         if self._finalizer is not None:
             self._finalizer()
         self._finalizer = None
+
+
+def _made(path: Path, directory: Path) -> int:
+    """Open the file of a lock, which is made with its directory where they are missing: whoever gives up a start removes both."""
+    for left in reversed(range(_MOST_REMOVALS)):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except (FileNotFoundError, FileExistsError):
+            # It was removed between the two calls, or within the first one; anything else fails each time.
+            if not left:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _is_held_here(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -120,6 +121,34 @@ def test_a_start_waits_for_the_one_that_is_still_dying_and_says_so(
         assert [str(pid) in line for line in caplog.messages if "waiting up to 30 seconds" in line] == [True]
         mine.release()
     assert not file.exists()
+
+
+def test_a_directory_that_another_start_removes_meanwhile_is_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "run" / ".lock"
+
+    def given_up() -> None:
+        lock = FileLock(file)
+        while True:
+            with contextlib.suppress(OSError):
+                if lock.acquire():
+                    lock.release()
+                    file.parent.rmdir()
+
+    mine = FileLock(file)
+    with child(given_up):
+        taken = 0
+        while taken < 5000:
+            if mine.acquire():
+                taken += 1
+                mine.release()
+                with contextlib.suppress(OSError):
+                    file.parent.rmdir()
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "nowhere" / "run")
+    with pytest.raises(FileExistsError):
+        FileLock(tmp_path / "run" / ".lock").acquire()
 
 
 def test_a_file_system_without_locks_is_warned_of_once(
