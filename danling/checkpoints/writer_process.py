@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
     from .dcp_files import TargetWriter
     from .plan_cache import PlanCache
 
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PROGRAM = f"""
 import sys
 # The working directory may hold a file of the name of a module.
 sys.path[:] = filter(None, sys.path)
 import json, signal
 # A signal to the whole group is the parent's business: it finishes the save, and this process ends with it.
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+numbers = {[int(number) for number in _IGNORED]}
+for number in numbers:
     signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 found = json.loads(sys.stdin.readline())
 sys.path[:] = found["path"]
 from {__name__} import serve
@@ -76,7 +79,7 @@ class WriterProcess:
             # Tensors in shared memory are fetched over connections that this key opens.
             "key": bytes(multiprocessing.current_process().authkey).hex(),
         }
-        with theirs:
+        with theirs, _signals_held_back():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]
             )
@@ -144,6 +147,16 @@ class WriterProcess:
         self._process.kill()
         self._process.wait()
         self._pipe.close()
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Hold back what the process is going to ignore: it inherits that, and comes to ignore it only when Python has begun in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _fate(process: subprocess.Popen[bytes]) -> str:

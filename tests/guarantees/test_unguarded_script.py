@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.processes import ProcessFailure, run_outcomes, run_processes
 from support.saves import load, make_manager, save
 
 from danling.checkpoints import CheckpointError, TorchDistributedCheckpointManager
+from danling.checkpoints.writer_process import WriterProcess
 
 SCRIPT = """
 import os
@@ -100,18 +102,38 @@ def test_the_writer_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert manager.load_checkpoint("latest")["state"]["step"] in (1, 2)
 
 
-def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_manager(tmp_path: Path) -> None:
+def when_asked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return what is set when the process is asked to write: one that ended before is replaced, and nobody hears of it."""
+    asked, ask = threading.Event(), WriterProcess.write
+
+    def write(self: WriterProcess, *arguments: Any) -> None:
+        asked.set()
+        ask(self, *arguments)
+
+    monkeypatch.setattr(WriterProcess, "write", write)
+    return asked
+
+
+def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All in one test: a process that writes takes seconds to start."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     manager = make_manager("dcp", tmp_path / "checkpoints", mode="async_with_pinned_mem")
-    save(manager, 1)
     first = writer_of(manager)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(first, number)  # it has only just been started
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
+    save(manager, 1)
+    assert writer_of(manager) == first
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(first, number)
     save(manager, 2)
     assert load(manager, "latest") == 2 and writer_of(manager) == first
     os.kill(first, signal.SIGSTOP)
+    asked = when_asked(monkeypatch)
     manager.save_checkpoint({"format_version": 1, "state": {"step": 3}}, epoch=0, global_step=3)
-    time.sleep(0.2)
+    assert asked.wait(60)
     os.kill(first, signal.SIGKILL)
     with pytest.raises(CheckpointError, match="process that writes checkpoints .* ended by SIGKILL"):
         manager.wait()
