@@ -7,7 +7,6 @@ the same samples in each update, no dropout, and float64, in which rounding cann
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from danling.utils.ports import held_port
 from danling.utils.protocols import ReductionDomain
 
 from .gradient_record import WEIGHTS, RankRecord, count_updates, has_recorded, is_complete, read_ranks
@@ -166,15 +166,15 @@ def _started(
     command: Sequence[str], settings: Mapping[str, object], place: Path, number: int, on_devices: bool
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a layout; on exit those that still run are ended."""
-    port = str(_free_port())
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(number):
-            environment = _environment(rank, number, port, on_devices)
-            processes.append(
-                start_program(command, settings, log=place / f"output-{rank}.log", environment=environment)
-            )
-        yield processes
+        with held_port() as port:
+            for rank in range(number):
+                environment = _environment(rank, number, str(port), on_devices)
+                processes.append(
+                    start_program(command, settings, log=place / f"output-{rank}.log", environment=environment)
+                )
+            yield processes
     finally:
         for process in processes:
             if process.poll() is None:
@@ -191,12 +191,6 @@ def _environment(rank: int, number: int, port: str, on_devices: bool) -> dict[st
     if sys.platform == "linux":
         places["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {**ranks, **places, **({} if on_devices else {"CUDA_VISIBLE_DEVICES": ""})}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _failed(place: Path, rank: int, how: str, alone: bool, options: CheckOptions, samples: int | None) -> NotChecked:

@@ -17,7 +17,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,10 +26,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from danling.config.stacks import BACKENDS
 from danling.graph.compiler import cxx_command, cxx_version
+from danling.utils.ports import held_port
 
 from .ending import SIGTERM
 from .environment import EXTRAS, installed, module_of
@@ -306,21 +305,25 @@ def _resume(place: Path, backend: str, timeout: float) -> tuple[str, str]:
 @contextmanager
 def _pair(directory: Path, backend: str, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes; when the context ends, those that still run are ended by SIGKILL."""
-    port = str(_free_port())
     command = [sys.executable, "-m", "danling.cli.doctor_job", str(directory), "--backend", backend, *arguments]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(RANKS):
-            # Beside the run directory's own files: what was said is shown when something fails.
-            with (directory / f"output-{rank}.txt").open("wb") as output:
-                environment = _environment(rank, port)
-                with SIGTERM.held():
-                    processes.append(
-                        subprocess.Popen(
-                            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        with held_port() as port:
+            for rank in range(RANKS):
+                # Beside the run directory's own files: what was said is shown when something fails.
+                with (directory / f"output-{rank}.txt").open("wb") as output:
+                    environment = _environment(rank, str(port))
+                    with SIGTERM.held():
+                        processes.append(
+                            subprocess.Popen(
+                                command,
+                                env=environment,
+                                stdin=subprocess.DEVNULL,
+                                stdout=output,
+                                stderr=subprocess.STDOUT,
+                            )
                         )
-                    )
-        yield processes
+            yield processes
     finally:
         for process in processes:
             process.kill()
@@ -333,13 +336,6 @@ def _environment(rank: int, port: str) -> dict[str, str]:
     loopback = {} if sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     # The doctor compares bitwise on the CPU, whatever devices there are.
     return {**os.environ, **coordinates, **place, **loopback, "CUDA_VISIBLE_DEVICES": ""}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: Any = probe.getsockname()[1]
-    return int(port)
 
 
 def _said(directory: Path) -> str:
