@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PAUSE_SECONDS = 0.02
+_TOGETHER, _APART = "together", "apart"
 
 
 def all_arrive(name: str, *, seconds: float) -> bool:
@@ -27,16 +28,19 @@ def all_arrive(name: str, *, seconds: float) -> bool:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True
     store, size = _get_default_store(), dist.get_world_size()
-    arrived, left = f"danling/{name}/arrived", f"danling/{name}/left"
+    arrived = f"danling/{name}/arrived"
     store.add(arrived, 1)
     end = time.monotonic() + seconds
     while store.add(arrived, 0) < size:
         if time.monotonic() > end:
-            # Who comes now is told as well.
-            store.add(left, 1)
-            return False
+            return _verdict(store, name, _APART) == _TOGETHER
         time.sleep(_PAUSE_SECONDS)
-    return store.add(left, 0) == 0
+    return _verdict(store, name, _TOGETHER) == _TOGETHER
+
+
+def _verdict(store: Store, name: str, proposed: str) -> str:
+    """Return what the first rank has proposed: the last one may arrive at the instant at which another gives it up."""
+    return bytes(store.compare_set(f"danling/{name}/verdict", "", proposed)).decode()
 
 
 class JointLeave:
