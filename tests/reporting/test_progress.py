@@ -159,10 +159,10 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counting_costs_less_than_a_few_microseconds() -> None:
     with terminal() as (stream, _), Progress(100_000, stream=stream) as progress:
-        start = time.perf_counter()
+        start = time.process_time()  # what other processes take of the cores does not count
         for step in range(100_000):
             progress.update(step)
-        seconds = (time.perf_counter() - start) / 100_000
+        seconds = (time.process_time() - start) / 100_000
     assert seconds < 10e-6, f"{seconds * 1e6:.2f} us a step"
 
 
