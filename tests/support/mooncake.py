@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .job import Job
 from .patience import patience
+from .processes import free_port
 
 
 def _why_not() -> str:
@@ -39,12 +40,11 @@ WHY_NOT = _why_not()
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Return ports that nobody listens on, and that the kernel gives to no connection before a server listens there."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 @contextmanager
