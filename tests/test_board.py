@@ -45,6 +45,11 @@ def test_files_take_the_place_of_a_store_that_is_gone(tmp_path: Path) -> None:
     assert yours.read("alarm") is None
     mine.write("standing/0", "here")
     assert yours.read("standing/0") == "here" and yours.read("standing/1") is None
+    # The time of a file is that of the last tick, which may have been before the board was made.
+    third = Board(gone, "1", directory=lambda: tmp_path)
+    tick = time.time() - 0.02
+    os.utime(left.with_name("standing-0"), (tick, tick))
+    assert third.read("standing/0") == "here"
     nowhere = Board(gone, "1")
     nowhere.write("a", "b")
     assert nowhere.read("a") is None

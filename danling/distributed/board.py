@@ -23,6 +23,9 @@ _PATIENCE_SECONDS = 3.0
 _NO_STORE = (RuntimeError, ValueError, AttributeError)
 """What is raised where the store does not answer, where there is none any more, and where it cannot be connected to twice."""
 
+_FILE_CLOCK_SECONDS = 1.0
+"""By how much the time of a file may lag behind the clock: the kernel takes that of its last tick, and some file systems whole seconds."""
+
 _FOLDER = "notes"
 
 
@@ -42,7 +45,7 @@ class Board:
         self._name = f"danling/board/{name}"
         self._store: Store | None = None
         self._is_gone = False
-        self._began = time.time()
+        self._began = time.time() - _FILE_CLOCK_SECONDS
         self._directory = directory
 
     def write(self, key: str, text: str) -> None:
