@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -217,15 +218,16 @@ class FileLock:
 
 def _made(path: Path, directory: Path) -> int:
     """Open the file of a lock, which is made with its directory where they are missing: whoever gives up a start removes both."""
-    for left in reversed(range(_MOST_REMOVALS)):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except (FileNotFoundError, FileExistsError):
-            # It was removed between the two calls, or within the first one; anything else fails each time.
-            if not left:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    for _ in range(_MOST_REMOVALS):
+        # Removed between the two calls, or within the first one.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            return _open_made(path, directory)
+    return _open_made(path, directory)  # a fault of the path fails each time, and is said
+
+
+def _open_made(path: Path, directory: Path) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _is_held_here(path: Path) -> bool:
