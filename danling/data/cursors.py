@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from itertools import islice, repeat
+from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from .loader import DataLoader
@@ -19,12 +19,15 @@ class Batch(NamedTuple):
         samples: Real samples on this rank, 0 for padding, `None` where only the data could tell.
         total: Real samples over all ranks, `None` where it is not known.
         closes: Whether it is the last one of its update, `None` where `accum_steps` says so.
+        place: Where it is in the pass, which random numbers are keyed by: the position of its first sample in an order that all ranks
+            share, else the rank and the number of the batch. Equal on ranks of one data coordinate, and after a resume.
     """
 
     data: Any
     samples: int | None
     total: int | None
     closes: bool | None = None
+    place: tuple[int, ...] = ()
 
 
 class Cursor(ABC):
@@ -77,7 +80,7 @@ class Cursor(ABC):
         Args:
             data: What stands in the place of the data.
         """
-        return repeat(Batch(data, None, None))
+        return (Batch(data, None, None, place=(self.rank, number)) for number in count(self.consumed))
 
     @abstractmethod
     def commit(self, batches: int) -> None:
@@ -214,12 +217,12 @@ class PositionCursor(KeptCursor):
         """Yield the batches from the position on."""
         if not self.loader.remaining_batches:
             return
-        placed = zip(self.loader, self.loader.counts(), self.loader.closings(), strict=False)
-        for data, (samples, total), closes in placed:
-            yield Batch(data, samples, total, closes)
+        loader = self.loader
+        for data, (samples, total), closes, place in zip(loader, loader.counts(), loader.closings(), loader.places()):
+            yield Batch(data, samples, total, closes, (place,))
 
     def unread(self, data: object) -> Iterator[Batch]:
         """Yield what the batches from the position on are, with `data` in the place of theirs."""
         counts = islice(self.loader.counts(), self.loader.remaining_batches)
-        for (samples, total), closes in zip(counts, self.loader.closings()):
-            yield Batch(data, samples, total, closes)
+        for (samples, total), closes, place in zip(counts, self.loader.closings(), self.loader.places()):
+            yield Batch(data, samples, total, closes, (place,))

@@ -85,7 +85,7 @@ class LiveCursor(Cursor):
         try:
             while (data := self._fetch(self._live, self._fetched)) is not _END:
                 self._fetched += 1
-                yield Batch(data, None, None)
+                yield Batch(data, None, None, place=(self.rank, self._fetched - 1))
         except Exception:
             # What raised would end quietly when asked again, as if the pass were over.
             self._live = None

@@ -157,6 +157,10 @@ class DataLoader(KeyedLoader):
         """Return of each batch from the position on whether it is the last one of its update; `None`: not known here."""
         return self.positions.closings()
 
+    def places(self) -> Iterator[int]:
+        """Return the position, in the order of the pass, of the first sample of each batch of this rank from the position on."""
+        return self.positions.places()
+
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
         self.positions.consumed = self.positions.position_after(self.positions.consumed, batches)

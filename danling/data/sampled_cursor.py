@@ -36,8 +36,8 @@ class SampledCursor(KeptCursor):
         """Yield the batches from the position on."""
         if self.remaining_batches() == 0:
             return
-        for data in self.loader:
-            yield Batch(data, None, None)
+        for number, data in enumerate(self.loader, self.consumed):
+            yield Batch(data, None, None, place=(self.rank, number))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""

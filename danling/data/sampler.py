@@ -139,6 +139,13 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         counts = map(self.division.count, self._stretches(self.consumed))
         return chain.from_iterable([*repeat(False, count - 1), True] for count in counts)
 
+    def places(self) -> Iterator[int]:
+        """Return where each batch from the position on begins in the order of the pass; padding has the place that it would have."""
+        start = self.consumed
+        for samples in self._stretches(start):
+            yield from (start + offset for offset, _ in self._cut(samples))
+            start += samples
+
     def __iter__(self) -> Iterator[list[Key]]:
         # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
         return self._batches(self.epoch, self.consumed, self._stretches(self.consumed))

@@ -71,7 +71,7 @@ class WindowLoader(KeepingLoader, Protocol):
         """Hear where it is read; called before anything else."""
 
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
-        """Yield the micro-batches of this rank from the position on.
+        """Yield the micro-batches of this rank from the position on, each with its place in the order.
 
         Args:
             read: Whether their data is needed; else it is `None`.

@@ -497,7 +497,7 @@ def _all(more: Callable[[bool], list[Part]]) -> Iterator[Part]:
 
 
 def _batch(part: Part, data: Any) -> Batch:
-    return Batch(data, part.samples, part.total, part.closes)
+    return Batch(data, part.samples, part.total, part.closes, (part.start,))
 
 
 def _check(name: str, value: object, expected: str, holds: bool) -> None:

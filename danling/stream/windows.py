@@ -38,7 +38,7 @@ class Part:
     """One micro-batch of a rank.
 
     Attributes:
-        start: Place in the log of its first sample.
+        start: Place in the log of its first sample; padding has the place that it would have.
         refs: Its samples; for padding the first one of the window.
         samples: How many of them count on this rank; none of padding does.
         total: How many count over all ranks.
@@ -64,7 +64,7 @@ def parts_of(window: Window, division: Division, rank: int) -> list[Part]:
     cuts = list(zip(division.cut(samples, rank), division.totals(samples), strict=True))
     return [
         Part(
-            window.start + (offset if size else 0),
+            window.start + offset,
             window.refs[offset : offset + size] or window.refs[:1],
             size,
             total,

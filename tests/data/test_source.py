@@ -378,7 +378,7 @@ def test_not_a_loader() -> None:
 
 
 def test_batches_of_a_users_loader_are_not_inspected() -> None:
-    assert list(source_of(["abc"]).batches()) == [Batch("abc", None, None)]
+    assert list(source_of(["abc"]).batches()) == [Batch("abc", None, None, place=(0, 0))]
 
 
 def test_states_are_readable_without_pickle(tmp_path: Any) -> None:

@@ -27,7 +27,7 @@ class Numbers:
 
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
         for number in range(self.consumed, 10):
-            yield Batch(number if read else None, 1, 2, number % 2 == 1)
+            yield Batch(number if read else None, 1, 2, number % 2 == 1, (number * 2,))
 
     def advance(self, batches: int) -> None:
         self.consumed += batches
