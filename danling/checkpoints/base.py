@@ -245,19 +245,14 @@ class CheckpointManager(ABC):
 
         return self.on_all(read)
 
-    def pass_over(self, source: str | Path, error: Exception) -> bool:
-        """Leave a checkpoint out from now on that `find_latest` has found, and whose parts turned out to be damaged as they were read.
-
-        Call on all ranks.
+    def skip(self, source: str, error: Exception) -> None:
+        """Leave out a save from now on that `find_latest` has returned and that cannot be read. Call on all ranks.
 
         Args:
             source: What `find_latest` returned.
             error: Why it does not count.
-
-        Returns:
-            Whether it is one that was read in parts; others were verified before, and an older one would not help.
         """
-        return self.on_main(lambda: self.search.pass_over(Path(source), error))
+        self.on_main(lambda: self.search.skip(source, error))
 
     def find_latest(self) -> str | None:
         """Return the newest checkpoint of this run's line that is intact, as a source to load; those that are skipped are logged.

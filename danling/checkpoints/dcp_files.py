@@ -258,6 +258,11 @@ def _metadata(path: Path) -> Metadata:
     missing = sorted(file for file, size in sizes.items() if size is None)
     if missing:
         raise CheckpointDamaged(f"Expected the files of {path}. Received: no {', '.join(missing[:5])}.")
+    # Memory is allocated for what the index names: together not more than there is in the files.
+    if sum(extent.length for extent in index.extents()) > sum(size or 0 for size in sizes.values()):
+        raise CheckpointDamaged(
+            f"Expected the files of {path}. Received: an index that names more bytes than they have."
+        )
     return _stock(index, path)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from danling.utils.names import canonical_name
 from danling.utils.nesting import parse_json
+from danling.utils.plain_names import plain_name
 from danling.utils.tensors import is_sharded
 
 from . import storage
@@ -250,14 +251,11 @@ def _located(path: Path, which: str) -> Path:
 def _read_index(path: Path) -> dict[str, Tensor]:
     try:
         places: dict[str, str] = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
-        if not all(isinstance(file, str) for file in places.values()):
-            raise ValueError("its weight_map leads to what is no name of a file")
+        files = {plain_name(file) for file in places.values()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
     weights: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
-        if Path(name).name != name:
-            raise CheckpointDamaged(f"Expected an index with names of files beside it. Received: {path} with {name!r}.")
+    for name in sorted(files):
         if not (path.parent / name).is_file():
             raise CheckpointNotFound(f"Expected every file of {path}. Received: {name}, which is missing.")
         weights.update(_read_safetensors(path.parent / name))

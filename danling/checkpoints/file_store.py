@@ -264,6 +264,7 @@ def _compared(path: Path, sums: Path, level: str) -> tuple[Manifest | None, list
 
 def _parsed(path: Path, sums: Path) -> Manifest:
     manifest = read_sums(sums, sums.name)
-    if set(manifest.files) != {path.name}:
-        raise CheckpointDamaged(f"{sums.name} describes {', '.join(sorted(manifest.files))} instead of {path.name}")
+    if set(manifest.files) != {path.name} or f"{manifest.record.name}{SUFFIX}" != path.name:
+        described = sorted({*manifest.files, f"{manifest.record.name}{SUFFIX}"} - {path.name})
+        raise CheckpointDamaged(f"{sums.name} describes {', '.join(described) or 'nothing'} instead of {path.name}")
     return manifest

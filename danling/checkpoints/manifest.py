@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from danling.utils.plain_names import plain_name
 
 from . import storage
 from .errors import CheckpointDamaged, reason
@@ -15,6 +18,8 @@ from .policy import Record
 HEADER = "# danling-manifest 1"
 _INDEX_FILES = ("index.json", ".metadata")
 _SELF_CHECKSUM = "# sha256 of the lines above: "
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """Read a manifest.
+        """Read a manifest: the one place where the names, sizes and checksums in one are taken for what they say.
 
         Raises:
-            CheckpointDamaged: If it is cut, changed or not one.
+            CheckpointDamaged: If it is cut, changed or not one, or names what is no plain file in the directory itself.
         """
         try:
             return cls._parse(text)
@@ -70,13 +75,15 @@ class Manifest:
         for line in body.splitlines()[1:]:
             if line.startswith("# size: "):
                 size, _, name = line[8:].partition(" ")
-                sizes[name] = int(size)
+                sizes[plain_name(name)] = _number(size)
             elif line.startswith("# "):
                 key, _, value = line[2:].partition(": ")
                 fields[key] = value
             else:
                 digest, _, name = line.partition("  ")
-                sums[name] = digest
+                if not _SHA256.fullmatch(digest):
+                    raise ValueError(f"{digest[:80]!r} is no SHA-256")
+                sums[plain_name(name)] = digest
         return cls(_record(fields), {name: (sizes[name], sums[name]) for name in sums})
 
 
@@ -104,9 +111,16 @@ def read_manifest(path: Path, shown: str) -> Manifest:
 
 def _record(fields: dict[str, str]) -> Record:
     pairs = [part.split(":") for part in fields["continues"].split()]
-    line = tuple((int(branch), int(last)) for branch, last in pairs)
-    sequence, branch, step, epoch = (int(fields[key]) for key in ("sequence", "branch", "step", "epoch"))
-    return Record(fields["name"], sequence, branch, line, fields["run"], step, epoch)
+    line = tuple((_number(branch), _number(last)) for branch, last in pairs)
+    sequence, branch, step, epoch = (_number(fields[key]) for key in ("sequence", "branch", "step", "epoch"))
+    return Record(plain_name(fields["name"]), sequence, branch, line, fields["run"], step, epoch)
+
+
+def _number(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+    if not 0 <= number < _LARGEST:
+        raise ValueError(f"{text[:80]!r} is no number from 0 to 2^62")
+    return number
 
 
 def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:

@@ -92,7 +92,8 @@ class CheckpointSearch:
         self.apart = Apart()
         self._alone: set[Path] = set()
         self._brought: dict[Path, int] = {}
-        self._damaged: set[Path] = set()
+        self._offered: dict[str, tuple[CheckpointStore, Path, int]] = {}
+        self._unreadable: set[tuple[CheckpointStore, int]] = set()
 
     def look_in(self, sources: Sources) -> None:
         """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names.
@@ -204,7 +205,8 @@ class CheckpointSearch:
         line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
         for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
             path = store.path(record.name)
-            if path in self._damaged:
+            # The names of one save have the same content.
+            if (store, record.sequence) in self._unreadable:
                 continue
             try:
                 store.verify(path, self._settings.verify)
@@ -214,22 +216,21 @@ class CheckpointSearch:
                 if store.is_elsewhere:
                     # From now on it is found in the directory, which other machines may not share.
                     self._brought[path] = self.stores.index(store)
-                return record.name if store is self.stores[0] else str(path)
+                source = record.name if store is self.stores[0] else str(path)
+                self._offered[source] = store, path, record.sequence
+                return source
         return None
 
-    def pass_over(self, path: Path, error: Exception) -> bool:
-        """Leave a checkpoint out from now on that `find_latest` has found; return whether it is one that was read in parts.
+    def skip(self, source: str, error: Exception) -> None:
+        """Leave out a save from now on that `find_latest` has returned and that cannot be read.
 
         Args:
-            path: What `find_latest` has returned.
+            source: What `find_latest` has returned.
             error: Why it does not count.
         """
-        number = self._brought.get(path, -1)
-        if number < 0 or path in self._damaged:
-            return False
-        self._damaged.add(path)
-        self.stores[number].pass_over(path, error)
-        return True
+        store, path, sequence = self._offered[source]
+        self._unreadable.add((store, sequence))
+        store.pass_over(path, error)
 
     def refuse_lost(self) -> None:
         """Refuse to begin anew where checkpoints lie of which none can be loaded.

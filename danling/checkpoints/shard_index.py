@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.nesting import parse_json
+from danling.utils.plain_names import plain_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = "index.json"
 FORMAT = "danling-index 1"
+
+_MOST_CUTS = 8
+"""Dimensions of a tensor that may be cut; each doubles the corners that are compared."""
 
 Name = tuple["str | int", ...]
 
@@ -94,21 +99,14 @@ class ShardIndex:
         """Return the index if its parts fit together.
 
         Raises:
-            ValueError: If the chunks of a tensor are not the whole of it, or a file does not lie beside the index.
+            ValueError: If the chunks of a tensor do not cover it once, or a file does not lie in the directory of the index.
         """
         for name, tensor in self.tensors.items():
-            inside = all(
-                len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
-                and all(offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape))
-                for chunk in tensor.chunks
-            )
-            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             # What no chunk covers would stay memory that nothing was read into.
-            if not inside or covered != math.prod(tensor.shape):
+            if not _tile(tensor.shape, tensor.chunks):
                 raise ValueError(f"the chunks of {name} do not make up its shape {list(tensor.shape)}")
-        for extent in self.extents():
-            if Path(extent.file).name != extent.file or extent.file in ("", ".", ".."):
-                raise ValueError(f"{extent.file!r} is no name of a file beside it")
+        for file in {extent.file for extent in self.extents()}:
+            plain_name(file)
         return self
 
     def extents(self) -> list[Extent]:
@@ -157,6 +155,34 @@ class ShardIndex:
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"a part of it is missing or of another kind: {error!r}") from error
         return cls(tensors, values).check()
+
+
+def _tile(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Whether chunks cover each element of a tensor once.
+
+    They do if and only if the corners of all chunks, signed by turns, cancel to those of the whole: however many chunks there are,
+    none is compared with another.
+    """
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+            return False
+        if any(offset + size > whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape)):
+            return False
+    if 0 in shape:
+        return True
+    cut = [dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)]
+    if len(cut) > _MOST_CUTS:
+        return False
+    corners = Counter[tuple[int, ...]]()
+    for chunk in chunks:
+        _add_corners(corners, [(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for dim in cut], 1)
+    _add_corners(corners, [(0, shape[dim]) for dim in cut], -1)
+    return not any(corners.values())
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], box: Iterable[tuple[int, int]], sign: int) -> None:
+    for corner in product(*([(start, 1), (end, -1)] for start, end in box)):
+        corners[tuple(place for place, _ in corner)] += sign * math.prod(factor for _, factor in corner)
 
 
 def _tensor(about: Mapping[str, Any], files: list[str]) -> TensorEntry:
@@ -223,7 +249,7 @@ def to_metadata(index: ShardIndex) -> Metadata:
     """Return an index as `torch.distributed.checkpoint` has it.
 
     Raises:
-        ValueError: If torch has no such dtype.
+        ValueError: If torch has no such dtype, or a chunk has fewer bytes than its elements take: memory is allocated for these.
     """
     import torch
     from torch.distributed.checkpoint import metadata as stock
@@ -237,6 +263,8 @@ def to_metadata(index: ShardIndex) -> Metadata:
         properties = stock.TensorProperties(dtype=dtype_of(tensor.dtype))
         entries[name] = stock.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for chunk in tensor.chunks:
+            if math.prod(chunk.sizes) * properties.dtype.itemsize > chunk.extent.length:
+                raise ValueError(f"a chunk of {name} has {chunk.extent.length} bytes, fewer than its elements take")
             places[stock.MetadataIndex(name, chunk.offsets)] = _stored(chunk.extent)
     for name, value in index.values.items():
         entries[name] = stock.BytesStorageMetadata()

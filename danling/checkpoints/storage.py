@@ -421,7 +421,15 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory of files, and directories below it."""
+    """Remove a directory of files, and directories below it. Links in it are removed, and what they lead to is not.
+
+    Raises:
+        CheckpointDiskError: If it is a link itself, or something fails.
+    """
+    if os.path.islink(directory):
+        raise CheckpointDiskError(
+            f"Expected a directory to remove. Received: {directory}, a link, whose contents stay."
+        )
     for name in sorted(names(directory)):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):

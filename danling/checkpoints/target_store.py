@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from danling.utils.files import refuse_link
+
 from . import storage
 from .errors import CheckpointDamaged, reason
 from .manifest import Manifest, damage_of, damaged, find_problems, read_manifest
@@ -86,10 +88,9 @@ class TargetStore(CheckpointStore):
                 f"Expected {path} to hold the name of a target, such as 00000012-1a2b3c4d. Received: {name[:80]!r}. Use another checkpoint."
             )
         target = path.parent / TARGETS / name
-        if not os.path.isdir(target) or os.path.islink(target):
-            found = "is a link" if os.path.islink(target) else storage.absence(target)
+        if not os.path.isdir(target):
             raise CheckpointDamaged(
-                f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which {found}. Use another checkpoint."
+                f"Expected {path} to lead to a target. Received: {TARGETS}/{name}, which {storage.absence(target)}. Use another checkpoint."
             )
         return target
 
@@ -107,9 +108,14 @@ class TargetStore(CheckpointStore):
         return (self.directory / TARGETS).is_dir()
 
     def recover(self) -> None:
-        """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
+        """Remove what killed saves have left: unfinished pointers, and targets without a manifest.
+
+        Raises:
+            ValueError: If the directory of targets is a link: what lies elsewhere is not removed.
+        """
         targets = self.directory / TARGETS
-        if not os.path.isdir(targets) and not os.path.islink(targets):
+        refuse_link(targets)
+        if not os.path.isdir(targets):
             self.moved(targets, storage.set_aside(targets) if os.path.lexists(targets) else None)
         storage.make_directory(targets)
         storage.clean(self.directory)
@@ -220,9 +226,11 @@ class TargetStore(CheckpointStore):
         storage.remove(self.directory / name)
 
     def sweep(self, protected: set[int]) -> None:
-        """Remove complete targets that no name leads to, except the saves with these sequences."""
+        """Remove complete targets that no name leads to, except the saves with these sequences, and those that the user has moved to
+        another place and linked here."""
         for record in self.records(complete=False):
-            if _TARGET.fullmatch(record.name) and record.sequence not in protected:
+            unused = _TARGET.fullmatch(record.name) and record.sequence not in protected
+            if unused and not os.path.islink(self.path(record.name)):
                 # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
                 storage.remove(self.path(record.name) / SUMS)
                 storage.remove_tree(self.path(record.name))
@@ -234,7 +242,8 @@ class TargetStore(CheckpointStore):
     def follow(self, sequence: int, kept: Collection[str]) -> None:
         """Remove the part of older targets that this machine has, where the main process has removed its own."""
         for name in sorted(self._targets() - {*kept}):
-            if is_target(name) and int(name.partition("-")[0]) < sequence:
+            older = is_target(name) and int(name.partition("-")[0]) < sequence
+            if older and not os.path.islink(self.path(name)):
                 self._spared(partial(storage.remove_tree, self.path(name)))
 
 

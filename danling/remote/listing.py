@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from danling.utils.plain_names import is_plain_path
 from danling.workspace.runs import Run, find_runs
 
 from .layout import CHECKPOINTS, FILES
@@ -28,7 +29,7 @@ def runs_below(store: RemoteStore, directory: Path) -> list[Run]:
     Raises:
         FileNotFoundError: If there is nothing at the URL.
     """
-    roots = list(_runs(store, "", _DEPTH))
+    roots = [root for root in _runs(store, "", _DEPTH) if not root or is_plain_path(root)]
     for root in roots:
         _bring(store, root, directory / root)
     if not roots:
@@ -59,6 +60,8 @@ def _bring(store: RemoteStore, root: str, directory: Path) -> None:
     for found in store.list(prefix):
         name = found.key[len(prefix) + 1 :]
         head, _, rest = name.partition("/")
+        if not is_plain_path(name):
+            continue
         if name in _READ or (head in _DIRECTORIES and rest):
             bring_object(store, found, name, directory)
         elif head == _COUNTED and rest and "/" not in rest:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from danling.checkpoints import storage
+from danling.utils.plain_names import is_plain_path
 
 from .layout import RunLayout
 from .store import RemoteObject, RemoteStore
@@ -41,18 +42,12 @@ def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: 
         name: Its path below the directory; one that leads out of it is left alone.
         directory: The directory.
     """
-    path = _path_of(name, directory)
-    if path is None or (storage.size_of(path) or -1) >= found.size:
+    path = directory / name
+    if not is_plain_path(name) or (storage.size_of(path) or -1) >= found.size:
         return None
     storage.make_directory(path.parent)
     _bring(store, found, path)
     return path
-
-
-def _path_of(name: str, directory: Path) -> Path | None:
-    """Return where a file belongs; `None` for a name that leads out of the directory."""
-    parts = PurePosixPath(name).parts
-    return directory.joinpath(*parts) if parts and ".." not in parts and not name.startswith("/") else None
 
 
 def _bring(store: RemoteStore, found: RemoteObject, path: Path) -> None:

@@ -14,6 +14,7 @@ from danling.checkpoints.outline import READ_WHOLE
 from danling.checkpoints.policy import is_name
 from danling.checkpoints.target_store import RUNNER_FILE, SUMS, TARGETS, TargetStore, is_target
 from danling.distributed.environment import is_first_on_machine
+from danling.utils.files import refuse_link
 
 from .records import RemoteCheckpoints
 from .store import is_url
@@ -92,6 +93,7 @@ class RemoteTargets(RemoteCheckpoints, TargetStore):
         self._stage(self._described(path), path)
 
     def _stage(self, found: Described, path: Path) -> None:
+        refuse_link(self.directory / TARGETS)
         storage.make_directory(self.directory / TARGETS)
         storage.require_space(self.directory, sum(size for size, _ in found.manifest.files.values()))
         self._make_way(path)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from danling.checkpoints import CheckpointDamaged, CheckpointNotFound
+from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
 from danling.config import RunnerConfig
 from danling.data.rank_streams import RankStreams
 from danling.distributed import Placement
@@ -31,14 +31,14 @@ class Manager(Protocol):
     def check_directory(self) -> None:
         """Refuse a directory that holds checkpoints of another run."""
 
-    def find_latest(self) -> Path | None:
+    def find_latest(self) -> str | None:
         """Return the newest checkpoint."""
 
     def refuse_lost(self) -> None:
         """Refuse to start from scratch where checkpoints were damaged."""
 
-    def pass_over(self, source: str | Path, error: Exception) -> bool:
-        """Leave out what `find_latest` has found; return whether an older checkpoint may help."""
+    def skip(self, source: str, error: Exception) -> None:
+        """Leave out what `find_latest` has found."""
 
 
 class RestoredRun(Protocol):
@@ -110,10 +110,11 @@ class RunRestorer:
             try:
                 self._run.load_checkpoint(source)
                 return
-            except CheckpointDamaged as error:
-                # What was read in parts is verified as it is read, and nothing of it has been taken over yet.
-                if config.resume or not manager.pass_over(source, error):
+            except (CheckpointDamaged, CheckpointDiskError) as error:
+                if config.resume:
                     raise
+                # It is the newest whose files are as they were written, and still cannot be read.
+                manager.skip(source, error)
             source = manager.find_latest()
         if config.auto_resume:
             manager.refuse_lost()

@@ -51,6 +51,19 @@ def open_file(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
+def refuse_link(path: Path) -> None:
+    """Refuse a link in a place where this library writes and removes files: what it leads to belongs to the user.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if os.path.islink(path):
+        raise ValueError(
+            f"Expected no link at {path}, where files are written and removed. Received: a link to {os.readlink(path)}. Move what it leads "
+            "to here; the run directory and its `checkpoints` may be links."
+        )
+
+
 def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()) -> None:
     """Rename anything that blocks a path where a file or a directory is needed, and log its new path.
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from .files import refuse_link
+
 logger = logging.getLogger("danling")
 
 _TAKEN = {errno.EACCES, errno.EAGAIN}
@@ -102,10 +104,12 @@ class FileLock:
 
         Raises:
             OSError: If the file cannot be made.
+            ValueError: If there is a link in its place.
         """
         if self.held:
             return True
         path = self.file.parent.resolve() / self.file.name
+        refuse_link(path)
         if _is_held_here(path):
             self.holder = Holder.me()
             return False
@@ -141,7 +145,7 @@ class FileLock:
         if _is_held_here(path):
             return True
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -227,7 +231,7 @@ def _made(path: Path, directory: Path) -> int:
 
 def _open_made(path: Path, directory: Path) -> int:
     directory.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def _is_held_here(path: Path) -> bool:

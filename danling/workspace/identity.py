@@ -89,12 +89,12 @@ class CodeIdentity:
         return self.short_sha if self.diff_sha is None else f"{self.short_sha}-d{self.diff_sha}"
 
     def describe(self) -> dict[str, Any]:
-        """Return what `git.yaml` holds: plain values, without the diff itself."""
+        """Return the content of `git.yaml`: plain values, without the diff itself; `None` for what only git knows, where there is none."""
         return {
             "code_id": self.code_id,
             "sha": self.sha,
             "branch": self.branch,
-            "dirty": self.dirty,
+            "dirty": self.dirty if self.sha else None,
             "diff_sha": self.diff_sha,
             "untracked": list(self.untracked),
         }

@@ -25,7 +25,8 @@ def litter_in_run(run: Path) -> list[Path]:
         run: The run directory, or the part of one of several groups.
     """
     found = []
-    for directory in (run / name for name in _DIRECTORIES):
+    # What a link leads to is the user's.
+    for directory in (run / name for name in _DIRECTORIES if not (name and os.path.islink(run / name))):
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
             found += [Path(e.path) for e in entries if is_unfinished(e.name) and e.is_file(follow_symlinks=False)]
     return sorted(found)

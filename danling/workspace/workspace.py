@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.utils.files import clear_places, json_text, write_atomically
+from danling.utils.files import clear_places, json_text, refuse_link, write_atomically
 from danling.utils.nesting import yaml_text
 from danling.utils.plain import to_plain
 from danling.utils.secrets import redact_patch
@@ -107,12 +107,13 @@ class Workspace:
         block a restart.
 
         Raises:
-            ValueError: If a file stands where the directory should be.
+            ValueError: If there is a file where the directory should be, or a link where the metadata should be.
             PermissionError: If the directory cannot be created or written.
         """
         if not self.is_main:
             return
         make_directory(self.dir)
+        refuse_link(self.metadata_dir)
         described = [self.metadata_dir / name for name in _DESCRIPTION]
         clear_places(directories=[self.metadata_dir, self.dir / "logs"])
         written = [
@@ -145,7 +146,7 @@ class Workspace:
             full: The whole configuration.
             canonical: What of it changes the result.
             diff: What of it differs from the defaults.
-            identity: State of the code. Without git, `git.yaml` and `git.diff` are left out.
+            identity: State of the code; without git `git.yaml` says `null`.
             keep_diff: Whether to write `git.diff`. Lines in it that look like secrets are replaced, and counted in `git.yaml`.
             secrets: Texts that must not stand in the diff.
         """
@@ -155,13 +156,10 @@ class Workspace:
         for name, values in zip(_CONFIGS, (full, canonical, diff)):
             write_atomically(self.metadata_dir / f"config.{name}.yaml", yaml_text(to_plain(values)))
         described, patch = self.metadata_dir / "git.yaml", self.metadata_dir / "git.diff"
-        if identity is None or identity.sha is None:
-            described.unlink(missing_ok=True)
-            patch.unlink(missing_ok=True)
-            return
+        identity = identity or CodeIdentity()
         text, left_out = redact_patch(identity.diff, secrets)
         write_atomically(described, yaml_text(to_plain({**identity.describe(), "lines_left_out": left_out})))
-        if keep_diff:
+        if keep_diff and identity.sha is not None:
             write_atomically(patch, text)
         else:
             patch.unlink(missing_ok=True)

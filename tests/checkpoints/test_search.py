@@ -69,9 +69,8 @@ def test_what_is_damaged_is_skipped_for_an_older_one_and_loading_it_by_name_is_r
     assert len([text for text in caplog.messages if "latest.pth is skipped" in text]) == 1
     with pytest.raises(CheckpointDamaged, match="latest"):
         search.verified("latest")
-    assert not search.pass_over(place / "latest.pth", CheckpointDamaged("x")), (
-        "only what is read in parts is passed over"
-    )
+    search.skip(SECOND, CheckpointDamaged("it cannot be read"))
+    assert search.find_latest() == "best"
 
 
 def test_where_everything_is_damaged_nobody_begins_anew(place: Path) -> None:

@@ -69,8 +69,7 @@ def resume(manager: CheckpointManager) -> int | None:
         try:
             return load(manager, source)
         except CheckpointDamaged as error:
-            if not manager.pass_over(source, error):
-                raise
+            manager.skip(source, error)
     return None
 
 

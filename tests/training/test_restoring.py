@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from danling.checkpoints import CheckpointDamaged, CheckpointMismatch
+from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointMismatch, CheckpointNotFound
 from danling.config import RunnerConfig
 from danling.data.rank_streams import RankStreams
 from danling.distributed import LocalDomain
@@ -21,18 +21,24 @@ from danling.training.run_state import RunState
 class Begun:
     """A run that writes down what its beginning asks of it."""
 
-    def __init__(self, *, latest: str | None = None, damaged: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        latest: str | None = None,
+        failing: int = 0,
+        error: type[Exception] = CheckpointDamaged,
+        **settings: Any,
+    ) -> None:
         self.config = RunnerConfig(**settings)
         self.asked: list[str] = []
-        self.damaged = damaged
+        self.failing, self.error, self.latest = failing, error, latest.split() if latest else []
         self.checkpoint_manager = SimpleNamespace(
             tidy=lambda: self.asked.append("tidy"),
             check_directory=lambda: self.asked.append("check"),
-            find_latest=lambda: latest,
+            find_latest=lambda: next(iter(self.latest), None),
             refuse_lost=lambda: self.asked.append("refuse lost"),
-            pass_over=lambda source, error: self.passes_over,
+            skip=lambda source, error: self.latest.remove(source),
         )
-        self.passes_over = False
         self.run_state = RunState([], [], excluded=lambda: None)
         self.placement: Any = SimpleNamespace(keeps_streams=False, optimizer=LocalDomain())
         self.dataloaders: dict[str, Any] = {}
@@ -49,9 +55,9 @@ class Begun:
 
     def load_checkpoint(self, checkpoint: str | Path) -> None:
         self.asked.append(f"load {checkpoint}")
-        if self.damaged:
-            self.damaged -= 1
-            raise CheckpointDamaged("replaced meanwhile")
+        if self.failing:
+            self.failing -= 1
+            raise self.error("it cannot be read")
 
     def load_pretrained(self, checkpoint: str | Path) -> None:
         self.asked.append(f"pretrained {checkpoint}")
@@ -86,12 +92,12 @@ def test_a_run_that_only_looks_leaves_the_directory_as_it_is() -> None:
 
 def test_what_another_replica_group_has_replaced_meanwhile_is_looked_for_again() -> None:
     groups = {"ft": {"enabled": True, "group_size": 2}, "auto_resume": True}
-    begun = Begun(latest="latest", damaged=2, **groups)
+    begun = Begun(latest="latest", failing=2, error=CheckpointNotFound, **groups)
     assert begun.restore() == ["check", *["load latest"] * 3]  # nothing is tidied: another one may be writing
-    with pytest.raises(CheckpointDamaged):
-        Begun(latest="latest", damaged=3, **groups).restore()
-    with pytest.raises(CheckpointDamaged):
-        Begun(latest="latest", damaged=1, auto_resume=True).restore()
+    with pytest.raises(CheckpointNotFound):
+        Begun(latest="latest", failing=3, error=CheckpointNotFound, **groups).restore()
+    with pytest.raises(CheckpointNotFound):
+        Begun(latest="latest", failing=1, error=CheckpointNotFound, auto_resume=True).restore()
 
 
 def test_a_checkpoint_of_another_run_is_refused() -> None:
@@ -102,18 +108,13 @@ def test_a_checkpoint_of_another_run_is_refused() -> None:
         begun.restorer.check({})
 
 
-def test_what_is_found_damaged_while_it_is_read_is_passed_over() -> None:
-    begun = Begun(latest="ckpt", damaged=1, auto_resume=True)
-    begun.passes_over = True
-    begun.restore()
-    assert begun.asked[-2:] == ["load ckpt", "load ckpt"]
-    begun = Begun(latest="ckpt", damaged=1, auto_resume=True)
-    with pytest.raises(CheckpointDamaged):
-        begun.restore()
-    begun = Begun(damaged=1, resume="ckpt")
-    begun.passes_over = True  # one that was named is loaded or refused
-    with pytest.raises(CheckpointDamaged):
-        begun.restore()
+@pytest.mark.parametrize("error", [CheckpointDamaged, CheckpointDiskError])
+def test_what_verifies_and_cannot_be_read_is_skipped_for_an_older_one(error: type[Exception]) -> None:
+    begun = Begun(latest="c b a", failing=2, error=error, auto_resume=True)
+    assert begun.restore()[-3:] == ["load c", "load b", "load a"]
+    assert Begun(latest="b a", failing=2, error=error, auto_resume=True).restore()[-1] == "refuse lost"
+    with pytest.raises(error):
+        Begun(failing=1, error=error, resume="a").restore()  # one that was named is loaded or refused
 
 
 def test_other_random_numbers_are_refused_unless_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:

@@ -170,3 +170,13 @@ def test_a_file_system_without_locks_is_warned_of_once(
     assert second.acquire()
     assert not first.works
     assert len([line for line in caplog.messages if "has no locks" in line]) == 1
+
+
+def test_a_link_in_the_place_of_a_lock_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    victim = tmp_path / "thesis.tex"
+    victim.write_text("three years of work")
+    (tmp_path / ".lock").symlink_to(victim)
+    lock = FileLock(tmp_path / ".lock")
+    with pytest.raises(ValueError, match=r"Expected no link at .*\.lock"):
+        lock.acquire()
+    assert not lock.is_taken() and victim.read_text() == "three years of work"

@@ -112,7 +112,20 @@ def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
         "config.full.yaml",
         "config.canonical.yaml",
         "config.diff.yaml",
+        "git.yaml",
     }
+    described = yaml.safe_load((workspace.metadata_dir / "git.yaml").read_text())
+    assert described["sha"] is described["code_id"] is described["dirty"] is None, "without git"
+
+
+def test_a_link_in_place_of_the_metadata_is_refused(tmp_path: Path) -> None:
+    workspace = make(tmp_path, dir=tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    workspace.dir.mkdir()
+    workspace.metadata_dir.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="Expected no link at .*metadata"):
+        workspace.create()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_results_are_json_for_every_reader(tmp_path: Path) -> None:
