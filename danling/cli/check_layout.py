@@ -1,4 +1,4 @@
-"""Compare the first updates of a program on a layout with those in one process, and name the parameters that differ, with the likely cause.
+"""Compare the first updates of a program on a layout with those in one process, and name the parameters that differ.
 
 The program is started in one process, and then in as many as the layout has, each time with DANLING_SETTINGS in its environment:
 the degrees, the weights of the one process to begin from, the same samples in each update, in shares that differ, dropout off, float64,
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from .output import DAMAGED, OK, WRONG_USAGE, add_json, print_json
 
 if TYPE_CHECKING:
-    from danling.audit.layout_comparison import LayoutReport
+    from danling.audit.layout_report import LayoutReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check and print."""
-    from danling.audit.layout import Layout
-    from danling.audit.layout_check import CheckOptions, check_layout  # torch
+    from danling.audit.layout_check import CheckOptions, Layout, check_layout  # torch
 
     layout = Layout.parse(options.layout)
     for name in ("updates", "batch"):
@@ -87,7 +86,9 @@ def _facts(found: LayoutReport) -> dict[str, object]:
         "parameters": found.parameters,
         "step": found.step,
         "losses": found.losses,
-        "cause": found.cause,
+        "summary": found.summary,
+        "layer": found.layer,
+        "moved": list(found.moved),
         "gradients": [vars(each) for each in found.gradients],
         "weights": [vars(each) for each in found.weights],
         "buffers": list(found.buffers),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from danling.audit.data_files import data_files
 from danling.audit.environment import write_environment
-from danling.audit.gradient_capture import GradientCapture, GradientSettings
 from danling.audit.inventory import entries
+from danling.audit.layout_record import LayoutRecorder, RecordSettings
 from danling.audit.record import DigestFile, DigestLine
 from danling.audit.replay import UpdateReplay
 from danling.audit.replayed import ReplayedAudit, ReplayedForwards, SeenSamples
@@ -71,22 +71,10 @@ class AuditParts:
         )
 
     @cached_property
-    def recorder(self) -> GradientCapture | None:
-        """What records the gradients of the first updates; `None` unless a check of layouts has asked for them."""
-        runner = self.runner
-        settings = GradientSettings.of(runner.config.audit.gradients, runner.config.precision)
-        if settings is None:
-            return None
-        coordinate, degrees = runner.preparation.place()
-        return GradientCapture(
-            settings,
-            runner,
-            criterion=lambda: runner.criterion,
-            rank=runner.rank,
-            coordinate=coordinate,
-            degrees=degrees,
-            counts_samples=runner.placement.counts_samples,
-        )
+    def recorder(self) -> LayoutRecorder | None:
+        """What records the first updates; `None` unless a check of layouts has asked for them."""
+        settings = RecordSettings.of(self.runner.config.audit.gradients, self.runner.config.precision)
+        return None if settings is None else LayoutRecorder(settings, self.runner)
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         criterion = self.runner.criterion

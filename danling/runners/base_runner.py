@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from danling.audit.comparable import divided_batch
+from danling.audit.layout_record import divided_batch
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named

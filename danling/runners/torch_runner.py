@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.audit.layout_check import CheckOptions, check_this_program
-from danling.audit.layout_comparison import LayoutReport
+from danling.audit.layout_report import LayoutReport
 from danling.audit.rerun import AuditResult
 from danling.checkpoints import exclude, read_model
 from danling.checkpoints.pretrained import (
@@ -126,6 +126,8 @@ class TorchRunner(BaseRunner):
         check_replay(self)
         self._parts.wrapping.choose_memory_retry()
         self.materialize_model()
+        if self._parts.audits.recorder is not None:
+            self._parts.audits.recorder.divided()
         self._parts.saved.note_trained()
         if self.stack == "ddp":
             trains = any(parameter.requires_grad for _, parameter in self.named_parameters())

@@ -65,7 +65,7 @@ class SampleAuditor(Protocol):
 
 
 class BatchRecorder(Protocol):
-    """What records the first updates; see `danling.audit.gradient_capture`."""
+    """What records the first updates; see `danling.audit.layout_record`."""
 
     def took(self, data: object, moved: object, *, counts: bool) -> object:
         """Return the data of a micro-batch as it is trained on."""

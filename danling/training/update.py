@@ -123,7 +123,7 @@ class Judged:
 
 
 class UpdateRecorder(Protocol):
-    """What records the first updates; see `danling.audit.gradient_capture`. Called on all ranks."""
+    """What records the first updates; see `danling.audit.layout_record`. Called on all ranks."""
 
     def measured(self, norm: Tensor) -> None:
         """Record the gradient before it is clipped."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.flawed_layouts import SETTINGS, FlawedRunner, record
 from support.layouts import LayoutRunner
 from support.processes import run_processes
 
-from danling.audit.gradient_record import RankRecord, UpdateRecord, read_ranks
-from danling.audit.layout import Layout
-from danling.audit.layout_comparison import LayoutReport, NotChecked, _differing, compare_records, explain
+from danling.audit.layout_check import Layout
+from danling.audit.layout_record import Part, RankRecord, UpdateRecord, divided_batch, read_ranks
+from danling.audit.layout_report import LayoutReport, NotChecked, Tolerance, compare, compare_records
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,6 +30,8 @@ OVER_TENSOR = [
     "divided twice",
     "clipped alone",
     "initial",
+    "permuted",
+    "permuted alike",
     "other data",
     "diverges",
 ]
@@ -64,8 +66,8 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Checks:
 def test_a_right_layout_is_found_right(case: str, checks: Checks) -> None:
     report = checks.report(case)
     assert report.is_same and report.updates == 2, report
-    assert report.cause is None and not report.gradients and not report.weights
-    assert any("Dropout of 2 modules was switched off" in note for note in report.notes)
+    assert report.summary is None and not report.gradients and not report.weights and not report.moved
+    assert any("Dropout was switched off" in note for note in report.notes)
     # What a program initializes otherwise is taken from one process, and not blamed on the layout.
     assert any("depend on the layout" in note and "head.weight" in note for note in report.notes) == (case == "initial")
 
@@ -74,47 +76,72 @@ def test_ranks_that_read_different_samples_get_shares_that_differ(checks: Checks
     assert checks.report("right ").samples == 7 and checks.report("right").samples == 8
 
 
-PLANTED: dict[str, tuple[str, str, str, str | None]] = {
-    # case: parameter, kind, words of its cause, words of what explains all
+PLANTED: dict[str, tuple[str, str, float | None, str | None, str]] = {
+    # case: parameter; what differs, ratio and axis of its gradient; words of the summary
     "column": (
         "blocks.1.norm.weight",
-        "partial",
-        "not summed over tensor",
-        "nearest to the loss is blocks.1.norm.bias",
-    ),
-    "averaged": (
-        "blocks.1.norm.weight",
-        "scaled",
-        "half of the gradient: not summed over tensor, or divided twice",
+        "differs between ranks of tensor; their sum is 1 times",
         None,
+        "tensor",
+        "the backward pass is not; nearest to the loss is blocks.1.norm.bias",
     ),
-    "cut off": ("blocks.1.norm.weight", "missing", "no gradient on the layout", None),
-    "bias before the sum": ("blocks.1.down.bias", "other", "", "the loss differs already: the forward pass"),
-    "bias of one": ("blocks.1.down.bias", "one_rank", "whole on rank 0 and zero on rank 1", None),
-    "sequence": ("blocks.1.norm.weight", "partial", "each rank of tensor has a part of it", None),
-    "untied": ("embedding.weight", "untied", "one parameter with head.weight in one process", None),
-    "divided twice": (
+    "averaged": ("blocks.1.norm.weight", "0.5 times", 0.5, "tensor", "the backward pass is not"),
+    "cut off": ("blocks.1.norm.weight", "no gradient on the layout", None, None, "the backward pass is not"),
+    "bias before the sum": (
+        "blocks.1.down.bias",
+        "",
+        None,
+        None,
+        "the first layer whose output differs is blocks.1",
+    ),
+    "bias of one": (
+        "blocks.1.down.bias",
+        "differs between ranks of tensor; their sum is 1 times",
+        None,
+        "tensor",
+        "the backward pass is not",
+    ),
+    "sequence": ("blocks.1.norm.weight", "differs between ranks of tensor; their sum is 1 times", None, "tensor", ""),
+    "untied": ("embedding.weight", "tied to head.weight in one process", None, None, ""),
+    "divided twice": ("head.weight", "0.5 times", 0.5, "tensor", "and the loss is not"),
+    "not summed": (
         "head.weight",
-        "scaled",
-        "half of the gradient",
-        "every gradient is 0.5 times that of one process",
+        "differs between ranks of replicate; their sum is 1 times",
+        None,
+        "replicate",
+        "nearest to the loss",
     ),
-    "not summed": ("head.weight", "partial", "not summed over replicate", "nearest to the loss"),
-    "batches alike": ("head.weight", "", "", "the weights of the batches add up to 2 times those of one process"),
-    "diverges": ("head.weight", "nonfinite", "not finite on ranks 0 to 1", "the loss differs already"),
+    "batches alike": (
+        "head.weight",
+        "",
+        None,
+        None,
+        "the weights of the batches add up to 2 times those of one process",
+    ),
+    "diverges": ("head.weight", "not finite on ranks 0, 1", None, None, "and the loss is not"),
 }
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_a_planted_mistake_is_named(case: str, checks: Checks) -> None:
-    name, kind, words, explained = PLANTED[case]
+def test_a_planted_mistake_is_located(case: str, checks: Checks) -> None:
+    name, what, ratio, axis, words = PLANTED[case]
     report = checks.report(case)
     assert report.step == 1 and not report.is_same
     finding = next(each for each in report.gradients if each.name == name)
-    assert finding.kind == kind or not kind, report
-    assert words in finding.cause
-    if explained is not None:
-        assert report.cause is not None and explained in report.cause
+    assert what in finding.what, report
+    if what:
+        assert finding.ratio == (None if ratio is None else pytest.approx(ratio)) and finding.axis == axis, report
+    assert report.summary is not None and words in report.summary, report
+
+
+@pytest.mark.parametrize("case", ["permuted", "permuted alike"])
+def test_weights_that_parallelize_moves_are_named(case: str, checks: Checks) -> None:
+    """Both begin with the weights of one process, so that losses and gradients say nothing of it."""
+    report = checks.report(case)
+    named = {"blocks.1.up.weight", "blocks.1.up.bias", *(["blocks.1.down.weight"] if case == "permuted alike" else [])}
+    assert not report.is_same and set(report.moved) == named and not report.gradients, report
+    assert report.summary is not None and "`parallelize` has changed the weights" in report.summary
+    assert "the weights are not those of the model" in str(report)
 
 
 def test_what_lies_between_the_mistake_and_the_loss_is_not_blamed(checks: Checks) -> None:
@@ -126,7 +153,7 @@ def test_what_lies_between_the_mistake_and_the_loss_is_not_blamed(checks: Checks
 def test_weights_that_differ_though_no_gradient_does(checks: Checks) -> None:
     report = checks.report("clipped alone")
     assert not report.gradients and report.weights and report.step == 1
-    assert "clipping by a norm of this rank alone" in report.weights[0].cause
+    assert report.summary is not None and "the step of the optimizer or the clipping is not" in report.summary
 
 
 def test_other_samples_are_no_mistake_of_a_layout(checks: Checks) -> None:
@@ -186,32 +213,126 @@ def test_axes_of_a_model_that_knows_them_are_found_right(layout: str, tmp_path: 
     assert {name for rank in ranks for name in rank.trained} == set(one.trained)
 
 
-def test_what_makes_layouts_differ_rightly_is_named_and_not_the_layout() -> None:
-    one = UpdateRecord(1.0, 8.0, 8.0, 0, 1.0, {}, {}, {})
-    layout = Layout.parse("ddp=2")
-    other = replace(one, loss=1.1)
-    record_of = RankRecord(
-        rank=0,
-        coordinate={"replicate": 0},
-        degrees={"replicate": 2},
-        trained=[],
-        tied={},
-        initial=[],
-        dropped=0,
-        drops_in_calls=False,
-        draws=False,
-        held_norms=0,
-        batch_norms=1,
-        eps=1e-16,
-        coarse=False,
-        updates=1,
-    )
-    told = _differing(record_of, [record_of], layout)
-    assert told is not None and "batch normalization without running statistics" in told
-    assert _differing(record_of, [record_of], Layout.parse("tensor=2")) is None
-    drawing = _differing(replace(record_of, draws=True), [record_of], layout)
-    assert drawing is not None and "draws random numbers" in drawing
-    explained = explain(one, other, [], 3, layout, same_loss=False, differing=told)
-    assert explained is not None and explained.startswith(
-        "the loss differs already, and may do so: batch normalization"
-    )
+def rank_record(rank: int = 0, coordinate: dict[str, int] | None = None, **more: object) -> RankRecord:
+    facts: dict[str, object] = {
+        "rank": rank,
+        "coordinate": coordinate or {"replicate": rank},
+        "degrees": {"replicate": 2},
+        "trained": [],
+        "tied": {},
+        "before": {},
+        "moved": [],
+        "initial": [],
+        "dropped": False,
+        "draws": False,
+        "held_norms": 0,
+        "batch_norms": 0,
+        "eps": 1e-16,
+        "coarse": False,
+        "updates": 1,
+        **more,
+    }
+    return RankRecord(**facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "layout", "words"),
+    [
+        ({"batch_norms": 1}, "ddp=2", "batch normalization without running statistics"),
+        ({"batch_norms": 1}, "tensor=2", None),
+        ({"draws": True}, "tensor=2", "draws random numbers"),
+    ],
+)
+def test_what_makes_layouts_differ_rightly_is_named_and_not_the_layout(
+    facts: dict[str, object], layout: str, words: str | None, tmp_path: Path
+) -> None:
+    weights = {"w": ((0,), (1,), torch.ones(1))}
+    for rank, loss in enumerate((1.0, 1.1)):
+        values = UpdateRecord(loss, 8.0, 8.0, 0, 1.0, weights, weights, {}, {})  # type: ignore[arg-type]
+        torch.save(vars(values), tmp_path / f"rank-{rank}.update-1.pt")
+    ranks = [rank_record(rank, directory=tmp_path, **facts) for rank in (0, 1)]
+    report = compare_records(ranks[0], [ranks[1]], Layout.parse(layout))
+    assert report.undecided == (words is not None) and report.summary is not None
+    assert words is None or words in report.summary
+
+
+ONE = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+OTHER = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+EXACT = Tolerance(1e-8, 1e-12)
+
+
+def copies(*tensors: torch.Tensor | None, axis: str = "tensor") -> list[tuple[RankRecord, Part]]:
+    """Return ranks that have copies of a tensor along an axis."""
+    return [(rank_record(rank, {axis: rank}), Part((0, 0), (6, 4), tensor)) for rank, tensor in enumerate(tensors)]
+
+
+def rows(*tensors: torch.Tensor) -> list[tuple[RankRecord, Part]]:
+    """Return ranks that have rows of a tensor."""
+    size = len(tensors[0])
+    return [
+        (rank_record(rank, {"tensor": rank}), Part((rank * size, 0), (6, 4), tensor))
+        for rank, tensor in enumerate(tensors)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("held", "what", "ratio", "axis"),
+    [
+        (copies(ONE / 2, ONE / 2), "0.5 times", 0.5, "tensor"),
+        (copies(ONE / 3, ONE / 3, ONE / 3, axis="expert"), "0.333333 times", 1 / 3, "expert"),
+        (copies(ONE * 1.7, ONE * 1.7), "1.7 times", 1.7, None),
+        (copies(-ONE, -ONE), "-1 times", -1.0, None),
+        (copies(ONE * 0, ONE * 0), "0 times", 0.0, None),
+        (copies(None, None), "no gradient on the layout", None, None),
+        ([], "no parameter of this name", None, None),
+        (copies(ONE - OTHER, OTHER), "differs between ranks of tensor; their sum is 1 times", None, "tensor"),
+        (copies(ONE, None), "differs between ranks of tensor; their sum is 1 times", None, "tensor"),
+        (copies(ONE + OTHER, ONE + 2 * OTHER), "differs between ranks of tensor", None, "tensor"),
+        (copies(ONE, ONE * float("nan")), "not finite on rank 1", None, None),
+        (copies(ONE[[5, 4, 3, 0, 1, 2]], ONE[[5, 4, 3, 0, 1, 2]]), "other values", None, None),
+        (rows(ONE[:3], 0 * ONE[3:]), "right on rank 0 only", None, None),
+        (rows(ONE[:3] * 2, ONE[3:] * 2), "2 times", 2.0, "tensor"),
+        (rows(ONE[3:], ONE[:3]), "other values", None, None),
+        ([(rank_record(), Part((0, 0), (3, 4), ONE[:3]))], "shape [3, 4] on the layout, [6, 4]", None, None),
+    ],
+)
+def test_what_ranks_have_of_a_gradient_is_described(
+    held: list[tuple[RankRecord, Part]], what: str, ratio: float | None, axis: str | None
+) -> None:
+    found = compare("w", ONE, held, {"tensor": 2, "expert": 3}, EXACT)
+    assert found is not None and what in found.what, found
+    assert found.axis == axis and found.ratio == (None if ratio is None else pytest.approx(ratio)), found
+
+
+@pytest.mark.parametrize(
+    ("held", "one"),
+    [
+        (copies(ONE * (1 + 1e-12), ONE), ONE),
+        (rows(ONE[:3] + 1e-13, ONE[3:]), ONE),
+        (copies(ONE * 0 + 1e-16, ONE * 0), ONE * 0),  # 0 by its mathematics
+        (copies(None, None), ONE * 0),
+        (copies(None, None), None),
+    ],
+)
+def test_rounding_is_no_difference(held: list[tuple[RankRecord, Part]], one: torch.Tensor | None) -> None:
+    assert compare("w", one, held, {"tensor": 2}, EXACT) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "replicas", "alone", "share"),
+    [(8, None, 2, True, 8), (7, None, 2, True, 6), (8, 8, 2, False, 4), (1, None, 4, True, 4), (8, None, 1, True, 8)],
+)
+def test_batches_of_what_divides_itself_are_even(
+    batch: int, samples: int | None, replicas: int, alone: bool, share: int
+) -> None:
+    settings = {"batch_size": batch, "num_workers": 2}
+    for steps in (1, 3):
+        found = divided_batch(
+            settings,
+            accum_steps=steps,
+            samples=None if samples is None else steps * samples,
+            replicas=replicas,
+            alone=alone,
+            divides_itself=True,
+        )
+        assert found == {"batch_size": share, "num_workers": 2}

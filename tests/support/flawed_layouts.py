@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import danling as dl
-from danling.audit.layout import Layout
-from danling.audit.layout_check import CheckOptions, recording_settings
+from danling.audit.layout_check import CheckOptions, Layout, recording_settings
 from danling.config.imposed import imposing
 
 LENGTH, WIDTH, VOCABULARY = 4, 8, 6
@@ -125,6 +124,11 @@ class Block(nn.Module):
     def parallelize(self, mesh: Any, rank: int) -> None:
         """Divide the layers."""
         self.group, self.rank = mesh.get_group(), rank
+        if self.flaw.startswith("permuted"):
+            order = torch.arange(2 * WIDTH).flip(0)
+            self.up.weight.data, self.up.bias.data = self.up.weight.data[order], self.up.bias.data[order]
+            if self.flaw == "permuted alike":
+                self.down.weight.data = self.down.weight.data[:, order]
         for layer, name, dim in (
             (self.up, "weight", 0),
             (self.up, "bias", 0),

@@ -1,0 +1,529 @@
+"""Records the first updates of a run on each rank, and makes them comparable between layouts.
+
+The run is one that `danling check-layout` has started. The recorder makes no collective of its own: a mistake of a plan must show in what
+is recorded, not in how it is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from danling.utils.names import canonical_name
+from danling.utils.tensors import dtype_of, is_sharded, local_part
+
+from .hashing import Hasher
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training import UpdateOutcome
+
+WEIGHTS = "weights.pt"
+"""File with the weights that the run on one process began with."""
+_KINDS, _SIZES = ("", "alpha_", "feature_", "feature_alpha_"), ("", "_", "1d", "2d", "3d")
+_DROPOUTS = frozenset(f"{kind}dropout{size}" for kind in _KINDS for size in _SIZES)
+"""Functions whose second argument is a dropout rate."""
+
+
+# The files
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a tensor.
+
+    Attributes:
+        offset: Where it begins in the whole tensor, along each dimension.
+        shape: Of the whole tensor.
+        tensor: The part; `None` for a missing gradient.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    tensor: Tensor | None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same part of a whole tensor of shape `self.shape`."""
+        assert self.tensor is not None
+        return whole[tuple(slice(start, start + length) for start, length in zip(self.offset, self.tensor.shape))]
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One update, as a rank saw it.
+
+    Attributes:
+        loss: Weighted mean over all ranks.
+        weight: Sum of the weights of all ranks, by which the gradient was divided.
+        samples: Samples of all ranks.
+        digest: Sum of the digests of the samples that this rank counts, an integer modulo 2^64.
+        norm: 2-norm of the whole gradient before clipping.
+        gradients: By name, before clipping.
+        weights: By name, after the update.
+        buffers: By name, after the update.
+        outputs: Sum of the elements, and of their squares, of the floating outputs of each module, in the order of the calls.
+    """
+
+    loss: float
+    weight: float
+    samples: float
+    digest: int
+    norm: float
+    gradients: Mapping[str, Part]
+    weights: Mapping[str, Part]
+    buffers: Mapping[str, Tensor]
+    outputs: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A rank of a run whose first updates were recorded.
+
+    Attributes:
+        rank: Global rank.
+        coordinate: Its coordinate on each axis.
+        degrees: Number of ranks along each axis.
+        trained: Names of the parameters that the optimizer updates.
+        tied: Further names of parameters that have several, by these names: the name under which they are listed.
+        before: Digests of the whole weights before the model was divided, by name.
+        moved: Names of the weights that were other ones once the model was divided.
+        initial: Names of weights that were not those of one process before they were replaced by these.
+        dropped: Whether dropout was switched off.
+        draws: Whether forward or backward drew random numbers all the same.
+        held_norms: Modules of batch normalization that used their running statistics.
+        batch_norms: Modules that normalize by the statistics of a batch all the same.
+        eps: Relative precision of the coarsest dtype of parameters and of outputs of modules.
+        coarse: Whether outputs are coarser than the parameters.
+        updates: Number of recorded updates.
+    """
+
+    rank: int
+    coordinate: Mapping[str, int]
+    degrees: Mapping[str, int]
+    trained: Sequence[str]
+    tied: Mapping[str, str]
+    before: Mapping[str, int]
+    moved: Sequence[str]
+    initial: Sequence[str]
+    dropped: bool
+    draws: bool
+    held_norms: int
+    batch_norms: int
+    eps: float
+    coarse: bool
+    updates: int
+    directory: Path = field(default_factory=Path)
+
+    def update(self, number: int) -> UpdateRecord:
+        """Read an update, counted from 1; its tensors are mapped into memory."""
+        found = torch.load(_update_file(self.directory, self.rank, number), weights_only=True, mmap=True)
+        parts = {
+            kind: {
+                name: Part(tuple(offset), tuple(shape), value) for name, (offset, shape, value) in found[kind].items()
+            }
+            for kind in ("gradients", "weights")
+        }
+        return UpdateRecord(**{**found, **parts})
+
+
+def is_complete(directory: Path, ranks: int) -> bool:
+    """Whether all ranks have written all that they record."""
+    return all(has_recorded(directory, rank) for rank in range(ranks))
+
+
+def has_recorded(directory: Path, rank: int) -> bool:
+    """Whether a rank has written all that it records."""
+    return _rank_file(directory, rank).exists()
+
+
+def count_updates(directory: Path, rank: int) -> int:
+    """Return how many updates a rank has written."""
+    return len(list(directory.glob(f"rank-{rank}.update-*.pt")))
+
+
+def read_ranks(directory: Path, ranks: int) -> list[RankRecord]:
+    """Return what all ranks have written, by rank."""
+    found = (torch.load(_rank_file(directory, rank), weights_only=True) for rank in range(ranks))
+    return [RankRecord(**values, directory=directory) for values in found]
+
+
+def _update_file(directory: Path, rank: int, number: int) -> Path:
+    return directory / f"rank-{rank}.update-{number}.pt"
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.pt"
+
+
+def _part_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this rank's part of a tensor begins, and the shape of the whole."""
+    if not is_sharded(tensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
+    return tuple(offset), tuple(tensor.shape)
+
+
+def _recorded(tensor: Tensor, value: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...], Tensor | None]:
+    offset, shape = _part_of(tensor if value is None else value)
+    return offset, shape, None if value is None else _host(local_part(value))
+
+
+def _host(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
+
+
+# What makes updates comparable
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Sets the dropout rates of all calls of torch to 0 while it is entered.
+
+    Attributes:
+        dropped: Whether a call had a rate above 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Make one call."""
+        name, arguments, named = getattr(func, "__name__", ""), list(args), dict(kwargs or {})
+        if "dropout" in name or "dropout_p" in named or name == "scaled_dot_product_attention":
+            self._clear_rate(name, arguments, named)
+        return func(*arguments, **named)
+
+    def _clear_rate(self, name: str, arguments: list[Any], named: dict[str, Any]) -> None:
+        place, key = (4, "dropout_p") if name not in _DROPOUTS else (1, "p")
+        rate = arguments[place] if len(arguments) > place else named.get(key, 0.5 if key == "p" else 0.0)
+        if not isinstance(rate, float) or rate == 0:
+            return
+        trains = arguments[2] if key == "p" and len(arguments) > 2 else named.get("training", named.get("train", True))
+        self.dropped |= bool(trains)
+        if len(arguments) > place:
+            arguments[place] = 0.0
+        else:
+            named[key] = 0.0
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return a batch with its floating tensors in another dtype: those in mappings, lists, tuples, and objects with `apply`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        items = {key: cast_floating(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        cast = [cast_floating(item, dtype) for item in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    if callable(getattr(value, "apply", None)) and not isinstance(value, type):
+        return value.apply(lambda item: cast_floating(item, dtype))
+    return value
+
+
+def divided_batch(
+    settings: Mapping[str, Any],
+    *,
+    accum_steps: int,
+    samples: int | None,
+    replicas: int,
+    alone: bool,
+    divides_itself: bool,
+) -> Mapping[str, Any]:
+    """Return the loader settings of a split by which updates have the same samples on every layout, in unequal shares.
+
+    With equal shares a wrong divisor does not show.
+
+    Args:
+        settings: Of the split.
+        accum_steps: Micro-batches of an update that is not divided.
+        samples: Of an update; `None` takes those of the settings, less one where they would divide evenly.
+        replicas: Ranks that read different samples on the layout; 1 leaves the settings as they are.
+        alone: Whether this is one process rather than the layout.
+        divides_itself: Whether a sampler or an iterable of the user's divides the data, in batches of even size.
+    """
+    batch = settings.get("batch_size")
+    if replicas == 1 and samples is None:
+        return settings
+    if divides_itself:
+        if batch is None:
+            return settings
+        share = max((batch if samples is None else max(samples // accum_steps, 1)) // replicas, 1)
+        return {**settings, "batch_size": share * replicas if alone else share}
+    if samples is None:
+        samples = settings.get("global_batch_size") or int(batch or 1) * accum_steps
+        samples = max(samples, replicas + 1)
+        samples -= samples % replicas == 0
+    kept = {name: value for name, value in settings.items() if name not in ("batch_size", "micro_batch_size")}
+    return {**kept, "global_batch_size": samples}
+
+
+# The recorder
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """What is recorded, and where: the settings under `audit.gradients`.
+
+    Attributes:
+        directory: Where each rank writes.
+        updates: How many updates.
+        weights: File with the weights to begin from; `None` writes those of the run.
+        dtype: What model and batches are cast to; `None` leaves them as they are.
+        compute_eps: Relative precision of autocast; 0 without it.
+    """
+
+    directory: Path
+    updates: int
+    weights: Path | None = None
+    dtype: torch.dtype | None = None
+    compute_eps: float = 0.0
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any], precision: object) -> RecordSettings | None:
+        """Return the settings of a section `audit.gradients` under a setting `precision`; `None` where nothing is recorded."""
+        if section["dir"] is None:
+            return None
+        weights, dtype = section["weights"], section["dtype"]
+        coarse = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(precision).lower())
+        return cls(
+            Path(section["dir"]),
+            int(section["updates"]),
+            weights=None if weights is None else Path(weights),
+            dtype=None if dtype is None else dtype_of(dtype),
+            compute_eps=0.0 if coarse is None else torch.finfo(coarse).eps,
+        )
+
+
+class LayoutRecorder:
+    """Records the first updates of a run, and ends the program after them.
+
+    Attributes:
+        calls: Entered before the first forward, until the end of the run.
+    """
+
+    def __init__(self, settings: RecordSettings, runner: TorchRunner) -> None:
+        self.settings = settings
+        self.calls = WithoutDropout()
+        self._runner = runner
+        self._hasher = Hasher(torch.device("cpu"))
+        self._whole: dict[str, Tensor] = {}
+        self._before: dict[str, int] = {}
+        self._moved: list[str] = []
+        self._initial: list[str] = []
+        self._norms: list[nn.Module] = []
+        self._begun = False
+        self._counts = False
+        self._digest = 0
+        self._outputs: dict[str, list[float]] = {}
+        self._eps = 0.0
+        self._draws = False
+        self._streams: list[Tensor] = []
+        self._update: dict[str, Any] = {}
+        self._made = 0
+
+    # Before the first update
+
+    def prepare(self, model: nn.Module, criterion: object) -> None:
+        """Cast model and criterion, and keep the whole weights, before anything is divided or wrapped."""
+        dtype = self.settings.dtype
+        for module in (model, criterion):
+            if dtype is not None and isinstance(module, nn.Module):
+                module._apply(lambda value: value.to(dtype) if value.is_floating_point() else value)  # type: ignore[no-untyped-call]
+        if isinstance(model, nn.Module):
+            named = ((canonical_name(name), p) for name, p in model.named_parameters())
+            self._whole = {name: _host(p) for name, p in named if not p.is_meta}
+            self._before = {name: int(self._hasher.digest(whole)) for name, whole in self._whole.items()}
+
+    def divided(self) -> None:
+        """Note which weights are other ones now that the model is divided, and forget the whole ones."""
+        self._moved, self._whole = self._differing(self._whole), {}
+
+    def begin(self) -> None:
+        """Write the weights of the run, or take those that were written. Called on all ranks."""
+        if self._begun:
+            return
+        self._begun = True
+        model = self._runner.unwrapped_model
+        self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._watch(canonical_name(name)))
+        criterion = self._runner.criterion
+        if self.settings.weights is None:
+            states = [self._runner.model_state_dict()]
+            states.append(criterion.state_dict() if isinstance(criterion, nn.Module) else {})
+            kept = [{k: _host(v) for k, v in state.items() if isinstance(v, Tensor)} for state in states]
+            torch.save({"model": kept[0], "criterion": kept[1]}, self.settings.directory / WEIGHTS)
+            return
+        found = torch.load(self.settings.weights, weights_only=True)
+        self._initial = self._differing(found["model"])
+        self._runner.load_model(found["model"], partial=True)
+        if isinstance(criterion, nn.Module):
+            criterion.load_state_dict(found["criterion"])
+
+    def _differing(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the weights of this rank that are not the same part of the given whole ones."""
+        found = []
+        for name, parameter in self._runner.named_parameters():
+            whole = weights.get(name)
+            if whole is None or whole.shape != parameter.shape or parameter.is_meta:
+                continue
+            mine = _host(local_part(parameter))
+            if not torch.equal(mine, Part(*_part_of(parameter), mine).of(whole).to(mine.dtype)):
+                found.append(name)
+        return found
+
+    # Within an update
+
+    def took(self, data: object, moved: object, *, counts: bool) -> Any:
+        """Return the data of a micro-batch as it is trained on, and note its samples. Called before the forward, on all ranks.
+
+        Args:
+            data: As its loader gave it.
+            moved: As it was moved to the device.
+            counts: Whether it is a batch and not a placeholder.
+        """
+        self.begin()
+        self._counts = counts
+        if counts and self._runner.placement.counts_samples:
+            self._digest += int(self._hasher.digest_samples(data))
+        for module in self._norms:
+            module.training = False
+        self._streams = _streams()
+        return moved if self.settings.dtype is None else cast_floating(moved, self.settings.dtype)
+
+    def ran(self) -> None:
+        """Note whether the micro-batch has drawn random numbers."""
+        now = _streams()
+        self._draws |= any(not torch.equal(before, after) for before, after in zip(self._streams, now))
+
+    def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            # Checkpointing calls modules again within a backward.
+            if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+                return
+            for tensor in _tensors(output):
+                if tensor.is_floating_point():
+                    self._eps = max(self._eps, torch.finfo(tensor.dtype).eps)
+                    if self._counts:
+                        local = local_part(tensor).detach().double()
+                        sums = self._outputs.setdefault(name, [0.0, 0.0])
+                        sums[0] += float(local.sum())
+                        sums[1] += float(local.square().sum())
+
+        return hook
+
+    def measured(self, norm: Tensor) -> None:
+        """Record the gradient, complete and divided, before clipping; `norm` is its 2-norm, 0-dim. Called on all ranks."""
+        named = [(name, p) for name, p in self._runner.named_parameters() if p.requires_grad]
+        self._update = {
+            "gradients": {name: _recorded(parameter, parameter.grad) for name, parameter in named},
+            "norm": float(norm),
+            "digest": self._digest,
+            "weights": {},
+            "buffers": {},
+            "outputs": {name: tuple(sums) for name, sums in self._outputs.items()},
+        }
+        self._digest, self._outputs = 0, {}
+
+    def updated(self, outcome: UpdateOutcome, *, committed: bool) -> None:
+        """Record the weights after an update, and end the program after the last one, or after one that was not made.
+
+        Raises:
+            SystemExit: After the last one, with exit code 0.
+        """
+        figures = {"loss": outcome.loss, "weight": outcome.weight, "samples": outcome.samples}
+        if committed:
+            self._update["weights"] = {name: _recorded(p, p) for name, p in self._runner.named_parameters()}
+            buffers = self._runner.unwrapped_model.named_buffers()
+            self._update["buffers"] = {canonical_name(name): _host(local_part(buffer)) for name, buffer in buffers}
+        self._write_update({name: float(value) for name, value in figures.items()})
+        if self._made == self.settings.updates or not committed:
+            self._write_rank()
+            raise SystemExit(0)
+
+    def failed(self, loss: float | Tensor, weight: float | Tensor, samples: float | Tensor) -> None:
+        """Record an update whose gradient is not finite, and end the program.
+
+        Args:
+            loss: Sum of loss times weight over all ranks.
+            weight: Of all ranks.
+            samples: Of all ranks.
+        """
+        self._write_update(
+            {"loss": float(loss) / (float(weight) or 1.0), "weight": float(weight), "samples": float(samples)}
+        )
+        self._write_rank()
+        raise SystemExit(0)
+
+    def _write_update(self, figures: Mapping[str, float]) -> None:
+        self._made += 1
+        place = _update_file(self.settings.directory, self._runner.rank, self._made)
+        torch.save({**self._update, **figures}, place)
+
+    def _write_rank(self) -> None:
+        """Write the record of this rank, which says that all of its updates are there."""
+        record = self._record()
+        values = {key: value for key, value in asdict(record).items() if key != "directory"}
+        target = _rank_file(record.directory, record.rank)
+        torch.save(values, target.with_suffix(".new"))
+        os.replace(target.with_suffix(".new"), target)
+
+    def _record(self) -> RankRecord:
+        runner, model = self._runner, self._runner.unwrapped_model
+        named = list(runner.named_parameters())
+        names = {id(parameter): name for name, parameter in reversed(named)}
+        owned = {id(p) for group in runner.optimizer.param_groups for p in group["params"]}
+        several = model.named_parameters(remove_duplicate=False)
+        tied = {canonical_name(name): names.get(id(p), "") for name, p in several}
+        # SyncBatchNorm is left out: the statistics of all ranks together do not depend on the layout.
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+        finest = max((torch.finfo(p.dtype).eps for _, p in named if p.is_floating_point()), default=0.0)
+        coordinate, degrees = runner.preparation.place()
+        return RankRecord(
+            rank=runner.rank,
+            coordinate=dict(coordinate),
+            degrees=dict(degrees),
+            trained=[name for name, parameter in named if id(parameter) in owned and parameter.requires_grad],
+            tied={name: listed for name, listed in tied.items() if listed and name != listed},
+            before=self._before,
+            moved=self._moved,
+            initial=self._initial,
+            dropped=self.calls.dropped,
+            draws=self._draws,
+            held_norms=len(self._norms),
+            batch_norms=sum(norm.running_mean is None for norm in norms),
+            eps=max(self.settings.compute_eps, self._eps, finest),
+            coarse=self._eps > finest,
+            updates=self._made,
+            directory=self.settings.directory,
+        )
+
+
+def _tensors(output: Any) -> Iterable[Tensor]:
+    """Yield the tensors that a module returned: itself, or those in a tuple, a list or a mapping."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple, Mapping)):
+        for item in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(item)
+
+
+def _streams() -> list[Tensor]:
+    streams = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        streams.append(torch.cuda.get_rng_state())
+    return streams

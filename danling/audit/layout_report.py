@@ -1,0 +1,525 @@
+"""Compares what the ranks of a layout recorded of the first updates with what one process recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from danling.mesh.axes import axes_with
+from danling.utils.tables import table_lines
+
+from .layout_record import Part, RankRecord, UpdateRecord
+
+if TYPE_CHECKING:
+    from .layout_check import Layout
+
+_SHOWN = 30
+_FITS = 1e-3
+"""Relative residual below which a tensor counts as a multiple of another one."""
+
+
+class NotChecked(ValueError):
+    """The program could not be brought to make the updates, or not the same ones."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far rounding reaches: a share of the norm of a tensor, and a norm of a difference that is rounding for any tensor."""
+
+    relative: float
+    absolute: float
+
+    def covers(self, error: float, norm: float) -> bool:
+        """Whether a difference of norm `error` to a tensor of norm `norm` is rounding; NaN is not."""
+        return error <= max(self.relative * norm, self.absolute)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that is not that of one process.
+
+    Attributes:
+        name: Its name.
+        what: What differs, in a few words.
+        one: 2-norm on one process; `None` where there is none.
+        layout: 2-norm on the layout; `None` where there is none.
+        error: Norm of the difference by `one`.
+        ratio: The layout has this many times the tensor of one process; `None` where it has no multiple of it.
+        axis: Axes along which ranks with copies differ, or whose number of ranks explains the ratio.
+    """
+
+    name: str
+    what: str
+    one: float | None
+    layout: float | None
+    error: float | None = None
+    ratio: float | None = None
+    axis: str | None = None
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """The result of a check.
+
+    Attributes:
+        layout: The layout.
+        updates: Updates that were compared.
+        samples: Samples of the first update.
+        parameters: Number of parameters that were compared.
+        step: The update that differs, the first being 1; `None` where none does.
+        losses: The losses of that update, or of the last one: in one process, and on the layout.
+        moved: Parameters whose weights `parallelize` has changed.
+        gradients: Parameters whose gradients differ, in the order of the model.
+        weights: Parameters whose weights differ after the update, though the gradients do not.
+        buffers: Buffers that differ after the update.
+        layer: The first module, in the order of the calls, whose output differs; `None` where none does.
+        summary: A sentence on all of it; `None` where there is no difference.
+        undecided: Whether the loss differs on every layout because of what the model is, so that nothing can be said of this one.
+        notes: What else to know of the comparison.
+    """
+
+    layout: Layout
+    updates: int
+    samples: int
+    parameters: int
+    step: int | None
+    losses: tuple[float, float]
+    moved: Sequence[str] = ()
+    gradients: Sequence[Finding] = ()
+    weights: Sequence[Finding] = ()
+    buffers: Sequence[str] = ()
+    layer: str | None = None
+    summary: str | None = None
+    undecided: bool = False
+    notes: Sequence[str] = ()
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the layout trains as one process does."""
+        return self.step is None and not self.moved
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def compare_records(
+    one: RankRecord, ranks: Sequence[RankRecord], layout: Layout, tolerance: float | None = None
+) -> LayoutReport:
+    """Compare the records of the ranks of a layout with that of one process.
+
+    Args:
+        one: Of the run on one process.
+        ranks: Of the run on the layout, by rank.
+        layout: The layout.
+        tolerance: Relative difference that is rounding; `None` takes the root of the coarsest precision.
+
+    Raises:
+        NotChecked: If the updates are not of the same samples, or not finite in one process.
+    """
+    eps = max(rank.eps for rank in (one, *ranks))
+    relative = tolerance if tolerance is not None else eps**0.5
+    count = min(one.updates, *(rank.updates for rank in ranks))
+    for number in range(1, count + 1):
+        report = _compare_update(number, one, ranks, layout, relative, eps)
+        if not report.is_same or number == count:
+            return report
+    raise NotChecked(f"Expected recorded updates. Received: {one.updates} in one process, {count} on every rank.")
+
+
+def _compare_update(
+    number: int, one: RankRecord, ranks: Sequence[RankRecord], layout: Layout, relative: float, eps: float
+) -> LayoutReport:
+    wanted, made = one.update(number), [rank.update(number) for rank in ranks]
+    if not math.isfinite(wanted.norm) or not wanted.weights:
+        raise NotChecked(
+            f"Expected updates that are finite in one process. Received: update {number} with loss {wanted.loss:.6g} and gradient norm "
+            f"{wanted.norm:.6g}. Mend that first; a precision of fp16 skips its first updates, which --dtype float64 does not."
+        )
+    degrees = {axis: degree for axis, degree in ranks[0].degrees.items() if degree > 1}
+    tolerance = Tolerance(relative, 32 * eps * wanted.norm)
+    names = list(dict.fromkeys([*wanted.gradients, *(name for update in made for name in update.gradients)]))
+    gradients = []
+    for name in names:
+        held = [(r, u.gradients[name]) for r, u in zip(ranks, made) if name in u.gradients]
+        part = wanted.gradients.get(name)
+        found = compare(name, None if part is None else part.tensor, held, degrees, tolerance)
+        if found is not None:
+            gradients.append(_untied(found, one, ranks) or found)
+    weights = [] if gradients else _weights(wanted, made, ranks, degrees, Tolerance(relative, 32 * eps))
+    buffers = [] if gradients else _buffers(wanted, made, relative)
+    same_loss = abs(made[0].loss - wanted.loss) <= max(relative * abs(wanted.loss), 32 * eps)
+    # Ranks that all read the same samples come to the same mean.
+    same_weight = abs(made[0].weight - wanted.weight) <= 1e-9 * abs(wanted.weight)
+    differs = bool(gradients or weights or buffers) or not (same_loss and same_weight)
+    if differs:
+        _check_samples(number, wanted, made)
+    why = _why_undecided(one, ranks, layout) if differs and not same_loss and same_weight else None
+    layer = _first_layer(wanted, made, ranks, relative) if differs else None
+    moved = _moved(ranks) if number == 1 else []
+    return LayoutReport(
+        layout=layout,
+        updates=number,
+        samples=int(one.update(1).samples),
+        parameters=len(names),
+        step=number if differs else None,
+        losses=(wanted.loss, made[0].loss),
+        moved=moved,
+        gradients=gradients,
+        weights=weights,
+        buffers=buffers,
+        layer=layer,
+        summary=_summary(wanted, made[0], gradients, weights, len(names), same_loss, moved, layer, why)
+        if differs or moved
+        else None,
+        undecided=why is not None,
+        notes=_notes(one, ranks),
+    )
+
+
+# One tensor
+
+
+def compare(
+    name: str,
+    one: Tensor | None,
+    held: Sequence[tuple[RankRecord, Part]],
+    degrees: Mapping[str, int],
+    tolerance: Tolerance,
+) -> Finding | None:
+    """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding.
+
+    Args:
+        name: Of the parameter.
+        one: The tensor of one process, whole; `None` where there is none.
+        held: The ranks that have the parameter, with what each has of the tensor.
+        degrees: Ranks along each axis.
+        tolerance: What is rounding.
+    """
+    norm = None if one is None else float(one.double().norm())
+    present = [(rank, part) for rank, part in held if part.tensor is not None]
+    if not held:
+        return Finding(name, "no parameter of this name on the layout", norm, None)
+    if one is None or norm is None:
+        largest = max((float(_values(part).norm()) for _, part in present), default=0.0)
+        if tolerance.covers(largest, 0.0):
+            return None
+        return Finding(name, "a gradient on the layout only", None, largest)
+    if not present:
+        return None if tolerance.covers(norm, 0.0) else Finding(name, "no gradient on the layout", norm, None)
+    shape = present[0][1].shape
+    if any(part.shape != tuple(one.shape) for _, part in present):
+        return Finding(name, f"shape {list(shape)} on the layout, {list(one.shape)} in one process", norm, None)
+    # A rank without a gradient has zeros where another rank of its place has one.
+    places: dict[tuple[int, ...], list[tuple[RankRecord, Tensor]]] = {}
+    targets: dict[tuple[int, ...], Tensor] = {}
+    for rank, part in held:
+        known = part if part.tensor is not None else next((p for _, p in present if p.offset == part.offset), None)
+        if known is None:
+            known = present[0][1]
+        if known.tensor is None or known.tensor.numel() == 0:
+            continue
+        target = targets.setdefault(known.offset, known.of(one).double())
+        value = torch.zeros_like(target) if part.tensor is None else part.tensor.double()
+        places.setdefault(known.offset, []).append((rank, value))
+    error = math.sqrt(sum(max(_error(value, targets[at]) for _, value in copies) ** 2 for at, copies in places.items()))
+    if tolerance.covers(error, norm):
+        return None
+    layout = math.sqrt(sum(float(copies[0][1].norm()) ** 2 for copies in places.values()))
+    what, ratio, axis = _describe(places, targets, degrees, tolerance)
+    return Finding(name, what, norm, layout, error / norm if norm else math.inf, ratio, axis)
+
+
+def _values(part: Part) -> Tensor:
+    assert part.tensor is not None
+    return part.tensor.double()
+
+
+def _error(value: Tensor, target: Tensor) -> float:
+    error = float((value - target).norm())
+    return error if math.isfinite(error) else math.inf
+
+
+Places = Mapping[tuple[int, ...], Sequence[tuple[RankRecord, Tensor]]]
+
+
+def _describe(
+    places: Places, targets: Mapping[tuple[int, ...], Tensor], degrees: Mapping[str, int], tolerance: Tolerance
+) -> tuple[str, float | None, str | None]:
+    """Return what differs, the ratio, and the axis."""
+    bad = sorted({rank.rank for copies in places.values() for rank, value in copies if not value.isfinite().all()})
+    if bad:
+        return f"not finite on {_ranks(bad)}", None, None
+    differing = {
+        axis
+        for copies in places.values()
+        for (first, mine), (second, other) in combinations(copies, 2)
+        for axis in degrees
+        if [a for a in degrees if first.coordinate.get(a) != second.coordinate.get(a)] == [axis]
+        and not tolerance.covers(_error(mine, other), float(other.norm()))
+    }
+    if differing:
+        axes = [axis for axis in degrees if axis in differing]
+        over = " x ".join(axes)
+        what, ratio = (
+            f"differs between ranks of {over}",
+            _common_ratio(list(_sums(places, targets, degrees, axes)), tolerance),
+        )
+        return (what if ratio is None else f"{what}; their sum is {ratio:.6g} times that of one process"), None, over
+    ratio = _common_ratio([(copies[0][1], targets[at]) for at, copies in places.items()], tolerance)
+    if ratio is not None:
+        subsets = [axes for number in range(1, len(degrees) + 1) for axes in combinations(degrees, number)]
+        sizes = {" x ".join(axes): prod(degrees[axis] for axis in axes) for axes in subsets}
+        matching = [over for over, n in sizes.items() if abs(ratio / n - 1) < _FITS or abs(ratio * n - 1) < _FITS]
+        return f"{ratio:.6g} times that of one process", ratio, " or ".join(matching) or None
+    right = [
+        rank.rank
+        for at, copies in places.items()
+        for rank, value in copies
+        if tolerance.covers(_error(value, targets[at]), float(targets[at].norm()))
+    ]
+    if right:
+        return f"right on {_ranks(sorted(right))} only", None, None
+    return "other values, the same on all ranks with copies", None, None
+
+
+def _sums(
+    places: Places, targets: Mapping[tuple[int, ...], Tensor], degrees: Mapping[str, int], axes: Sequence[str]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the sums of copies over axes, each with what one process has."""
+    for at, copies in places.items():
+        groups: dict[tuple[int | None, ...], list[Tensor]] = {}
+        for rank, value in copies:
+            others = tuple(rank.coordinate.get(axis) for axis in degrees if axis not in axes)
+            groups.setdefault(others, []).append(value)
+        yield from ((torch.stack(group).sum(0), targets[at]) for group in groups.values())
+
+
+def _common_ratio(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance) -> float | None:
+    """Return what all targets are multiplied by, `None` where no number fits."""
+    square = sum(float((target * target).sum()) for _, target in pairs)
+    if not square:
+        return None
+    ratio = sum(float((value * target).sum()) for value, target in pairs) / square
+    fits = all(
+        float((value - ratio * target).norm())
+        <= max(max(_FITS, tolerance.relative) * float(target.norm()), tolerance.absolute)
+        for value, target in pairs
+    )
+    return (0.0 if abs(ratio) < _FITS else ratio) if fits else None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+# One update
+
+
+def _untied(found: Finding, one: RankRecord, ranks: Sequence[RankRecord]) -> Finding | None:
+    """Return the finding of a parameter that is tied to another one in one process only."""
+    tied = {name for rank in ranks for name in rank.tied}
+    for other, name in one.tied.items():
+        if other in tied or found.name not in (other, name):
+            continue
+        partner = name if found.name == other else other
+        if any({other, name} <= set(rank.trained) for rank in ranks):
+            what = f"tied to {partner} in one process, not on the layout"
+            return Finding(found.name, what, found.one, found.layout, found.error, found.ratio, found.axis)
+    return None
+
+
+def _weights(
+    wanted: UpdateRecord,
+    made: Sequence[UpdateRecord],
+    ranks: Sequence[RankRecord],
+    degrees: Mapping[str, int],
+    tolerance: Tolerance,
+) -> list[Finding]:
+    """Return the weights that differ after an update whose gradients do not."""
+    found = []
+    for name, part in wanted.weights.items():
+        held = [(r, u.weights[name]) for r, u in zip(ranks, made) if name in u.weights]
+        if part.tensor is not None and held:
+            found.append(compare(name, part.tensor, held, degrees, tolerance))
+    return [each for each in found if each is not None]
+
+
+def _buffers(wanted: UpdateRecord, made: Sequence[UpdateRecord], relative: float) -> list[str]:
+    """Return the names of floating buffers that differ on the first rank that has them."""
+    found = []
+    for name, value in wanted.buffers.items():
+        mine: Tensor | None = next((update.buffers[name] for update in made if name in update.buffers), None)
+        if mine is None or not value.is_floating_point() or mine.shape != value.shape:
+            continue
+        if not torch.allclose(mine, value, rtol=relative, atol=relative, equal_nan=True):
+            found.append(name)
+    return found
+
+
+def _moved(ranks: Sequence[RankRecord]) -> list[str]:
+    """Return the weights that dividing the model has changed, of those that all ranks began with alike."""
+    names = dict.fromkeys(name for rank in ranks for name in rank.moved)
+    return [name for name in names if len({rank.before[name] for rank in ranks if name in rank.before}) == 1]
+
+
+def _first_layer(
+    wanted: UpdateRecord, made: Sequence[UpdateRecord], ranks: Sequence[RankRecord], relative: float
+) -> str | None:
+    """Return the first module whose output differs by its sums.
+
+    Sums add up over ranks that read different samples. Along any other axis ranks have either copies of an output or parts of it.
+    """
+    degrees = ranks[0].degrees
+    divided = [axis for axis in axes_with(reads_data=True) if axis in degrees]
+    others = [axis for axis in degrees if axis not in divided and degrees[axis] > 1]
+    for name, sums in wanted.outputs.items():
+        held = [(rank.coordinate, update.outputs[name]) for rank, update in zip(ranks, made) if name in update.outputs]
+        scale = max(math.sqrt(sums[1]), abs(sums[0]), 1e-30)
+        ways = product((False, True), repeat=len(others))
+        if held and not any(
+            _adds_up(held, sums, [axis for axis, copies in zip(others, way) if copies], relative, scale) for way in ways
+        ):
+            return name or "the model itself"
+    return None
+
+
+def _adds_up(
+    held: Sequence[tuple[Mapping[str, int], tuple[float, float]]],
+    wanted: tuple[float, float],
+    copied: Sequence[str],
+    relative: float,
+    scale: float,
+) -> bool:
+    """Whether the sums of ranks, of which those along the axes `copied` have copies, add up to those of one process."""
+    firsts = [value for coordinate, value in held if all(coordinate.get(axis, 0) == 0 for axis in copied)]
+    total, squares = (math.fsum(value[index] for value in firsts) for index in (0, 1))
+    near = max(relative, 1e-7) * scale
+    return abs(total - wanted[0]) <= near and abs(math.sqrt(squares) - math.sqrt(wanted[1])) <= near
+
+
+def _check_samples(number: int, wanted: UpdateRecord, made: Sequence[UpdateRecord]) -> None:
+    """Refuse to call a difference one of the layout where the samples were others."""
+    if (sum(update.digest for update in made) - wanted.digest) % (1 << 64) == 0:
+        return
+    raise NotChecked(
+        f"Expected update {number} to be made of the same samples in one process and on the layout. Received: {wanted.samples:g} "
+        f"samples and {made[0].samples:g}, whose contents are not the same. Look for a batch size that depends on the number of "
+        "processes, a loader of your own that does not divide its data over the ranks, data that is drawn before `super().__init__`, "
+        "and padding to the longest sample of a batch: pad to one length."
+    )
+
+
+def _summary(
+    wanted: UpdateRecord,
+    made: UpdateRecord,
+    gradients: Sequence[Finding],
+    weights: Sequence[Finding],
+    parameters: int,
+    same_loss: bool,
+    moved: Sequence[str],
+    layer: str | None,
+    why_undecided: str | None,
+) -> str:
+    """Return one sentence on everything that differs."""
+    if moved:
+        shown = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        return (
+            f"`parallelize` has changed the weights of {len(moved)} parameters ({shown}): what is saved on this layout under a name is not "
+            "what the model has under that name"
+        )
+    if wanted.weight and abs(made.weight / wanted.weight - 1) > 1e-9:
+        return f"the weights of the batches add up to {made.weight / wanted.weight:.6g} times those of one process"
+    if why_undecided is not None:
+        return f"the loss differs, and may do so: {why_undecided}"
+    if layer is not None:
+        return f"the first layer whose output differs is {layer}"
+    if not same_loss:
+        return "the outputs of all layers are those of one process, and the loss is not"
+    ratios = [each.ratio for each in gradients if each.ratio is not None]
+    if len(ratios) == len(gradients) == parameters and max(ratios) - min(ratios) < 1e-6 * abs(ratios[0] or 1.0):
+        return f"every gradient is {ratios[0]:.6g} times that of one process, and the loss is the same"
+    if gradients:
+        return f"the forward pass is that of one process, the backward pass is not; nearest to the loss is {gradients[-1].name}"
+    if weights:
+        return "the gradients are those of one process, the step of the optimizer or the clipping is not"
+    return "buffers differ after the update"
+
+
+def _why_undecided(one: RankRecord, ranks: Sequence[RankRecord], layout: Layout) -> str | None:
+    """Return what in the model makes the loss depend on the layout rightly; `None` where nothing does."""
+    if one.draws or any(rank.draws for rank in ranks):
+        return "the forward pass draws random numbers that are no dropout of torch; switch that off for the check"
+    if one.batch_norms and (layout.replicas > 1 or "pipeline" in layout.degrees):
+        return "batch normalization without running statistics depends on the samples that a rank has at once"
+    return None
+
+
+def _notes(one: RankRecord, ranks: Sequence[RankRecord]) -> list[str]:
+    notes = []
+    if one.dropped:
+        notes.append("Dropout was switched off.")
+    if one.draws or any(rank.draws for rank in ranks):
+        notes.append("The forward pass draws random numbers that are no dropout of torch.")
+    initial = sorted({name for rank in ranks for name in rank.initial})
+    if initial:
+        shown = ", ".join(initial[:3]) + (", ..." if len(initial) > 3 else "")
+        notes.append(
+            f"The initial weights of {len(initial)} parameters ({shown}) depend on the layout; both sides began with those of one process."
+        )
+    if one.held_norms:
+        notes.append(f"Batch normalization ({one.held_norms}) used its running statistics.")
+    coarse = max((rank.eps for rank in (one, *ranks) if rank.coarse), default=0.0)
+    if coarse:
+        notes.append(
+            f"Some layers compute in a coarser dtype than their weights: differences up to {coarse**0.5:.1g} count as rounding."
+        )
+    return notes
+
+
+# What people read
+
+
+def _lines(found: LayoutReport) -> Iterator[str]:
+    first, second = found.losses
+    if found.is_same:
+        yield (
+            f"{found.layout}: the first {found.updates} updates are those of one process, in losses, weights, and gradients of "
+            f"{found.parameters} parameters; {found.samples} samples each"
+        )
+    elif found.step is None:
+        yield f"{found.layout}: the weights are not those of the model"
+        yield found.summary or ""
+    else:
+        verdict = (
+            "not checked, since the losses" if found.undecided else f"update {found.step} is not that of one process"
+        )
+        yield f"{found.layout}: {verdict}" + (f" of update {found.step} cannot be the same" if found.undecided else "")
+        yield f"loss {first:.10g} in one process, {second:.10g} on the layout; {found.samples} samples"
+        yield found.summary or ""
+        if found.gradients and not found.undecided:
+            yield f"{len(found.gradients)} of {found.parameters} gradients differ"
+            yield from _table(found.gradients)
+        if found.weights:
+            yield f"{len(found.weights)} of {found.parameters} weights differ after the update, though no gradient does"
+            yield from _table(found.weights)
+        if found.buffers:
+            yield f"buffers that differ after the update: {', '.join(found.buffers[:5])}"
+    for note in found.notes:
+        yield f"note: {note}"
+
+
+def _table(findings: Sequence[Finding]) -> Iterator[str]:
+    rows = [[e.name, e.one, e.layout, e.error, e.ratio, e.axis, e.what] for e in findings]
+    yield from table_lines(
+        ["parameter", "one process", "layout", "error", "ratio", "axis", "what differs"], rows[:_SHOWN]
+    )
+    if len(rows) > _SHOWN:
+        yield f"... and {len(rows) - _SHOWN} more; --json lists all"
