@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from danling.distributed import ReplicaDriftError
 
-class ReplicaDriftError(RuntimeError):
-    """Ranks that hold copies of a tensor hold different values: a chip, a link or a program has written to one of them alone."""
+__all__ = ["ReplayMismatchError", "ReplicaDriftError"]
 
 
 class ReplayMismatchError(RuntimeError):

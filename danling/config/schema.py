@@ -339,6 +339,9 @@ class AuditConfig(ClosedSection):
     """How often such an update is made again."""
     heal: bool = False
     """Go on with what most attempts at such an update agree on, instead of ending the run where one of them differs."""
+    gradient_spread: PositiveFloat | None = 1e-3
+    """Largest relative difference between ranks that hold copies in the norm of a gradient, compared in the collective of the next update;
+    none: not compared."""
     until: list[int] | None = None
     """Updates and completed epochs at which a checkpoint is saved and the run ends, as `danling audit` asks for; none: the budget."""
     gradients: Nested[GradientsConfig]

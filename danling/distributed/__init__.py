@@ -18,16 +18,18 @@ from .environment import (
 )
 from .meeting import JointLeave, all_arrive, default_store
 from .placement import Placement
-from .step_sync import REQUESTS, StepSync, StepTotals, agree
+from .step_sync import REQUESTS, GradientNorms, ReplicaDriftError, StepSync, StepTotals, agree
 
 __all__ = [
     "REQUESTS",
     "Board",
     "Domain",
+    "GradientNorms",
     "JointLeave",
     "LaunchEnvironment",
     "LocalDomain",
     "Placement",
+    "ReplicaDriftError",
     "StepSync",
     "StepTotals",
     "agree",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,13 +36,112 @@ class StepTotals:
 
 
 class Rider(Protocol):
-    """What has numbers of its own to sum over the ranks, now and then, and needs no collective of its own for it."""
+    """Sums numbers over the ranks in the collective of an update, and needs no collective of its own for it."""
 
     def values(self) -> Tensor | None:
         """Return them, float64 of one dimension, on the device of the collective; the same length on all ranks, or `None` on all."""
 
     def take(self, sums: Tensor) -> None:
         """Take their sums. Called on all ranks."""
+
+
+class ReplicaDriftError(RuntimeError):
+    """Ranks that hold copies of a tensor hold different values: a chip, a link or a program has written to one of them alone."""
+
+
+class GradientNorms:
+    """Compares the norm of each gradient between ranks that hold copies, in the collective of the next update.
+
+    The reduced gradient of healthy ranks is the same to the bit. Ranks whose norms differ train different models.
+
+    Args:
+        domain: Ranks that have the same gradient after its reduction.
+        device: Where norms live. On an accelerator the sums are read one update later, so that the host never waits for the device.
+        largest_spread: Largest difference between norms, relative to their mean.
+    """
+
+    def __init__(self, domain: Domain, device: torch.device, largest_spread: float) -> None:
+        self.domain = domain
+        self.device = device
+        self.largest_spread = largest_spread
+        self._noted: tuple[int, float | Tensor] | None = None
+        self._sent: tuple[int, float | Tensor] | None = None
+        self._landed: tuple[tuple[int, float | Tensor], Tensor, torch.cuda.Event | None] | None = None
+
+    def note(self, step: int, norm: float | Tensor) -> None:
+        """Note the norm of a committed update, 0-dim. Called on all ranks, or on none.
+
+        Args:
+            step: Number of the update.
+            norm: 2-norm of the whole gradient.
+        """
+        if self.domain.size > 1:
+            self._noted = step, norm.detach() if isinstance(norm, Tensor) else norm
+
+    def values(self) -> Tensor | None:
+        """Return the norm that was noted last, and its square; `None` where no update was made since."""
+        self._read_landed()
+        self._sent, self._noted = self._noted, None
+        if self._sent is None:
+            return None
+        norm = torch.as_tensor(self._sent[1], dtype=torch.float64, device=self.device).reshape(())
+        return torch.stack([norm, norm * norm])
+
+    def take(self, sums: Tensor) -> None:
+        """Take the sums of norms and squares over the ranks. Called on all ranks.
+
+        Raises:
+            ReplicaDriftError: On all ranks, if the norms differ.
+        """
+        sent, self._sent = self._sent, None
+        assert sent is not None
+        if self.device.type == "cpu":
+            self._landed = sent, sums, None
+            self._read_landed()
+            return
+        host = torch.empty(2, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        host.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if event is not None:
+            event.record()
+        self._landed = sent, host, event
+
+    def settle(self) -> None:
+        """Compare now what has not been compared, before a save. Called on all ranks; one small collective after an update.
+
+        Raises:
+            ReplicaDriftError: On all ranks, if the norms differ.
+        """
+        values = self.values()
+        if values is not None:
+            self.take(self.domain.all_reduce(values))
+            self._read_landed()
+
+    def _read_landed(self) -> None:
+        landed, self._landed = self._landed, None
+        if landed is None:
+            return
+        (step, norm), sums, event = landed
+        if event is not None:
+            event.synchronize()
+        total, squares = sums.tolist()
+        mean = total / self.domain.size
+        # The root of the summed squares of the deviations is never less than the largest one. A norm that is not finite compares as false:
+        # the check of the update itself deals with it.
+        if math.sqrt(max(squares - total * mean, 0.0)) > self.largest_spread * mean:
+            raise self._error(step, norm)
+
+    def _error(self, step: int, norm: float | Tensor) -> ReplicaDriftError:
+        norms = self.domain.gather_objects(float(norm))
+        usual = sorted(norms)[len(norms) // 2]
+        furthest = sorted(range(len(norms)), key=lambda rank: -abs(norms[rank] - usual))[:7]
+        shown = ", ".join(f"{norms[rank]:.6g} on rank {rank}" for rank in sorted({*furthest, norms.index(usual)}))
+        return ReplicaDriftError(
+            f"Expected one gradient on all ranks that hold copies of the model. Received in update {step}: gradients of norm {shown}. The "
+            "usual cause is a forward that goes around the wrapped model, such as self.unwrapped_model(x) or self.model.module(x) in "
+            "train_step: its gradient stays on its rank. Call self.model(x). Where ranks are meant to have different gradients, set "
+            "audit.gradient_spread to none."
+        )
 
 
 class StepSync:
@@ -56,15 +156,16 @@ class StepSync:
         device: Where weights and losses live.
         reports: Whether the weight and loss of this rank count, and whether its samples do: if several ranks work on one micro-batch
             together, one of them reports it. Non-finite losses and requests always count.
-    """
 
-    rider: Rider | None = None
-    """What travels with the collective; `None` where nothing does."""
+    Attributes:
+        riders: What else travels with the collective.
+    """
 
     def __init__(self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)) -> None:
         self.domain = domain
         self.device = device
         self.reports_loss, self.reports_samples = reports
+        self.riders: list[Rider] = []
         self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
 
     def reduce(
@@ -93,48 +194,31 @@ class StepSync:
         if not self.reports_samples:
             samples = 0.0
         flags = [float(name in asked) for name in REQUESTS]
-        if self.rider is not None:
-            riding = self.rider.values()
-            if riding is not None:
-                return self._reduce_with(self.rider, riding, [weight, loss, samples, nonfinite], flags)
+        riding = [(rider, values) for rider in self.riders if (values := rider.values()) is not None]
         if self.device.type == "cpu":
-            return self._reduce_on_host([float(weight), float(loss), samples, float(nonfinite), *flags])
-        return self._reduce_on_device([weight, loss, samples, nonfinite], flags)
-
-    def _reduce_on_host(self, values: list[float]) -> StepTotals:
-        total = self.domain.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
-        weight, loss, samples, nonfinite = total[:4]
-        return StepTotals(weight, loss, samples, nonfinite, _names(total[4:]))
-
-    def _reduce_with(
-        self, rider: Rider, riding: Tensor, values: list[float | Tensor], flags: list[float]
-    ) -> StepTotals:
-        if self.device.type != "cpu":
-            return self._reduce_on_device(values, flags, riding, rider)
-        own = torch.tensor([*map(float, values), *flags], dtype=torch.float64)
-        sums = self.domain.all_reduce(torch.cat([own, riding]))
-        total = sums[: len(own)].tolist()
-        weight, loss, samples, nonfinite = total[:4]
-        rider.take(sums[len(own) :])
-        return StepTotals(weight, loss, samples, nonfinite, _names(total[4:]))
-
-    def _reduce_on_device(
-        self, values: list[float | Tensor], flags: list[float], riding: Tensor | None = None, rider: Rider | None = None
-    ) -> StepTotals:
+            own = torch.tensor([float(weight), float(loss), samples, float(nonfinite), *flags], dtype=torch.float64)
+            total = self._sum(own, riding).tolist()
+            return StepTotals(total[0], total[1], total[2], total[3], _names(total[4:]))
         heard = self.take_pending_requests()
-        scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
-        asked = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
-        own = torch.cat([torch.stack(scalars), asked])
-        total = self.domain.all_reduce(own if riding is None else torch.cat([own, riding]))
-        if rider is not None:
-            rider.take(total[len(own) :])
-            total = total[: len(own)]
+        mine = (weight, loss, samples, nonfinite)
+        scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in mine]
+        on_device = torch.tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
+        sums = self._sum(torch.cat([torch.stack(scalars), on_device]), riding)
         host = torch.empty(len(flags), dtype=torch.float64, pin_memory=True)
-        host.copy_(total[4:], non_blocking=True)
+        host.copy_(sums[4:], non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._in_flight = (host, event)
-        return StepTotals(total[0], total[1], total[2], total[3], heard)
+        return StepTotals(sums[0], sums[1], sums[2], sums[3], heard)
+
+    def _sum(self, own: Tensor, riding: list[tuple[Rider, Tensor]]) -> Tensor:
+        """Return the sums of `own` over the ranks, and hand the riders theirs."""
+        total = self.domain.all_reduce(torch.cat([own, *(values for _, values in riding)]) if riding else own)
+        end = len(own)
+        for rider, values in riding:
+            begin, end = end, end + len(values)
+            rider.take(total[begin:end])
+        return total[: len(own)]
 
     def take_pending_requests(self) -> frozenset[str]:
         """Return the requests of the last update that have not been handed out yet."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from danling.audit.errors import ReplayMismatchError
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
-from danling.distributed import StepSync
+from danling.distributed import GradientNorms, StepSync
 from danling.metrics import Meters, MetricSet
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
@@ -220,10 +220,13 @@ class TorchParts:
         placement = runner.placement
         counts = (placement.counts_loss, placement.counts_samples)
         sync = StepSync(placement.optimizer, runner.device, reports=counts)
+        spread = runner.config.audit.gradient_spread
+        norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
         update = UpdateStep(
             runner,
             window=runner.window,
             sync=sync,
+            norms=norms,
             session=runner._session,
             preparation=runner.preparation,
             look=self.look_at_gradients,
@@ -276,6 +279,7 @@ class TorchParts:
         return TrainingLoop(
             runner,
             updates=self.driver.updates,
+            pass_is_over=lambda split: self.forwards.agreement.is_over(runner.source(split)),
             session=runner._session,
             results=self.results,
             reporter=runner._reporter,

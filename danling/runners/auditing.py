@@ -111,7 +111,9 @@ class AuditParts:
             update: What closes windows.
         """
         runner, target = self.runner, self.runner.config.audit.until
-        update.audit, update.recorder, update.sync.rider = self.updates, self.recorder, self.updates
+        update.audit, update.recorder = self.updates, self.recorder
+        if self.updates is not None:
+            update.sync.riders.append(self.updates)
         if target is not None:
             until = Until(
                 target, at=lambda: runner.saver.at, session=runner._session, ended=end_after, inner=self.updates

@@ -88,6 +88,7 @@ class TrainingLoop:
     Args:
         run: What is trained, evaluated and saved, and how long.
         updates: Returns the outcomes of the updates of what is left of a pass, made as they are asked for.
+        pass_is_over: Returns whether a pass over a split is known to have no batch left; called on all ranks.
         session: Knows whether the training is to stop.
         results: Collects the metrics.
         reporter: Shows the updates.
@@ -115,6 +116,7 @@ class TrainingLoop:
         run: LoopHooks,
         *,
         updates: Callable[[str], Iterator[UpdateOutcome]],
+        pass_is_over: Callable[[str], bool],
         session: TrainingSession,
         results: RunResults,
         reporter: Reporter,
@@ -129,6 +131,7 @@ class TrainingLoop:
         self._last_split: str | None = None
         self._run = run
         self._updates = updates
+        self._pass_is_over = pass_is_over
         self._save_if_failing = save_if_failing
         self._trained_metrics = trained_metrics
         self._first_update = first_update
@@ -241,8 +244,7 @@ class TrainingLoop:
         try:
             while counters.global_step < (run.steps or 0) and not self._session.stop_reason:
                 if self._train_pass(splits, evaluated):
-                    counters.epoch += 1
-                    self._results.schedule.end_pass()
+                    self._count_pass()
         except DataEnded:
             step = counters.global_step
             self._note_end_of_data(f"update {step} of {run.steps}")
@@ -263,7 +265,7 @@ class TrainingLoop:
             if self._is_trained(split):
                 continue
             for outcome in self._updates(split):
-                is_over = self._after_step(split, outcome, evaluated)
+                is_over = self._after_step(splits, split, outcome, evaluated)
                 if is_over or self._session.stop_reason:
                     return False
             if self.has_jumped:
@@ -271,13 +273,22 @@ class TrainingLoop:
             self._run.source(split).finish_pass()
         return True
 
-    def _after_step(self, split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
+    def _count_pass(self) -> None:
+        self._run.state.train.epoch += 1
+        self._results.schedule.end_pass()
+
+    def _after_step(self, splits: Sequence[str], split: str, outcome: UpdateOutcome, evaluated: Sequence[str]) -> bool:
         """Do what is due at an update boundary of step mode; return whether the budget, which may change at any time, is used up."""
         self._last_split = split
         self._after_update(outcome)
         step = self._run.state.train.global_step
         final = step == self._run.steps
         if outcome.committed:
+            if final and self._pass_is_over(split):
+                # Before what is evaluated and saved last: no loop comes to the end of this pass any more.
+                self._run.source(split).finish_pass()
+                if split == splits[-1]:
+                    self._count_pass()
             if self.boundaries.evaluation_due(step, final=final):
                 self._results.open[split] = self._trained_metrics()
                 self._validate(evaluated, final=final)

@@ -61,6 +61,15 @@ class PassAgreement:
             )
         return not ended
 
+    def is_over(self, source: BatchSource) -> bool:
+        """Return whether a pass is known to have no batch left, without reading on. The same answer on all ranks, which all call it.
+
+        Args:
+            source: The batches of the split.
+        """
+        over = source.remaining_batches() == 0
+        return over if self.ends_alike(source) else bool(agree(self.domain, ("exhausted",) if over else ()))
+
     def next_of_window(self, source: BatchSource, batches: Iterator[Batch]) -> Batch | None:
         """Return the next micro-batch of an open window, `None` where the pass ends.
 

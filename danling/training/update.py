@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from danling.distributed import StepSync, StepTotals
+from danling.distributed import GradientNorms, StepSync, StepTotals
 from danling.metrics import Meters
 from danling.utils.protocols import SteppedOptimizer, SteppedSchedule
 
@@ -142,6 +142,7 @@ class UpdateStep:
         run: What is asked, and what advances.
         window: The window.
         sync: Sums it over the ranks.
+        norms: Compares the norm of each gradient between the ranks; `None` where they may differ.
         session: Is told what the ranks asked for.
         preparation: Averages weights that the stack divides.
         look: Looks at the gradients of the first update of this process, before it is applied.
@@ -151,6 +152,7 @@ class UpdateStep:
     Attributes:
         window: As given.
         sync: As given.
+        norms: As given.
         decision: Decides whether an update is made.
         losses: As given.
         log_every: Updates between log lines.
@@ -168,6 +170,7 @@ class UpdateStep:
         *,
         window: Window,
         sync: StepSync,
+        norms: GradientNorms | None = None,
         session: TrainingSession,
         preparation: ModelPreparation,
         look: Callable[[], None],
@@ -176,6 +179,9 @@ class UpdateStep:
     ) -> None:
         self.window = window
         self.sync = sync
+        self.norms = norms
+        if norms is not None:
+            sync.riders.append(norms)
         self.decision = UpdateDecision(sync.domain, sync.device)
         self.losses = losses
         self.log_every = 1024
@@ -219,6 +225,8 @@ class UpdateStep:
         agreed, reason = judged.totals, judged.reason
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, judged.grad_norm, reason)
         self._conclude(outcome)
+        if outcome.committed and self.norms is not None:
+            self.norms.note(self._run.state.train.global_step, judged.grad_norm)
         if self.recorder is not None:
             self.recorder.updated(outcome, committed=outcome.committed)
         if self.audit is not None:
@@ -301,9 +309,11 @@ class UpdateStep:
 
         Raises:
             NonFiniteError: If the last update was not finite.
-            ReplicaDriftError: If digests were taken, and ranks that hold copies of a tensor differ.
+            ReplicaDriftError: If ranks that hold copies have different gradients; where digests were taken, also different tensors.
         """
         self.read_samples()
         self.decision.raise_pending()
+        if self.norms is not None:
+            self.norms.settle()
         if self.audit is not None:
             self.audit.settle()

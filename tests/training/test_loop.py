@@ -83,6 +83,7 @@ class Told:
         self.loop = TrainingLoop(
             self,  # type: ignore[arg-type]
             updates=self.updates,
+            pass_is_over=lambda split: self.passes[split].done == self.passes[split].updates,
             session=self.session,
             results=self.open_results,
             reporter=Reporter(is_main=False, world_size=1, seconds_between_lines=0),
