@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from danling.utils.files import json_text, write_atomically
+from danling.utils.files import json_text, read_text, write_atomically
 from danling.utils.nesting import parse_json
 from danling.utils.plain import flatten
 
@@ -82,7 +82,7 @@ def read_environment(run: Path) -> dict[str, Any]:
     """
     file = run / "metadata" / FILE
     try:
-        found = parse_json(file.read_text(encoding="utf-8"))
+        found = parse_json(read_text(file))
     except (OSError, ValueError):
         return {}
     return flatten(found, keeps_empty=True) if isinstance(found, Mapping) else {}

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from danling.reporting.trackers import JsonLines, read_jsonl
+from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
+from danling.utils.files import open_file
 
 FILE = "digests.jsonl"
 """Its name in the run directory."""
@@ -69,7 +70,8 @@ def read_digests(run: str | os.PathLike[str], problems: list[str] | None = None)
     if not file.is_file():
         return {}
     found = [line for line in map(_line, read_jsonl(file)) if line is not None]
-    written = file.read_bytes().count(b"\n")
+    with open_file(file) as lines:
+        written = sum(1 for _ in bounded_lines(lines))
     if problems is not None and len(found) < written:
         problems.append(f"{file}: {written - len(found)} of its {written} lines")
     return {line.step: line for line in found}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danling.utils.files import read_text
 from danling.utils.names import canonical_name
 from danling.utils.nesting import parse_json
 from danling.utils.plain_names import plain_name
@@ -250,7 +251,7 @@ def _located(path: Path, which: str) -> Path:
 
 def _read_index(path: Path) -> dict[str, Tensor]:
     try:
-        places: dict[str, str] = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
+        places: dict[str, str] = dict(parse_json(read_text(path))["weight_map"])
         files = {plain_name(file) for file in places.values()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error

@@ -11,6 +11,7 @@ from typing import Any
 from danling.checkpoints.backends import backend_of, locate
 from danling.checkpoints.errors import CheckpointDamaged
 from danling.checkpoints.outline import Entry, Outline
+from danling.utils.files import open_file
 from danling.utils.nesting import parse_json
 
 _HEADER_LIMIT = 100 << 20
@@ -66,12 +67,12 @@ def read_safetensors(path: Path) -> Outline:
         CheckpointDamaged: If there is no such header.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _HEADER_LIMIT:
                 raise ValueError(f"a header of {length} bytes")
             header = parse_json(file.read(length))
-        plain = {"metadata": header.pop("__metadata__", {})}
+        plain = {"metadata": dict(header.pop("__metadata__", {}))}
         entries = [_safetensors_entry(name, about) for name, about in sorted(header.items())]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(f"Expected a header of safetensors. Received: {path}: {error}") from error
@@ -80,4 +81,7 @@ def read_safetensors(path: Path) -> Outline:
 
 def _safetensors_entry(name: str, about: Mapping[str, Any]) -> Entry:
     start, end = about["data_offsets"]
-    return Entry(name, str(about["dtype"]), tuple(about["shape"]), end - start)
+    dtype, shape = about["dtype"], list(about["shape"])
+    if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in (*shape, start, end - start)):
+        raise ValueError(f"{name!r} is no tensor")
+    return Entry(name, dtype, tuple(shape), end - start)

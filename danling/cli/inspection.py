@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({**_as_json(contents, tensors=options.tensors, config=options.config), "path": place})
         return OK
-    print(f"{place} ({contents.kind})")
+    print(f"{as_text(place)} ({contents.kind})")
     for name, value in describe(contents).items():
         print(f"{name}: {as_text(value)}")
     print()
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.config:
         print()
         for name, value in flatten(contents.plain.get("runner", {}), keeps_empty=True).items():
-            print(f"{name}: {value}")
+            print(f"{as_text(name)}: {as_text(value)}")
     return OK
 
 

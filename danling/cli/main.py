@@ -16,11 +16,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import TextIOWrapper
+from typing import Any, TextIO
 
 from danling import __version__
+from danling.utils.tables import without_controls
 
 from .ending import ended_by_sigterm
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE
@@ -76,6 +78,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         # A file may have a name that is no text.
         sys.stdout.reconfigure(errors="backslashreplace")
+    with redirect_stdout(_Escaping(sys.stdout)), redirect_stderr(_Escaping(sys.stderr)):
+        return _main(arguments)
+
+
+class _Escaping:
+    """A stream of text in which control characters are escaped.
+
+    Args:
+        stream: Where it is written.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(without_controls(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # What stands behind `--` is a program with its arguments, of which none is one of this command.
     end = words.index("--") if "--" in words else len(words)

@@ -30,6 +30,7 @@ from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.policy import is_name
 from danling.checkpoints.store import CheckpointStore
 from danling.checkpoints.target_store import SUMS
+from danling.utils.tables import as_text
 from danling.workspace.claim import is_in_use
 from danling.workspace.litter import litter_in_run
 from danling.workspace.runs import Run
@@ -61,13 +62,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         for verdict in verdicts:
             about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
-            print(f"{'DAMAGED' if verdict['problems'] else 'ok':8}{verdict['path']}{about}")
+            print(f"{'DAMAGED' if verdict['problems'] else 'ok':8}{as_text(verdict['path'])}{about}")
             if verdict["note"] and not verdict["problems"]:
                 print(f"        {verdict['note']}")
             for problem in verdict["problems"]:
                 print(f"        {problem}")
         for left in litter:
-            print(f"{'litter':8}{left}")
+            print(f"{'litter':8}{as_text(left)}")
         if damaged:
             print(f"{len(damaged)} of {len(verdicts)} damaged")
     return DAMAGED if damaged else OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import re
@@ -16,6 +15,9 @@ from typing import Any
 
 import yaml
 from chanfig.io import YamlLoader
+
+from danling.utils.files import read_text
+from danling.utils.nesting import check_yaml, parse_json
 
 FORMATS = (".yaml", ".yml", ".json", ".toml")
 
@@ -52,7 +54,7 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
         raise FileNotFoundError(f"Expected a file with settings. Received: {str(path)!r}, which does not exist.")
     try:
         content = _read(path, suffix)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(
             f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {' '.join(str(error).split())}"
         ) from error
@@ -62,12 +64,18 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def _read(path: Path, suffix: str) -> Any:
+    text = read_text(path)
     if suffix == ".json":
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(text)
     if suffix == ".toml":
-        return _toml(path.read_text(encoding="utf-8"))
-    with path.open(encoding="utf-8") as stream:
-        return yaml.load(stream, Loader=SettingsLoader)
+        return _toml(text)
+    check_yaml(text)
+    loader: Any = SettingsLoader(text)  # type: ignore[no-untyped-call]
+    loader._root = os.path.abspath(path.parent)  # where !include looks
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _toml(text: str) -> object:

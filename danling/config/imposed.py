@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.files import json_text
+from danling.utils.files import json_text, read_text
 from danling.utils.nesting import parse_json
 
 if TYPE_CHECKING:
@@ -137,5 +137,5 @@ def _meant_run() -> MeantRun | None:
     file = os.environ.get(VARIABLE_OF)
     if not file:
         return None
-    found: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    found: dict[str, Any] = parse_json(read_text(file))
     return MeantRun(**found)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from danling.utils.files import write_atomically
+from danling.utils.files import read_text, write_atomically
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -84,8 +84,8 @@ class Board:
         file = self._directory() / _FOLDER / key.replace("/", "-")
         try:
             # What lies there from before is of a job that is over.
-            return file.read_text(encoding="utf-8") if file.stat().st_mtime >= self._began else None
-        except OSError:
+            return read_text(file) if file.stat().st_mtime >= self._began else None
+        except (OSError, ValueError):
             return None
 
     def _answer(self, ask: Callable[[Store], _T]) -> _T:

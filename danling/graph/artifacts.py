@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from danling.utils.files import json_text, write_atomically
+from danling.utils.files import json_text, read_text, write_atomically
+from danling.utils.nesting import parse_json
 
 from .fingerprint import digest_of
 
@@ -118,12 +118,11 @@ class ArtifactDirectory:
     def _read_manifest(self) -> dict[str, str] | None:
         """Return the checksums by name; what cannot be read lists nothing that is there."""
         try:
-            text = (self.path / _MANIFEST).read_text(encoding="utf-8")
+            found = parse_json(read_text(self.path / _MANIFEST))
+            return {str(name): str(digest) for name, digest in found["files"].items()}
         except FileNotFoundError:
             return None
-        try:
-            return {str(name): str(digest) for name, digest in json.loads(text)["files"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {_MANIFEST: ""}
 
     def _sum(self, name: str) -> str | None:
@@ -168,8 +167,8 @@ class ArtifactDirectory:
             return False
         try:
             content = file.read_bytes()
-            expected = (self.path / _PORTABLE_SUM).read_text(encoding="utf-8").split()[0]
-        except (OSError, IndexError, UnicodeDecodeError):
+            expected = read_text(self.path / _PORTABLE_SUM).split()[0]
+        except (OSError, IndexError, ValueError):
             return False
         if hashlib.sha256(content).hexdigest() != expected:
             logger.warning("%s is not as it was written: everything is compiled anew.", file)
@@ -223,7 +222,7 @@ def _fingerprints(root: Path) -> list[dict[str, str]]:
     found = []
     for path in root.glob(f"*/{_FINGERPRINT}"):
         with suppress(OSError, ValueError, AttributeError):
-            found.append({str(name): str(value) for name, value in json.loads(path.read_text("utf-8")).items()})
+            found.append({str(name): str(value) for name, value in parse_json(read_text(path)).items()})
     return found
 
 

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from danling.utils.nesting import parse_json
+
 from .conditions import unkept
 from .errors import RemoteConflict, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
 from .store import RemoteStore, Tag
@@ -71,7 +73,7 @@ class Writer:
     def parse(cls, content: bytes) -> Writer | None:
         """Read what `text` returns; `None` where it is something else."""
         try:
-            found = json.loads(content)
+            found = parse_json(content)
             return cls(**{name: kind(found[name]) for name, kind in _FIELDS.items()})
         except (ValueError, KeyError, TypeError):
             return None

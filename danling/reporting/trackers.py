@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -10,11 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
+from danling.utils.files import open_file, write_all, write_error
 from danling.utils.nesting import parse_json
 
 PathLike = str | os.PathLike[str]
@@ -26,6 +26,10 @@ RunStatus = Literal["running", "finished", "failed", "preempted", "interrupted"]
 
 _OWN_NAMES = ("step", "time", "ranks")
 """What lines of metrics.jsonl have beside the metrics."""
+
+_LONGEST_LINE = 16 << 20
+_LARGEST_FILE = 4 << 30
+_MOST_VALUES = 10_000_000
 
 _STATUS_OF_EXIT_CODES: Mapping[object, RunStatus] = {
     None: "finished",
@@ -279,31 +283,44 @@ class JsonLines:
     def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
         self.file = Path(file)
         self._resume_step: int | None = resume_step or 0
-        self._stream: io.FileIO | None = None
+        self._handle: int | None = None
 
     def write(self, line: Mapping[str, object]) -> None:
         """Append an object; it is handed to the operating system before this returns.
 
         Args:
             line: Plain values; `step` is among them.
+
+        Raises:
+            OSError: If the file cannot take the whole line, as on a full disk; it is then as it was before.
         """
-        if self._stream is None:
-            self._stream = self._open()
-        self._stream.write((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        content = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        try:
+            if self._handle is None:
+                self._handle = self._open()
+            before = os.fstat(self._handle).st_size
+            try:
+                write_all(self._handle, content)
+            except OSError:
+                with suppress(OSError):  # the next line must not be joined to the part that was written
+                    os.ftruncate(self._handle, before)
+                raise
+        except OSError as error:
+            raise write_error("a line", self.file, error) from error
 
     def close(self) -> None:
         """Close the file; a `write` after it opens it again and keeps what is there."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
-    def _open(self) -> io.FileIO:
+    def _open(self) -> int:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists() and self._resume_step is not None:
             _cut_back(self.file, self._resume_step)
         # What this attempt has written is never cut.
         self._resume_step = None
-        return io.FileIO(self.file, "ab")
+        return os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
 
 
 class TensorBoardTracker:
@@ -434,15 +451,45 @@ def read_jsonl(file: PathLike) -> list[dict[str, object]]:
 
     Args:
         file: A file of `JsonlTracker`.
+
+    Raises:
+        OSError: If it cannot be opened, or is no regular file.
+        ValueError: If it has more than 4 GiB, or more than 10,000,000 values.
     """
-    with open(file, "rb") as lines:
-        return [record for record in map(_parse, lines) if record is not None]
+    records, values = [], 0
+    with open_file(file) as lines:
+        if os.fstat(lines.fileno()).st_size > _LARGEST_FILE:
+            raise ValueError(
+                f"Expected a file of at most {_LARGEST_FILE:,} bytes. Received: {str(file)!r}, which is larger."
+            )
+        for line in bounded_lines(lines):
+            values += 1 + line.count(b",") + line.count(b"[") + line.count(b"{")
+            if values > _MOST_VALUES:
+                raise ValueError(f"Expected at most {_MOST_VALUES:,} values. Received: {str(file)!r}, which has more.")
+            record = _parse(line)
+            if record is not None:
+                records.append(record)
+    return records
+
+
+def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the whole lines of a file; those of more than 16 MiB are left out.
+
+    Args:
+        file: Open for reading.
+    """
+    is_rest = False
+    while line := file.readline(_LONGEST_LINE):
+        is_whole = line.endswith(b"\n")
+        if is_whole and not is_rest:
+            yield line
+        is_rest = not is_whole
 
 
 def _cut_back(file: Path, resume_step: int) -> None:
     staged = file.with_name(f".{file.name}.tmp")
-    with open(file, "rb") as old, open(staged, "wb") as new:
-        for line in old:
+    with open_file(file) as old, open(staged, "wb") as new:
+        for line in bounded_lines(old):
             record = _parse(line)
             if record is not None and resume_step > 0 and record["step"] <= resume_step:
                 new.write(line)
@@ -452,8 +499,6 @@ def _cut_back(file: Path, resume_step: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
     try:
         record = parse_json(line)
     except ValueError:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from danling.utils.locks import NO_LOCKS
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+ROOM = "Free space there, or let the producer be ahead by fewer samples"
+"""Advice on a full disk."""
 _NOT_TO_OPEN = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 _PAUSE_SECONDS = (0.0001, 0.001)
@@ -106,29 +107,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_all(handle: int, data: bytes) -> None:
-    """Write bytes at the place of a descriptor, however many calls it takes."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
-
-
-def write_error(what: str, path: Path, error: OSError) -> OSError:
-    """Return an error of a write that says what to do.
-
-    Args:
-        what: What was written, for the message.
-        path: Where.
-        error: What the system said.
-    """
-    code = error.errno or errno.EIO
-    mend = (
-        "Free space there, or let the producer be ahead by fewer samples"
-        if code in _FULL
-        else "See to it that this process can write there"
-    )
-    return OSError(
-        code, f"Expected to write {what} to {path}. Received: {os.strerror(code)}. {mend}, and start it again."
-    )

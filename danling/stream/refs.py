@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danling.utils.nesting import parse_json
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -27,7 +29,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"Expected the name of a dtype of torch, such as 'float32'. Received: {self.dtype!r}.")
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        shape = tuple(int(size) for size in self.shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"Expected sizes of at least 0. Received: {shape}.")
+        object.__setattr__(self, "shape", shape)
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -114,10 +119,10 @@ class SampleRef:
             ValueError: If the line is no reference.
         """
         try:
-            plain = json.loads(line)
+            plain = parse_json(line)
             tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in plain["tensors"].items()}
             return cls(plain["id"], plain["object"], tensors, plain["meta"])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"Expected the reference of a sample as one line of JSON. Received: {line[:200]!r} ({error})."
             ) from None

@@ -1,4 +1,4 @@
-"""Small files that are written atomically, and obstacles in their place."""
+"""Small files: read with bounds, written atomically, and obstacles in their place."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 logger = logging.getLogger("danling")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+TEXT_LIMIT = 64 << 20
+"""Bytes of the largest text that is read. A sparse file of some gigabytes takes no room on a disk."""
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -38,7 +42,25 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         raise
 
 
-def open_file(path: Path) -> BinaryIO:
+def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
+    """Return a text file in UTF-8. Every file of text that another process or person may have written is read by this function.
+
+    Args:
+        path: The file.
+        limit: The most bytes that it may have.
+
+    Raises:
+        OSError: If it cannot be opened, or is no regular file.
+        ValueError: If it is larger, or is not UTF-8.
+    """
+    with open_file(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"Expected a text file of at most {limit:,} bytes. Received: {str(path)!r}, which is larger.")
+    return content.decode("utf-8")
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears.
 
     Raises:
@@ -62,6 +84,29 @@ def refuse_link(path: Path) -> None:
             f"Expected no link at {path}, where files are written and removed. Received: a link to {os.readlink(path)}. Move what it leads "
             "to here; the run directory and its `checkpoints` may be links."
         )
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Write bytes at the place of a descriptor. A nearly full disk takes a part of them, and fails at the next call only."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def write_error(what: str, path: Path, error: OSError, *, room: str = "Free space there") -> OSError:
+    """Return an error of a write that says what to do.
+
+    Args:
+        what: What was written, for the message.
+        path: Where.
+        error: The error of the system.
+        room: What to do about a full disk.
+    """
+    code = error.errno or errno.EIO
+    mend = room if code in _FULL else "Make it writable for this process"
+    return OSError(
+        code, f"Expected to write {what} to {path}. Received: {os.strerror(code)}. {mend}, and start it again."
+    )
 
 
 def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()) -> None:

@@ -1,4 +1,4 @@
-"""YAML and JSON. What reads files that anybody may have written makes text that is nested without end an error, not the process's end."""
+"""YAML and JSON. What anybody may have written is read with bounds: no text of a few bytes takes hours, gigabytes or the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import yaml
 
 _DEEPEST = 200
+_MOST_NODES = 500_000
+_MOST_VALUES = 10_000_000
+_LONGEST_INTEGER = 40
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _QUICK_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LONGEST_KEY = 100
@@ -16,18 +19,48 @@ _CLOSING = (yaml.events.MappingEndEvent, yaml.events.SequenceEndEvent)
 
 
 def parse_yaml(text: str) -> object:
-    """Return what stands in YAML, read by the safe loader.
+    """Return the content of YAML, read by the safe loader.
 
     Raises:
-        ValueError: If it is nested deeper than 200 levels: libyaml's stack would overflow, which no Python code can catch.
+        ValueError: As for `check_yaml`.
         yaml.YAMLError: If it is no YAML.
     """
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        depth += isinstance(event, _OPENING) - isinstance(event, _CLOSING)
-        if depth > _DEEPEST:
-            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+    check_yaml(text)
     return yaml.load(text, Loader=_LOADER)
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML that costs more than its size: a few aliases of aliases stand for billions of values.
+
+    Raises:
+        ValueError: If it is nested deeper than 200 levels (libyaml's stack would overflow, which no Python code can catch), has more than
+            500,000 values with its aliases written out, or refers to itself.
+        yaml.YAMLError: If it is no YAML.
+    """
+    nodes = 0
+    open_nodes: list[tuple[str | None, int]] = []
+    sizes: dict[str | None, int] = {}
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, _OPENING):
+            open_nodes.append((event.anchor, nodes))
+        elif isinstance(event, _CLOSING):
+            anchor, before = open_nodes.pop()
+            if anchor:
+                sizes[anchor] = nodes - before
+            continue
+        elif isinstance(event, yaml.events.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in open_nodes):
+                raise ValueError(f"its part {event.anchor!r} refers to itself")
+            nodes += sizes.get(event.anchor, 0)
+        elif not isinstance(event, yaml.events.ScalarEvent):
+            continue
+        elif event.anchor:
+            sizes[event.anchor] = 1
+        nodes += 1
+        if len(open_nodes) > _DEEPEST:
+            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+        if nodes > _MOST_NODES:
+            raise ValueError(f"it has more than {_MOST_NODES:,} values")
 
 
 def yaml_text(value: object) -> str:
@@ -58,12 +91,28 @@ def _is_plain_key(key: object) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what stands in JSON.
+    """Return the content of JSON.
 
     Raises:
-        ValueError: If it is none, or is nested too deeply to be read.
+        ValueError: If it is none, is nested too deeply, has more than 10,000,000 values, or a number that no float can have.
     """
+    marks = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
+    if sum(map(text.count, marks)) > _MOST_VALUES:  # type: ignore[arg-type]
+        raise ValueError(f"it has more than {_MOST_VALUES:,} values")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_integer, parse_float=_real)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _LONGEST_INTEGER:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"its number {text[:_LONGEST_INTEGER]} is out of range")
+    return value

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+
+_CONTROLS = "\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069"
+_IN_OUTPUT = re.compile(f"[{_CONTROLS}]")
+_IN_VALUE = re.compile(f"[{_CONTROLS}\\t\\n]")
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
@@ -18,10 +23,19 @@ def table_lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterat
 
 
 def as_text(value: object) -> str:
-    """Return a value as people read it: five digits of a float, `-` for nothing."""
+    """Return a value as people read it on one line: five digits of a float, `-` for nothing, control characters escaped."""
     if value is None:
         return "-"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    return f"{value:.5g}" if isinstance(value, float) else _IN_VALUE.sub(_escape, str(value))
+
+
+def without_controls(text: str) -> str:
+    """Return lines of text in which control characters are escaped: names in files of others could steer a terminal."""
+    return _IN_OUTPUT.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return repr(found.group())[1:-1]
 
 
 def is_number(value: object) -> bool:

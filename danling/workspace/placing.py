@@ -14,7 +14,7 @@ from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.ownership import newest_record, stored_settings
 from danling.config import RunnerConfig, identity
 from danling.config.updates import update_sizes
-from danling.utils.files import open_file
+from danling.utils.files import read_text
 from danling.utils.nesting import parse_yaml
 from danling.utils.notebook import in_notebook
 
@@ -195,8 +195,7 @@ def _ids_now(stored: Mapping[str, object]) -> set[str]:
 
 def _canonical_of(run: Path) -> dict[str, object] | None:
     try:
-        with open_file(run / "metadata" / "config.canonical.yaml") as file:
-            stored = parse_yaml(file.read().decode("utf-8"))
+        stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return stored if isinstance(stored, dict) else None

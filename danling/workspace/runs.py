@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,11 @@ from typing import Any, TypeGuard
 import yaml
 
 from danling.reporting.trackers import read_jsonl
+from danling.utils.files import read_text
 from danling.utils.nesting import parse_json, parse_yaml
 from danling.utils.plain import flatten
 
-from .series import natural_key
+from .series import has_line, natural_key
 from .streams import StreamSide
 
 PathLike = str | os.PathLike[str]
@@ -79,12 +81,14 @@ class Run:
         """The lines of `metrics.jsonl`."""
         file = self.path / "metrics.jsonl"
         try:
-            records = read_jsonl(file) if file.is_file() else []
+            records = read_jsonl(file)
             # A kill may leave the only line unfinished; a whole one that cannot be read is something else.
-            if not records and file.is_file() and b"\n" in file.read_bytes():
+            if not records and has_line(file):
                 self.problems.append(f"{file}: none of its lines is a record of figures")
             return records
-        except OSError as error:
+        except FileNotFoundError:
+            return []
+        except (ValueError, OSError) as error:
             self.problems.append(f"{file}: {error}")
             return []
 
@@ -104,7 +108,9 @@ class Run:
         # Reading many runs must not end at one broken file, and a reader must be told that it was left out.
         file = self.path / name
         try:
-            return parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            return parse(read_text(file))
+        except FileNotFoundError:
+            return {}
         except (ValueError, yaml.YAMLError, OSError) as error:
             self.problems.append(f"{file}: {' '.join(str(error).split())}")
             return {}
@@ -120,12 +126,12 @@ class Run:
 
         Where the configuration leaves the split open, it is the one whose metric the score is.
         """
-        name = self.config.get("score_name", "loss")
+        name = str(self.config.get("score_name", "loss"))
         splits = self.best.get("result", {})
         chosen = self.config.get("score_split")
         score = self.best.get("score")
         found = [split for split, figures in splits.items() if figures.get(name) == score and split != "train"]
-        split = chosen or next(iter(found), None)
+        split = str(chosen) if chosen else next(iter(found), None)
         return f"{split}/{name}" if split else (name if self.best else None)
 
     @property
@@ -145,7 +151,10 @@ class Run:
         """When metrics or metadata were last written, in UTC."""
         files = [self.path / name for name in _SIGNS]
         times = [file.stat().st_mtime for file in files if file.is_file()]
-        return datetime.fromtimestamp(max(times), timezone.utc) if times else None
+        try:
+            return datetime.fromtimestamp(max(times), timezone.utc) if times else None
+        except (ValueError, OverflowError, OSError):
+            return None  # a year that a calendar does not have
 
     @property
     def figures(self) -> list[str]:
@@ -247,7 +256,7 @@ def _seeds(run: Run) -> dict[str, object]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _mapping(value: object) -> dict[Any, Any]:
@@ -277,4 +286,9 @@ def _parse_results(text: str) -> dict[int, dict[str, dict[str, float | None]]]:
 def _parse_chosen(text: str) -> dict[str, Any]:
     chosen = _mapping(parse_json(text))
     # Before its first evaluation a run writes the file with nothing in it.
-    return {} if chosen.get("result") is None else {**chosen, "result": _parse_result(chosen["result"])}
+    if chosen.get("result") is None:
+        return {}
+    for name in ("index", "score"):
+        if chosen.get(name) is not None and not _is_number(chosen[name]):
+            raise ValueError(f"Expected a number as {name}. Received: {chosen[name]!r}.")
+    return {**chosen, "result": _parse_result(chosen["result"])}

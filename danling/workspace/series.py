@@ -56,7 +56,7 @@ def holds_checkpoint(directory: Path) -> bool:
 
 def holds_figures(run: Path) -> bool:
     """Whether a line of metrics was written in a run directory, or in the part of one of several groups."""
-    return any(_has_line(path) for path in (run / "metrics.jsonl", *(part / "metrics.jsonl" for part in parts(run))))
+    return any(has_line(path) for path in (run / "metrics.jsonl", *(part / "metrics.jsonl" for part in parts(run))))
 
 
 def background_writers(checkpoints: Path) -> list[Path]:
@@ -69,14 +69,15 @@ def parts(run: Path) -> Iterator[Path]:
     return (run / name for name in sorted(_names(run)) if (run / name).is_dir())
 
 
-def _has_line(file: Path) -> bool:
+def has_line(file: Path) -> bool:
+    """Whether a file has a whole line, or cannot be read: it may be somebody's."""
     try:
         with open_file(file) as lines:
             return b"\n" in lines.read(1 << 16)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        return True  # what cannot be read may be somebody's
+        return True
 
 
 def _names(directory: Path) -> set[str]:

@@ -51,7 +51,7 @@ class StreamSide:
                 raise ValueError(f"side {side!r}")
             counts = int(record["published"]), int(record["trained"]), float(record["waited_seconds"])
             return cls(run, str(record["stream"]), side, *counts, None if end is None else str(end), written)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"Expected how far a stream is. Received: {record!r} ({error}).") from None
 
 

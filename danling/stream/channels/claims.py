@@ -6,8 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from danling.utils.files import write_atomically
+from danling.utils.files import read_text, write_atomically
 from danling.utils.locks import FileLock
+from danling.utils.nesting import parse_json
 
 from .rules import check_owner
 
@@ -65,9 +66,14 @@ class Claim:
     def owner(self) -> str:
         """Return the run that the log belongs to, empty when it belongs to none."""
         try:
-            return str(json.loads(self._owner.read_bytes())["run"])
+            return str(parse_json(read_text(self._owner))["run"])
         except FileNotFoundError:
             return ""
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"Expected the run that the stream {self._name} belongs to. Received: {self._owner}, which names none. Bring it back from "
+                "a copy, or remove it."
+            ) from None
 
     def release(self) -> None:
         """Give the log back; it still belongs to the run."""

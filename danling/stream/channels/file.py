@@ -11,14 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from danling.utils.files import write_atomically
+from danling.utils.files import open_file, read_text, write_all, write_atomically, write_error
+from danling.utils.nesting import parse_json
 
-from ..files import exclusive, shared, sync_directory, write_all, write_error
+from ..files import ROOM, exclusive, shared, sync_directory
 from ..protocols import StreamEnd
 from ..refs import SampleRef
 from .claims import Claim
 from .ids import IdIndex
-from .rules import check_kind, check_open, check_part, check_range, check_watermark
+from .rules import check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark
 
 _SAMPLE = b'{"id":"'
 _AFTER_ID = b'","object":'
@@ -52,7 +53,7 @@ class FileChannel:
         self._claim = Claim(self._directory / "owner.json", self._directory / "trainer.lock", self.name)
         if not self._log.exists():
             self._directory.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            os.close(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
             sync_directory(self._directory)
         self._forget()
 
@@ -134,9 +135,14 @@ class FileChannel:
     def committed(self) -> int:
         """Return the watermark."""
         try:
-            return int(json.loads(self._watermark.read_bytes())["committed"])
+            record = parse_json(read_text(self._watermark))
         except FileNotFoundError:
             return 0
+        except ValueError as error:
+            raise ValueError(
+                f"Expected the watermark of a stream. Received: {self._watermark}: {error}. Bring it back from a copy."
+            ) from None
+        return stored_watermark(self.name, record.get("committed") if isinstance(record, dict) else record)
 
     def commit(self, position: int) -> None:
         """Move the watermark; see `RefChannel.commit`."""
@@ -201,14 +207,14 @@ class FileChannel:
     def _write(self, lines: bytes, what: str) -> None:
         if not lines:
             return
-        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        handle = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             write_all(handle, lines)
             os.fsync(handle)
         except OSError as error:
             with suppress(OSError):  # whole lines that stay then are samples, and the next producer cuts off the rest
                 os.ftruncate(handle, self._scanned)
-            raise write_error(what, self._log, error) from error
+            raise write_error(what, self._log, error, room=ROOM) from error
         finally:
             os.close(handle)
         self._absorb()
@@ -244,7 +250,7 @@ class FileChannel:
         if size == self._scanned:
             return
         # Opened anew each time: a buffer that is kept might hold what a producer has cut off since.
-        with self._log.open("rb", buffering=1 << 18) as file:
+        with open_file(self._log) as file:
             file.seek(self._scanned)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -258,7 +264,7 @@ class FileChannel:
     def _note(self, line: bytes) -> None:
         """Take in a line that is about the log itself."""
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if line.startswith(_REOPENED):
                 self._end = None
             elif not line.startswith(_CONTROL):
@@ -267,7 +273,7 @@ class FileChannel:
                 self._parts = int(record["parts"])
                 self._done.add(int(record["part"]))
             else:
-                self._end = StreamEnd(record["end"], record["published"], record["reason"])
+                self._end = stored_end(record)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"Expected a sample or an end as one line of JSON at byte {self._scanned} of {self._log}. Received: {line[:200]!r} "
@@ -278,7 +284,7 @@ class FileChannel:
         """Yield the lines of samples."""
         if start >= stop:
             return
-        with self._log.open("rb") as file:
+        with open_file(self._log) as file:
             file.seek(self._offsets[start])
             while start < stop:
                 line = file.readline()

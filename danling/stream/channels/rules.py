@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..protocols import StreamEnd
 
 ENDS = ("complete", "failed", "stopped")
@@ -34,6 +37,31 @@ def check_kind(kind: str) -> None:
     """
     if kind not in ENDS:
         raise ValueError(f"Expected one of {', '.join(ENDS)} as the end of a stream. Received: {kind!r}.")
+
+
+def stored_watermark(name: str, value: object) -> int:
+    """Return the watermark that is stored with a log.
+
+    Raises:
+        ValueError: If it is no position.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(
+            f"Expected a watermark of at least 0 in the log of stream {name}. Received: {value!r}. Bring the log back from a copy."
+        )
+    return value
+
+
+def stored_end(record: Mapping[str, Any]) -> StreamEnd:
+    """Return how a log ended from its own record.
+
+    Raises:
+        ValueError: If it is no such record.
+    """
+    kind, published, reason = record.get("end"), record.get("published"), record.get("reason")
+    if kind not in ENDS or not isinstance(published, int) or not isinstance(reason, str):
+        raise ValueError(f"no end of a stream: {dict(record)!r}")
+    return StreamEnd(kind, published, reason)
 
 
 def check_range(start: int, stop: int) -> None:

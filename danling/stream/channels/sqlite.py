@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from ..files import write_error
+from danling.utils.files import write_error
+from danling.utils.nesting import parse_json
+
+from ..files import ROOM
 from ..protocols import StreamEnd
 from ..refs import SampleRef
 from .claims import Claim
-from .rules import check_kind, check_open, check_part, check_range, check_watermark
+from .rules import check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS samples (place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, ref TEXT NOT NULL);
@@ -98,13 +101,13 @@ class SQLiteChannel:
     def committed(self) -> int:
         """Return the watermark."""
         with self._connected() as database:
-            return int(_fact(database, "committed") or 0)
+            return _watermark(self.name, database)
 
     def commit(self, position: int) -> None:
         """Move the watermark; see `RefChannel.commit`."""
         with self._transaction() as database:
             check_watermark(self.name, position, _published(database))
-            if position > int(_fact(database, "committed") or 0):
+            if position > _watermark(self.name, database):
                 _write_fact(database, "committed", str(position))
 
     def ended(self) -> StreamEnd | None:
@@ -200,8 +203,18 @@ def _end(database: sqlite3.Connection) -> StreamEnd | None:
     text = _fact(database, "end")
     if text is None:
         return None
-    record = json.loads(text)
-    return StreamEnd(record["end"], record["published"], record["reason"])
+    try:
+        record = parse_json(text)
+        return stored_end(record if isinstance(record, dict) else {})
+    except ValueError as error:
+        raise ValueError(
+            f"Expected how a stream ended. Received: {text[:200]!r} ({error}). Bring the file back from a copy, or begin another stream."
+        ) from None
+
+
+def _watermark(name: str, database: sqlite3.Connection) -> int:
+    text = _fact(database, "committed") or "0"
+    return stored_watermark(name, int(text) if text.isdecimal() and len(text) < 20 else text)
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -217,7 +230,7 @@ def _translated(path: Path, error: sqlite3.DatabaseError) -> Exception:
             "End the process that holds a transaction open on it."
         )
     if "full" in text:
-        return write_error("samples", path, OSError(errno.ENOSPC, text))
+        return write_error("samples", path, OSError(errno.ENOSPC, text), room=ROOM)
     if "disk I/O" in text or "unable to open" in text or "readonly" in text:
         return OSError(
             errno.EIO,

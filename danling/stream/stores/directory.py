@@ -13,7 +13,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..files import exclusive, sync_directory, write_all, write_error
+from danling.utils.files import write_all, write_error
+
+from ..files import ROOM, exclusive, sync_directory
 from ..refs import SampleRef
 from .objects import check_against, check_budget, dense, missing, same_bytes, specs, taken
 from .safetensors_objects import file_name, load, require_safetensors, serialize
@@ -81,7 +83,7 @@ class DirectoryStore:
             if published:
                 sync_directory(file.parent)
         except OSError as error:
-            raise write_error(f"object {object_id!r} of {len(data)} bytes", self.path, error) from error
+            raise write_error(f"object {object_id!r} of {len(data)} bytes", self.path, error, room=ROOM) from error
         if not published:
             self._check_same(file, object_id, plain)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danling.utils.nesting import parse_json
+
 from ..refs import TensorSpec
 from .objects import checksum
 
@@ -94,7 +96,7 @@ def _read_header(memory: Tensor) -> tuple[dict[str, Any], int]:
     if not start.startswith(_MAGIC) or 16 + length > memory.numel():
         raise ValueError("a damaged object: it has no header")
     try:
-        about = dict(json.loads(bytes(memory[16 : 16 + length].tolist())))
+        about = dict(parse_json(bytes(memory[16 : 16 + length].tolist())))
     except ValueError as error:
         raise ValueError(f"a damaged object: {error}") from error
     return about, _aligned(16 + length)

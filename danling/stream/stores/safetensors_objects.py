@@ -14,6 +14,9 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from danling.utils.files import open_file
+from danling.utils.nesting import parse_json
+
 from .objects import checksum, owned
 
 _KEY = "danling"
@@ -102,6 +105,7 @@ def load(file: Path, object_id: str) -> dict[str, Tensor]:
     """
     import safetensors
 
+    open_file(file).close()  # safetensors would wait for the writer of a named pipe
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             about = (opened.metadata() or {}).get(_KEY)
@@ -109,7 +113,7 @@ def load(file: Path, object_id: str) -> dict[str, Tensor]:
     except safetensors.SafetensorError as error:
         raise ValueError(f"a damaged object: {error}") from error
     if about is not None:
-        _compare(json.loads(about), tensors, object_id)
+        _compare(parse_json(about), tensors, object_id)
     return tensors
 
 

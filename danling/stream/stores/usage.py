@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from danling.utils.files import read_text
+from danling.utils.nesting import parse_json
+
 
 class UsageCount:
     """The bytes of the files below a directory, in a small file of its own.
@@ -26,9 +29,9 @@ class UsageCount:
     def read(self) -> int:
         """Return the bytes; they are counted anew where the small file cannot be read."""
         try:
-            found = json.loads(self._file.read_bytes())
+            found = parse_json(read_text(self._file))
             settled, pending = int(found["bytes"]), dict(found["pending"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return self.recount()
         return settled + sum(int(size) for name, size in pending.items() if (self._directory / name).exists())
 
