@@ -196,7 +196,7 @@ class Publisher:
         """
         # Another producer, or another rank of this one, may have published some of them since they were found to be new.
         new = [pair for pair in zip(refs, samples, strict=True) if not self._channel.holds(pair[0].id)]
-        stored = [self._put(ref, sample.features) for ref, sample in new]
+        stored = self._store_many(new)
         appended = self._channel.append([ref for ref, _ in stored])
         if appended < len(stored) or any(others for _, others in stored):
             # Now that the samples are in the log, objects of theirs that it does not lead to are needed by nobody; before, any might be.
@@ -204,6 +204,14 @@ class Publisher:
             names = (name for ref, others in stored for name in (ref.object_id, *others))
             self._store.discard(name for name in names if name not in led_to)
         return appended
+
+    def _store_many(self, new: Sequence[tuple[SampleRef, Captured]]) -> list[tuple[SampleRef, list[str]]]:
+        try:
+            self._store.put_many({ref.object_id: sample.features for ref, sample in new})
+            return [(ref, []) for ref, _ in new]
+        except (BufferError, TypeError, ValueError):
+            # One by one, which says of each sample what is wrong, finds other names, and passes over those that are stored.
+            return [self._put(ref, sample.features) for ref, sample in new]
 
     def _put(self, ref: SampleRef, features: Mapping[str, Tensor]) -> tuple[SampleRef, list[str]]:
         """Store a sample; return its reference, and the names of objects that hold other bits of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,9 +12,13 @@ from torch import Tensor
 from .refs import SampleRef
 
 
-class FeatureStore(Protocol):
-    """Immutable objects, each the features of one sample. Safe for several processes where the store outlives one."""
+class FeatureStore(ABC):
+    """Immutable objects, each the features of one sample. Safe for several processes where the store outlives one.
 
+    A store of your own derives from it, and writes a checksum with each object that `get` verifies.
+    """
+
+    @abstractmethod
     def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
         """Publish an object at once and whole; returns when every reader of the store would see it.
 
@@ -27,6 +32,19 @@ class FeatureStore(Protocol):
             OSError: If it could not be written.
         """
 
+    def put_many(self, objects: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Publish objects, each at once and whole; by default one after the other. Where it raises, some of them may be published.
+
+        Args:
+            objects: Features by the name of their object.
+
+        Raises:
+            Exception: As `put`.
+        """
+        for object_id, tensors in objects.items():
+            self.put(object_id, tensors)
+
+    @abstractmethod
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
         """Return the features of a sample, bit for bit, in memory that the caller owns, on the CPU.
 
@@ -38,6 +56,7 @@ class FeatureStore(Protocol):
             ValueError: If the object is damaged, or its names, shapes or dtypes are not those of the reference.
         """
 
+    @abstractmethod
     def discard(self, object_ids: Iterable[str]) -> None:
         """Free objects; those that are gone already are passed over.
 
@@ -45,9 +64,11 @@ class FeatureStore(Protocol):
             object_ids: Their names.
         """
 
+    @abstractmethod
     def usage(self) -> int:
         """Return the bytes of all objects."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of files, connections and buffers."""
 

@@ -259,7 +259,8 @@ def test_a_writer_that_is_killed_leaves_whole_objects_and_a_right_count(tmp_path
 def test_only_files_of_writers_that_have_died_are_removed(tmp_path: Path) -> None:
     store, tensors = DirectoryStore(tmp_path), {"x": torch.ones(3)}
     (tmp_path / "writing" / "of-a-dead-writer").write_bytes(b"half")
-    with store._staged(b"the bytes") as living:
+    with store._staged() as (living, handle):
+        os.write(handle, b"the bytes")
         other = DirectoryStore(tmp_path)
         assert other.usage() == 0
         assert list((tmp_path / "writing").iterdir()) == [living] and living.read_bytes() == b"the bytes"
@@ -280,6 +281,69 @@ def test_a_full_disk_leaves_nothing_behind_and_the_store_goes_on_when_there_is_r
     store.discard(["a"])
     store.put("b", {"x": torch.ones(100_000)})
     assert torch.equal(store.get(reference("b", {"x": torch.ones(100_000)}))["x"], torch.ones(100_000))
+
+
+MANY = {str(number): {"x": torch.full((300,), float(number))} for number in range(40)}
+
+
+def test_many_objects_cost_one_sync_each_and_three_for_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sync, synced = DirectoryStore(tmp_path / "store"), os.fsync, []
+
+    def noted(handle: int) -> None:
+        sync(handle)
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store.put_many(MANY)
+    names = [place for place in synced if place == str(tmp_path / "store" / "objects")]
+    assert (len(synced), len(names), synced[-1]) == (43, 3, names[0])
+    assert all(torch.equal(store.get(reference(name, tensors))["x"], tensors["x"]) for name, tensors in MANY.items())
+    store.put_many(MANY)  # as a producer repeats itself that was killed
+    assert synced[43:] == names[:1] and store.usage() == bytes_of(store)
+
+
+def test_many_objects_are_stored_as_far_as_the_budget_goes(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.put("0", MANY["0"])
+    size = store.usage()
+    store = DirectoryStore(tmp_path / "store", max_bytes=30 * size)
+    with pytest.raises(BufferError, match=r"object '\d+' of"):
+        store.put_many(MANY)
+    assert 25 * size < store.usage() == bytes_of(store) <= 30 * size
+    assert list((tmp_path / "store" / "writing").iterdir()) == []
+    with pytest.raises(ValueError, match="Received: '0', which holds other bytes"):
+        store.put_many({"0": MANY["1"]})
+
+
+def _put_many_for_ever(store: DirectoryStore, round_: int, said: Path) -> None:
+    with said.open("ab", buffering=0) as file:
+        for index in itertools.count():
+            store.put_many({f"{round_}-{index}-{name}": tensors for name, tensors in MANY.items()})
+            file.write(f"{index}\n".encode())
+
+
+def test_a_writer_of_many_that_is_killed_leaves_whole_objects_and_a_right_count(tmp_path: Path) -> None:
+    generator, store = random.Random(7), DirectoryStore(tmp_path / "store")
+    store.usage()
+    for round_ in range(8):
+        said = tmp_path / f"said-{round_}"
+        child = fork(_put_many_for_ever, store, round_, said)
+        while not said.exists():
+            time.sleep(0.001)
+        time.sleep(generator.random() / 10)
+        assert kill(child) == -9
+        assert store.usage() == bytes_of(store)
+        done = said.read_bytes().count(b"\n")
+        for index in range(done):
+            for name, tensors in MANY.items():
+                assert torch.equal(store.get(reference(f"{round_}-{index}-{name}", tensors))["x"], tensors["x"])
+        for file in (tmp_path / "store" / "objects").iterdir():
+            load_file(file)
+        # What the killed one had begun is put again as if nothing had happened.
+        DirectoryStore(tmp_path / "store").put_many({f"{round_}-{done}-{name}": MANY[name] for name in MANY})
+        assert list((tmp_path / "store" / "writing").iterdir()) == []
 
 
 def _write_with_a_limit(store: DirectoryStore) -> None:
@@ -323,7 +387,7 @@ def test_many_samples_leave_no_byte_no_file_and_no_descriptor(
 
 
 def test_without_safetensors_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danling.stream.stores.safetensors_objects.find_spec", lambda name: None)
+    monkeypatch.setattr("danling.stream.stores.directory.find_spec", lambda name: None)
     with pytest.raises(
         ImportError, match="'safetensors' to be installed for a DirectoryStore.*`pip install safetensors`"
     ):

@@ -16,9 +16,9 @@ from support.faults import Crash, FaultyOs
 from danling.stream import DirectoryStore, FileChannel, SampleRef, StreamEnd, TensorSpec
 from danling.stream import files as stream_files
 from danling.stream.channels import file as file_channel
-from danling.stream.stores import directory, usage
+from danling.stream.stores import directory
 
-MODULES = (stream_files, file_channel, directory, usage)
+MODULES = (stream_files, file_channel, directory)
 TENSORS = {"x": torch.arange(50.0), "y": torch.tensor(True)}
 
 

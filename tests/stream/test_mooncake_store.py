@@ -18,7 +18,7 @@ from support.mooncake import WHY_NOT, free_ports, lender, mooncake_master
 from torch import Tensor
 
 from danling.stream import MooncakeStore, SampleRef, TensorSpec
-from danling.stream.stores.buffers import BufferPool
+from danling.stream.stores.mooncake import BufferPool
 
 needs_mooncake = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 

@@ -228,7 +228,7 @@ def test_two_processes_of_one_producer_with_other_bits_free_nothing_that_the_log
                 super().put(object_id, tensors)
             except ValueError:
                 if appends == "before we look":
-                    assert channel.append(self.others) == 1
+                    channel.append(self.others)
                 raise
 
         def discard(self, object_ids: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -238,3 +240,86 @@ def test_a_store_in_memory_is_refused_in_a_forked_process() -> None:
     store = MemoryStore()
     store.put("a", {"x": torch.ones(1)})
     assert wait(fork(_get_is_refused, store)) == 0
+
+
+def _swap_pages(data: bytearray, draw: random.Random) -> None:
+    one, other = (4096 * page for page in draw.sample(range(len(data) // 4096), 2))
+    data[one : one + 4096], data[other : other + 4096] = data[other : other + 4096], data[one : one + 4096]
+
+
+def _flip_twice(data: bytearray, draw: random.Random) -> None:
+    bit = draw.randrange(64)
+    for word in draw.sample(range(len(data) // 8), 2):
+        data[8 * word + bit // 8] ^= 1 << bit % 8
+
+
+def _swap_names(store: FeatureStore, pair: dict[str, Tensor]) -> None:
+    """Give each of two features the name of the other one, where the store keeps it."""
+    if isinstance(store, MemoryStore):
+        tensors, written = store._objects["a"]
+        store._objects["a"] = {"one": tensors["two"], "two": tensors["one"]}, written
+        return
+    raw = _raw(store)
+    header = raw[: raw.index(pair["one"].numpy().tobytes()[:64])]
+    for old, new in ((b'"one"', b'"ten"'), (b'"two"', b'"one"'), (b'"ten"', b'"two"')):
+        assert header.count(old) == 1
+        header = header.replace(old, new)
+    _replace(store, header + raw[len(header) :])
+
+
+def _raw(store: FeatureStore) -> bytes:
+    if isinstance(store, DirectoryStore):
+        return (store.path / "objects" / "a.safetensors").read_bytes()
+    assert isinstance(store, MooncakeStore)
+    return bytes(store._store.get(store._key("a")))
+
+
+def _replace(store: FeatureStore, data: bytes) -> None:
+    if isinstance(store, DirectoryStore):
+        (store.path / "objects" / "a.safetensors").write_bytes(data)
+    elif isinstance(store, MooncakeStore):
+        store.discard(["a"])
+        assert store._store.put(store._key("a"), data) == 0
+
+
+def _strike(store: FeatureStore, pair: dict[str, Tensor], damage: Callable[[bytearray], None]) -> None:
+    """Damage the bytes of the first feature."""
+    values = bytearray(pair["one"].numpy().tobytes())
+    before = bytes(values)
+    damage(values)
+    if isinstance(store, MemoryStore):
+        store._objects["a"][0]["one"].copy_(torch.frombuffer(values, dtype=torch.uint8))
+    else:
+        raw = _raw(store)
+        assert raw.count(before) == 1
+        _replace(store, raw.replace(before, bytes(values)))
+
+
+def _pair() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    one, two = torch.randint(0, 256, (2, 8 * 4096), generator=generator, dtype=torch.uint8)
+    return {"one": one.clone(), "two": two.clone()}
+
+
+@pytest.mark.parametrize("damage", [_swap_pages, _flip_twice])
+def test_no_damage_of_values_comes_back_as_a_sample(make: Make, damage: Callable[..., None]) -> None:
+    store, pair, draw = make(), _pair(), random.Random(11)
+    store.put("a", pair)
+    for _ in range(60):
+        _strike(store, pair, partial(damage, draw=draw))
+        with pytest.raises(ValueError, match="sample 'sample' in .*Received: a damaged object: its checksum"):
+            store.get(reference("a", pair))
+        if isinstance(store, MemoryStore):
+            store._objects["a"][0]["one"].copy_(pair["one"])
+        else:
+            store.discard(["a"])
+            store.put("a", pair)
+        assert same(store.get(reference("a", pair)), pair)
+
+
+def test_features_with_each_others_names_are_damage(make: Make) -> None:
+    store, pair = make(), _pair()
+    store.put("a", pair)
+    _swap_names(store, pair)
+    with pytest.raises(ValueError, match="sample 'sample' in .*Received: a damaged object: its checksum"):
+        store.get(reference("a", pair))

@@ -9,11 +9,25 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from ..protocols import FeatureStore
 from ..refs import SampleRef
-from .objects import check_against, check_budget, dense, missing, nbytes, owned, same_bytes, specs, taken
+from .objects import (
+    check_against,
+    check_budget,
+    check_sum,
+    checksum,
+    damaged,
+    dense,
+    missing,
+    nbytes,
+    owned,
+    same_bytes,
+    specs,
+    taken,
+)
 
 
-class MemoryStore:
+class MemoryStore(FeatureStore):
     """A store for a producer and a trainer in one process, interleaved or in threads.
 
     Args:
@@ -23,22 +37,24 @@ class MemoryStore:
     def __init__(self, *, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._objects: dict[str, dict[str, Tensor]] = {}
+        self._objects: dict[str, tuple[dict[str, Tensor], str]] = {}
+        """Tensors and checksum by name of the object."""
         self._usage = 0
         self._pid = os.getpid()
 
     def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep a copy of the tensors; see `FeatureStore.put`."""
         copy = owned(dense(object_id, tensors))
+        written = checksum(object_id, copy)
         with self._locked():
             present = self._objects.get(object_id)
             if present is not None:
-                if not same_bytes(present, copy):
+                if not same_bytes(present[0], copy):
                     raise taken(object_id, "this store")
                 return
             size = nbytes(copy)
             check_budget(object_id, size, self._usage, self.max_bytes)
-            self._objects[object_id] = copy
+            self._objects[object_id] = copy, written
             self._usage += size
 
     def get(self, ref: SampleRef) -> dict[str, Tensor]:
@@ -47,14 +63,19 @@ class MemoryStore:
             found = self._objects.get(ref.object_id)
         if found is None:
             raise missing(ref, "the store in memory")
-        check_against(ref, specs(found), "the store in memory")
-        return owned(found)
+        tensors = owned(found[0])
+        try:
+            check_sum(ref.object_id, tensors, found[1])
+        except ValueError as error:
+            raise damaged(ref, "the store in memory", error) from error
+        check_against(ref, specs(tensors), "the store in memory")
+        return tensors
 
     def discard(self, object_ids: Iterable[str]) -> None:
         """Free objects; see `FeatureStore.discard`."""
         with self._locked():
             for object_id in object_ids:
-                self._usage -= nbytes(self._objects.pop(object_id, {}))
+                self._usage -= nbytes(self._objects.pop(object_id, ({}, ""))[0])
 
     def usage(self) -> int:
         """Return the bytes of all objects."""

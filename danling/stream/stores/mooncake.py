@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
 import os
 import socket
+import threading
+import uuid
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import quote
 
+import torch
 from torch import Tensor
 
-from ..refs import SampleRef
-from .buffers import BufferPool
-from .objects import check_against, check_object, missing, same_bytes, specs, taken
-from .packed import header_size, pack, packed_size, unpack, writer_of
+from danling.utils.nesting import parse_json
+
+from ..protocols import FeatureStore
+from ..refs import SampleRef, TensorSpec
+from .objects import check_against, check_object, check_sum, checksum, damaged, missing, same_bytes, specs, taken
 
 # What its calls return (mooncake-store/include/types.h).
 _FULL, _TOO_SMALL, _UNFINISHED, _MISSING = -200, -600, -703, -704
@@ -27,8 +35,16 @@ _LEAST_LENT = 16 << 20
 _OWN_BUFFER = 1 << 20
 """Bytes of the buffer that Mooncake keeps for calls without registered memory, of which none is made here."""
 
+_SMALLEST_BLOCK = 64 << 10
 
-class MooncakeStore:
+# An object is a header in JSON behind this and its length, and the tensors behind it, each aligned.
+_MAGIC = b"danling1"
+_ALIGNMENT = 64
+_NOBODY = "0" * 32
+_NO_SUM = "0" * 8
+
+
+class MooncakeStore(FeatureStore):
     """A store in the memory that processes lend to a Mooncake master, read and written without a copy in between.
 
     An object is written by `put` into registered memory and goes from there over the network; `get` has it written into registered
@@ -152,10 +168,7 @@ class MooncakeStore:
         try:
             found = unpack(memory, ref.object_id)
         except ValueError as error:
-            raise ValueError(
-                f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. "
-                "Make the features anew in another stream: this log counts the sample as made."
-            ) from error
+            raise damaged(ref, place, error) from error
         check_against(ref, specs(found), place)
         return {name: found[name] for name in ref.tensors}
 
@@ -263,3 +276,165 @@ def _check_reachable(master: str) -> None:
             f"Expected mooncake_master at {master!r}. Received: {error}. "
             "Start it (`mooncake_master --rpc_port=...`), or name its host:port."
         ) from error
+
+
+class BufferPool:
+    """Registered blocks of memory. A tensor that leases one gives it back when nothing refers to its memory any more.
+
+    Args:
+        register: Registers memory, given its address and its bytes.
+        unregister: Takes that back, given the address.
+        keep_bytes: Bytes of blocks that are not in use and are kept nevertheless.
+    """
+
+    def __init__(
+        self, register: Callable[[int, int], None], unregister: Callable[[int], None], keep_bytes: int
+    ) -> None:
+        self._register = register
+        self._unregister = unregister
+        self._keep_bytes = keep_bytes
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        # Filled while garbage is collected, which may be in the middle of anything: without a lock.
+        self._returned: deque[Tensor] = deque()
+        self._blocks = 0
+
+    def lease(self, size: int) -> Tensor:
+        """Return registered memory that nobody else uses.
+
+        Args:
+            size: Its bytes.
+
+        Returns:
+            A tensor of bytes, at least as many, contiguous and aligned to 64 bytes.
+        """
+        length = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
+        with self._lock:
+            self._take_back()
+            block = self._free[length].pop() if self._free[length] else None
+        if block is None:
+            block = torch.empty(length, dtype=torch.uint8)
+            self._register(block.data_ptr(), length)
+            with self._lock:
+                self._blocks += 1
+        memory = (ctypes.c_ubyte * length).from_address(block.data_ptr())
+        # Not at exit: what is registered is gone with the process.
+        weakref.finalize(memory, self._returned.append, block).atexit = False
+        # The tensor keeps `memory` alive, and so does every tensor that is made of it.
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def blocks(self) -> int:
+        """Return the number of blocks that are registered, in use or not."""
+        with self._lock:
+            self._take_back()
+            return self._blocks
+
+    def close(self) -> None:
+        """Take back the registration of all blocks that are not in use; the others keep their memory and lose it later."""
+        with self._lock:
+            self._keep_bytes = 0
+            self._take_back()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._free[block.numel()].append(block)
+        spare = sum(length * len(blocks) for length, blocks in self._free.items())
+        for length in sorted(self._free, reverse=True):
+            while spare > self._keep_bytes and self._free[length]:
+                self._unregister(self._free[length].pop().data_ptr())
+                self._blocks -= 1
+                spare -= length
+
+
+def _header(object_id: str, found: Mapping[str, TensorSpec], writer: str, total: str) -> bytes:
+    tensors = [[name, list(spec.shape), spec.dtype] for name, spec in found.items()]
+    text = json.dumps({"object": object_id, "tensors": tensors, "writer": writer, "checksum": total}).encode()
+    start = _MAGIC + len(text).to_bytes(8, "little") + text
+    return start.ljust(_aligned(len(start)), b" ")
+
+
+def header_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
+    """Return the bytes before the first tensor."""
+    return len(_header(object_id, found, _NOBODY, _NO_SUM))
+
+
+def packed_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
+    """Return the bytes of a whole object."""
+    return header_size(object_id, found) + sum(_aligned(spec.nbytes) for spec in found.values())
+
+
+def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> str:
+    """Write an object.
+
+    Args:
+        memory: Bytes, as many as `packed_size` says.
+        object_id: Its name.
+        tensors: Tensors on any device, which are copied once.
+
+    Returns:
+        What this writing alone has in its header, to tell it from another of the same object.
+    """
+    found = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    places = _places(memory, header_size(object_id, found), found)
+    for name, tensor in tensors.items():
+        places[name].copy_(tensor)
+    writer = uuid.uuid4().hex
+    header = _header(object_id, found, writer, checksum(object_id, places))
+    memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    return writer
+
+
+def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
+    """Return the tensors of an object, which share its memory.
+
+    Args:
+        memory: Its bytes, and maybe more.
+        object_id: The name that it should have.
+
+    Raises:
+        ValueError: If it is damaged, or is another object.
+    """
+    about, start = _read_header(memory)
+    if about["object"] != object_id:
+        raise ValueError(f"object {about['object']!r}")
+    found = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in about["tensors"]}
+    if start + sum(_aligned(spec.nbytes) for spec in found.values()) > memory.numel():
+        raise ValueError(f"a damaged object: {memory.numel()} bytes are too few")
+    tensors = _places(memory, start, found)
+    check_sum(object_id, tensors, about["checksum"])
+    return tensors
+
+
+def writer_of(memory: Tensor) -> str:
+    """Return what `pack` returned for the object in this memory, of which the header is enough.
+
+    Raises:
+        ValueError: If there is no object.
+    """
+    return str(_read_header(memory)[0]["writer"])
+
+
+def _read_header(memory: Tensor) -> tuple[dict[str, Any], int]:
+    start = bytes(memory[:16].tolist())
+    length = int.from_bytes(start[8:], "little")
+    if not start.startswith(_MAGIC) or 16 + length > memory.numel():
+        raise ValueError("a damaged object: it has no header")
+    try:
+        about = dict(parse_json(bytes(memory[16 : 16 + length].tolist())))
+    except ValueError as error:
+        raise ValueError(f"a damaged object: {error}") from error
+    return about, _aligned(16 + length)
+
+
+def _places(memory: Tensor, start: int, found: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return the tensors of an object as parts of its memory."""
+    places: dict[str, Tensor] = {}
+    for name, spec in found.items():
+        places[name] = memory[start : start + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+        start += _aligned(spec.nbytes)
+    return places
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -75,20 +78,31 @@ def same_bytes(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return specs(one) == specs(other) and all(torch.equal(as_bytes(one[name]), as_bytes(other[name])) for name in one)
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the sum of all 64-bit words, at the speed of memory.
+def checksum(object_id: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the CRC-32 of the name of an object, and of the name, dtype, shape and bytes of each contiguous tensor, sorted by name.
 
-    It finds changed bits and blocks that were lost; it is no protection against somebody who wants to deceive.
+    It finds every change within 32 bits in a row and any two flipped bits in up to 512 MiB, and misses other damage once in 2**32 cases.
+    It does not protect against deliberate changes.
     """
-    return f"{sum(_sum_of_words(tensor) for tensor in tensors.values()) % 2**64:016x}"
+    names = sorted(tensors)
+    about = json.dumps([object_id, [[name, str(tensors[name].dtype), [*tensors[name].shape]] for name in names]])
+    code = zlib.crc32(about.encode())
+    for name in names:
+        tensor = tensors[name]
+        if tensor.nbytes:
+            # The memory itself: NumPy, which would show it too, need not be installed.
+            code = zlib.crc32((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()), code)
+    return f"{code:08x}"
 
 
-def _sum_of_words(tensor: Tensor) -> int:
-    flat = as_bytes(tensor)
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat.numel() // 8 * 8
-    return int(flat[:words].view(torch.int64).sum()) + int(flat[words:].sum())
+def check_sum(object_id: str, tensors: Mapping[str, Tensor], written: object) -> None:
+    """Check tensors that were read against the checksum that was written with them.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if checksum(object_id, tensors) != written:
+        raise ValueError("a damaged object: its checksum is not the one that was written")
 
 
 def check_against(ref: SampleRef, found: Mapping[str, TensorSpec], place: str) -> None:
@@ -135,6 +149,14 @@ def missing(ref: SampleRef, place: str) -> KeyError:
     return KeyError(
         f"Expected the features of sample {ref.id!r} in {place}. Received: no object {ref.object_id!r}; "
         "it was discarded after a commit, or never put there. Begin from the latest checkpoint of the run that owns the stream."
+    )
+
+
+def damaged(ref: SampleRef, place: str, error: ValueError) -> ValueError:
+    """Return the error for an object whose bytes are not those that were written."""
+    return ValueError(
+        f"Expected the features of sample {ref.id!r} in {place}. Received: {error}. "
+        "Make the features anew in another stream: this log counts the sample as made."
     )
 
 
