@@ -22,6 +22,7 @@ from io import TextIOWrapper
 from typing import Any, TextIO
 
 from danling import __version__
+from danling.utils.suggest import did_you_mean
 from danling.utils.tables import without_controls
 
 from .ending import ended_by_sigterm
@@ -65,7 +66,7 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
             module = import_module(f"danling.cli.{module_name}")
             command.description = module.__doc__
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, command_parser=command)
     return root
 
 
@@ -105,7 +106,14 @@ def _main(arguments: Sequence[str] | None) -> int:
     end = words.index("--") if "--" in words else len(words)
     # The root has no option with a value, so the first word without a dash is the subcommand.
     chosen = next((word for word in words[:end] if not word.startswith("-")), "")
-    options = parser(chosen).parse_args(words[:end] if chosen in WITH_PROGRAM else words)
+    root = parser(chosen)
+    if chosen and chosen not in SUBCOMMANDS:
+        root.error(
+            f"unknown command {chosen!r}.{did_you_mean(chosen, SUBCOMMANDS)} The commands are {', '.join(SUBCOMMANDS)}."
+        )
+    options, unknown = root.parse_known_args(words[:end] if chosen in WITH_PROGRAM else words)
+    if unknown:
+        options.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.program = words[end + 1 :]
     try:
         with ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext():

@@ -245,15 +245,33 @@ class Section(Config):
             ValueError: If there is one, naming the key.
         """
         for field in fields_of(type(self)).values():
-            value = dict.get(self, field.name)
-            if isinstance(value, str) and not _PLACEHOLDER.search(value):
-                try:
-                    conform(value, field.hint)
-                except TypeError:
-                    name = self._join(field.name)
-                    raise ValueError(
-                        f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} (str)."
-                    ) from None
+            self._validate_key(field)
+
+    def validate_keys(self, settings: Mapping[Any, object]) -> None:
+        """Validate the keys that a mapping sets; texts with `${key}` are left for later.
+
+        Args:
+            settings: What was merged into this section.
+        """
+        for name, value in settings.items():
+            head, _, rest = str(name).partition(".")
+            child, field = dict.get(self, head), fields_of(type(self)).get(head)
+            deeper = {rest: value} if rest else value
+            if isinstance(child, Section) and isinstance(deeper, Mapping):
+                child.validate_keys(deeper)
+            elif field is not None and not (isinstance(child, str) and _PLACEHOLDER.search(child)):
+                self._validate_key(field)
+
+    def _validate_key(self, field: Field) -> None:
+        value = dict.get(self, field.name)
+        if isinstance(value, str) and not _PLACEHOLDER.search(value):
+            try:
+                conform(value, field.hint)
+            except TypeError:
+                name = self._join(field.name)
+                raise ValueError(
+                    f"Expected {name} to be {describe(field.hint)}. Received: {name}={value!r} (str)."
+                ) from None
 
     @staticmethod
     def _validate(obj: object) -> None:
@@ -383,13 +401,15 @@ class ClosedSection(Section):
             value = dict.get(self, field.name)
             if isinstance(value, Section):
                 value.validate()
-                continue
-            problem = field.problem(value)
-            if problem:
-                name = self._join(field.name)
-                raise ValueError(
-                    f"Expected {name} to be {problem}. Received: {name}={value!r} ({type(value).__name__})."
-                )
+            else:
+                self._validate_key(field)
+
+    def _validate_key(self, field: Field) -> None:
+        value = dict.get(self, field.name)
+        problem = field.problem(value)
+        if problem:
+            name = self._join(field.name)
+            raise ValueError(f"Expected {name} to be {problem}. Received: {name}={value!r} ({type(value).__name__}).")
 
 
 @cache

@@ -13,8 +13,7 @@ from chanfig import Config
 from danling.utils.suggest import did_you_mean
 
 from .fields import MISSING, conform, describe, fields_of, members_of
-from .files import SettingsLoader, read_settings
-from .foreign import describe_received
+from .files import SettingsLoader
 from .node import ClosedSection, Section
 from .stacks import has_file_section
 
@@ -35,7 +34,7 @@ def parse_into(
     file_option: str | None = None,
     missing: str = "raise",
     strict: bool = False,
-    check: Callable[[Mapping[str, str], Mapping[str, Any]], None],
+    check: Callable[[Mapping[str, str]], None],
 ) -> None:
     """Set keys from a command line; files are read before single keys.
 
@@ -45,7 +44,7 @@ def parse_into(
         file_option: Name of an option besides `--config` that names a file.
         missing: `raise`, `warn` or `ignore` when `file_option` is not given.
         strict: Refuse keys that do not exist in the configuration.
-        check: Called before keys are set, with their text as received by key, and with the values if they come from a file.
+        check: Called before a key of the command line is set, with its text by key.
 
     Raises:
         ValueError: If a word belongs to no option, or a key is unknown.
@@ -58,13 +57,11 @@ def parse_into(
     for name, words in options:
         if name in file_options:
             for path in _files(name, words):
-                settings = read_settings(path)
-                check({key: f"{describe_received(key, value)} in {path}" for key, value in settings.items()}, settings)
-                config.merge(settings)
+                config.merge_from_file(path)
     for name, words in options:
         if name not in file_options:
             key = name if name in config else name.replace("-", "_")
-            check({key: " ".join((f"--{name}", *words))}, {})
+            check({key: " ".join((f"--{name}", *words))})
             assign(config, key, words, strict=strict)
 
 

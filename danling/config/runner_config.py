@@ -9,10 +9,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from chanfig.utils import Null
 
+from danling.utils.notebook import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 from danling.utils.warn import warn_user
 
@@ -66,14 +68,17 @@ class RunnerConfig(TopLevelConfig):
     def __init__(self, settings: object = None, /, **kwargs: Any) -> None:
         own = self.__dict__["_own_keys"] = OwnKeys()
         given = as_mapping(settings)
-        super().__init__(given, **kwargs)
+        super().__init__()
+        file = settings if isinstance(settings, (str, os.PathLike)) else None
+        self._merge_settings(given, file)
+        self.merge(**kwargs)
         if type(self).__init__ is not RunnerConfig.__init__:
             self.__dict__["_given"] = ({name: fresh(value) for name, value in given.items()}, kwargs)
         own.set.clear()
         if isinstance(settings, Namespace):
             own.declared.update(given)  # the program's own parser declares them
-        if isinstance(settings, (str, os.PathLike)):
-            own.file = {name: f"{describe_received(name, value)} in {settings}" for name, value in given.items()}
+        if file is not None:
+            own.file = {name: f"{describe_received(name, value)} in {file}" for name, value in given.items()}
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`.
@@ -127,7 +132,9 @@ class RunnerConfig(TopLevelConfig):
             raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
         return Section.__missing__(self, name, default)
 
-    def _refuse_undeclared(self, received: Mapping[str, str], settings: Mapping[Any, Any]) -> None:
+    def _refuse_undeclared(
+        self, received: Mapping[str, str], settings: Mapping[Any, Any] = MappingProxyType({})
+    ) -> None:
         """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
 
         Args:
@@ -240,7 +247,7 @@ class RunnerConfig(TopLevelConfig):
         """Read the command line: `--KEY VALUE`, `--config FILE`, `--help`.
 
         Args:
-            args: The words; `sys.argv[1:]` by default.
+            args: The words; `sys.argv[1:]` by default, and none in a notebook, where those are of the kernel.
             default_config: Name of one more option that names a file.
             no_default_config_action: `raise`, `warn` or `ignore` when that option is not given.
             boot: Call `post` hooks, and fill in `${key}` references, afterwards; absent keys are an error from then on.
@@ -255,11 +262,12 @@ class RunnerConfig(TopLevelConfig):
             TypeError: If a value does not fit its key, naming it.
             SystemExit: After `--help`; with exit code 2 and the usage for any of these errors in `sys.argv`.
         """
-        words = list(sys.argv[1:] if args is None else args)
+        of_program = args is None and not in_notebook()
+        words = sys.argv[1:] if of_program else list(args or ())
         if "--help" in words or "-h" in words:
             print(help_text(self))
             raise SystemExit(0)
-        with usage_errors(args is None):
+        with usage_errors(of_program):
             parse_into(
                 self,
                 words,
@@ -268,11 +276,11 @@ class RunnerConfig(TopLevelConfig):
                 strict=strict,
                 check=self._refuse_undeclared,
             )
-        if args is None:
+        if of_program:
             self.__dict__["_command_line"] = tuple(words)
         if boot:
             self.boot()
-        with usage_errors(args is None):
+        with usage_errors(of_program):
             self.validate()
         return self
 
@@ -312,7 +320,20 @@ class RunnerConfig(TopLevelConfig):
         settings = read_settings(file)
         received = {name: f"{describe_received(name, value)} in {file}" for name, value in settings.items()}
         self._refuse_undeclared(received, settings)
-        return self.merge(settings)
+        return self._merge_settings(settings, file)
+
+    def _merge_settings(self, settings: Mapping[str, object], file: object) -> Any:
+        """Merge settings; an error of their keys and values names the file that they are from, if there is one."""
+        try:
+            self.merge(settings)
+            if file is not None:
+                self.validate_keys(settings)
+        except (TypeError, ValueError) as error:
+            if file is None:
+                raise
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{error} It is in {str(file)!r}.") from None
+        return self
 
     def jsons(self, *args: Any, **kwargs: Any) -> str:
         """Return the configuration as JSON; infinities become strings, which number keys read back."""

@@ -117,7 +117,7 @@ def _check_names(settings: Mapping[str, object], split: str) -> None:
         if name not in SETTINGS:
             raise ValueError(
                 f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
-                f"{did_you_mean(name, SETTINGS)}"
+                f"{did_you_mean(name, [*SETTINGS, split])}"
             )
 
 

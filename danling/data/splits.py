@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from danling.utils.protocols import ReductionDomain
+from danling.utils.suggest import did_you_mean, nearest
 
 from .batching import AUTO, divide_updates, merge_settings
 from .datamodule import LoaderSettings
@@ -75,7 +76,8 @@ class Splits:
         names = self.names
         if split not in names:
             raise ValueError(
-                f"Expected a split out of {names}. Received: split={split!r}. Put it into `self.datasets` or `self.dataloaders`."
+                f"Expected a split out of {names}. Received: split={split!r}.{did_you_mean(split, names)} Put it into `self.datasets` or "
+                "`self.dataloaders`."
             )
 
     def to_train(self) -> list[str]:
@@ -119,9 +121,13 @@ class Splits:
         if not names:
             raise ValueError(
                 f"Expected at least one split to {verb}. Received: datasets={sorted(self._datasets())}, "
-                f"dataloaders={sorted(self._loaders())}. Put a dataset into `self.datasets`, or name the split."
+                f"dataloaders={sorted(self._loaders())}.{self._misspelled(verb)} Put a dataset into `self.datasets`, or name the split."
             )
         return names
+
+    def _misspelled(self, verb: str) -> str:
+        near = nearest("train", self.names) if verb == "train on" else None
+        return f" Did you mean 'train' instead of {near!r}?" if near else ""
 
     def to_score(self, evaluated: Sequence[str]) -> str | None:
         """Return the split whose metrics select the best checkpoint: that of the setting, else the one named like a validation set,

@@ -12,6 +12,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 # The library passes these itself.
 _PASSED = ("params", "optimizer")
+_OTHER_NAMES = {"learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "adam_epsilon": "eps"}
 
 
 class Registry:
@@ -86,7 +87,7 @@ class Registry:
             if valid is not None and option not in valid:
                 raise ValueError(
                     f"Expected options of {self.kind} {name!r} out of {', '.join(valid)}. Received: {option!r}."
-                    f"{did_you_mean(option, valid)}"
+                    f"{did_you_mean(_OTHER_NAMES.get(option, option), valid)}"
                 )
         missing = [option for option in _required(self.lookup(name)) if option not in given]
         if missing:

@@ -203,6 +203,8 @@ class Telemetry:
         elapsed = max(now - self._start, 1e-9)
         training = max(elapsed - self._all_aside - self._aside, 1e-9)
         updates, waited = self._done + self._updates, self._all_waited + self._waited
+        if not updates:
+            return f"no update in {elapsed:.1f} s"
         plural = "" if updates == 1 else "s"
         return (
             f"{updates} update{plural} to step {global_step} in {elapsed:.1f} s: {format_count(updates / training)} updates/s, "

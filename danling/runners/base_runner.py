@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
@@ -21,6 +22,7 @@ from danling.audit.layout_record import divided_batch
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
+from danling.checkpoints.errors import CheckpointNotFound
 from danling.checkpoints.reading import obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
@@ -163,6 +165,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         self._closers = Closers()
+        self._was_given_config = config is not None
         self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
         self.state = RunnerState()
@@ -299,6 +302,7 @@ class BaseRunner(metaclass=MetaRunner):
         The components are prepared; then the run directory and its log are opened, the checkpoint is restored and the metadata is
         written.
         """
+        self._check_resume()
         self.prepare_components()
         self.open_workspace()
         self._elsewhere.bring_files(self._run_place.dir, on_first=self.world.on_first)
@@ -320,6 +324,21 @@ class BaseRunner(metaclass=MetaRunner):
         self._elsewhere.begin()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
         self._closers.callback(self.sources.close)
+
+    def _check_resume(self) -> None:
+        """Refuse a `resume` that no rank finds, before a model is moved and a directory is made."""
+        source, checkpoints = self.config.resume, self.workspace.checkpoints
+        hooks = (self.restore, self.load_checkpoint, self.read_checkpoint, self.init_checkpoint_manager)
+        own = any(not hook.__module__.startswith("danling.") for hook in hooks)
+        if not source or "://" in source or self.config.checkpoint.remote.url or own:
+            return
+        places = (Path(source), checkpoints / source)
+        found = any(match for path in places for match in path.parent.glob(f"{escape(path.name)}*"))
+        if not any(self.world.gather_objects(found)):
+            raise CheckpointNotFound(
+                f"Expected resume to be a checkpoint: a path, a URL, or a name in {checkpoints}. Received: {source!r}. Give one that is "
+                "there."
+            )
 
     def prepare_components(self) -> None:
         """Prepare what `__init__` has set: here the loaders. Called before the first file is written."""

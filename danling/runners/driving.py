@@ -134,6 +134,7 @@ class TrainingDriver:
         runner = self.runner
         source, forwards = runner.source(split), self.parts.forwards
         runner._bind_reduction()
+        self.parts.micro_batches.split = split
         replay, timed = self.parts.audits.replay, runner._reporter.timed
         if replay is not None:
             replay.begin()
@@ -406,8 +407,10 @@ class TrainingDriver:
             )
 
     def note_failure(self, error: Exception) -> None:
-        """Write down where the memory of a device went that ran out."""
+        """Log what the failed step received, and write down where the memory of a device went that ran out."""
         runner = self.runner
+        for note in getattr(error, "__notes__", ()) if runner.is_main_process else ():
+            logger.error("%s", note)
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
             step = runner.state.train.global_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,12 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
             f"Expected {name}.__init__ to call super().__init__(config) first. Received: an __init__ that did not. Add it."
         ) from forgotten
+    config = args[0] if args else kwargs.get("config")
+    if isinstance(config, Mapping) and not runner._was_given_config:
+        raise TypeError(
+            f"{type(runner).__name__}.__init__ received a configuration and called super().__init__() without it. Call "
+            "super().__init__(config)."
+        )
 
 
 def close_after_error(runner: Any) -> None:

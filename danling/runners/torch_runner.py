@@ -356,6 +356,7 @@ class TorchRunner(BaseRunner):
                 "`epochs` instead."
             )
         if self._parts.loop.is_done():
+            self._parts.loop.say_done()
             return self.results
         with self._parts.driver.training():
             self._parts.driver.try_evaluations(to_evaluate)
@@ -401,6 +402,7 @@ class TorchRunner(BaseRunner):
                 "`steps` instead."
             )
         if self._parts.loop.is_done():
+            self._parts.loop.say_done()
             return self.results
         with self._parts.driver.training():
             self._parts.driver.try_evaluations(to_evaluate)

@@ -90,6 +90,38 @@ def peek_target(data: object) -> object:
     return target_of_graphs(data) if count_graphs(data) is not None else None
 
 
+def not_one_loss(loss: object) -> ValueError:
+    """Return the error for a loss that is not a single value."""
+    received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"loss={loss!r}"
+    return ValueError(
+        f"Expected a loss of one value. Received: {received}. Give the criterion reduction='mean' instead of 'none', or return a 0-dim "
+        "tensor from `compute_loss`."
+    )
+
+
+def note_batch(error: Exception, step: str, split: str, data: object) -> None:
+    """Add to an error what a step was given, as a note; before Python 3.11 tracebacks do not print notes.
+
+    Args:
+        error: What the step raised.
+        step: Name of the step.
+        split: The split; empty where it is not known.
+        data: The batch.
+    """
+    of_split = f" on split {split!r}" if split else ""
+    vars(error).setdefault("__notes__", []).append(f"{step}{of_split} received {_shapes(data)}")
+
+
+def _shapes(data: object) -> str:
+    if isinstance(data, Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')} {tuple(data.shape)} on {data.device}"
+    if isinstance(data, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_shapes(value)}" for name, value in list(data.items())[:8]) + "}"
+    if isinstance(data, (list, tuple)):
+        return "(" + ", ".join(map(_shapes, data[:8])) + ")"
+    return type(data).__name__
+
+
 def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
     """Return `criterion(pred, target)`; where it fails without a target, that is said.
 

@@ -17,7 +17,7 @@ from danling.metrics import Meters, MetricSet, as_number
 from danling.utils.names import canonical_name
 from danling.utils.protocols import ReductionDomain
 
-from .batches import peek_target
+from .batches import not_one_loss, peek_target
 from .outputs import prediction_of
 from .safeguard import preserved_tensors
 
@@ -156,6 +156,8 @@ class EvaluationSums:
         pred, loss = _as_pair(self._step(data))
         if was_undecided and not self._undecided():
             weight, samples = self._weigh(batch, data)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise not_one_loss(loss)
         if loss is not None and (isinstance(weight, Tensor) or weight):
             if self._sums_loss:
                 self.totals.add_totals("loss", loss, weight)

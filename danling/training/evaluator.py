@@ -16,7 +16,7 @@ from danling.data import Batch, BatchSource
 from danling.distributed import Placement
 from danling.metrics import Meters, MetricSet
 
-from .batches import count_samples
+from .batches import count_samples, note_batch
 from .evaluation import Evaluation, EvaluationSums, Trial, checked_figures, even_out, try_one_batch
 from .forward import EvaluationForward
 from .graphs import nodes_of_graphs
@@ -188,8 +188,16 @@ class Evaluator:
             source: The batches; `None` for those of the split.
         """
         run, hooks = self._run, self._hooks
+
+        def evaluate_step(data: object) -> object:
+            try:
+                return hooks.evaluate_step(data)
+            except Exception as error:
+                note_batch(error, "evaluate_step", split, data)
+                raise
+
         sums = EvaluationSums(
-            lambda data: hooks.evaluate_step(data),
+            evaluate_step,
             weigh=lambda batch, data: run.weights.weigh(batch, data, hooks.batch_weight),
             to_device=lambda data: hooks.to_device(data),
             metrics=run.metrics(),
@@ -261,7 +269,7 @@ class Evaluator:
         """
         with self._entered(split, "infer"):
             batches = self._paced(self._pass_over(self._sources.of(split)))
-            mine = [self._predict(batch) for batch in batches]
+            mine = [self._predict(split, batch) for batch in batches]
         return self.forward.shared(gather_predictions(mine, self._run.placement.data))
 
     def stream(self, split: str) -> Iterator[Any]:
@@ -281,13 +289,17 @@ class Evaluator:
         """
         for batch in self._pass_over(self._sources.of(split)):
             with self._entered(split, "infer"):
-                predictions = self._predict(batch)
+                predictions = self._predict(split, batch)
             yield predictions
 
-    def _predict(self, batch: Batch) -> list[object]:
+    def _predict(self, split: str, batch: Batch) -> list[object]:
         data = self._hooks.to_device(batch.data)
-        with torch.no_grad():
-            pred = self._hooks.infer_step(data)
+        try:
+            with torch.no_grad():
+                pred = self._hooks.infer_step(data)
+        except Exception as error:
+            note_batch(error, "infer_step", split, data)
+            raise
         samples = count_samples(data) if batch.samples is None else batch.samples
         rows = split_by_sample(pred, samples, nodes_of_graphs(data))
         return self.forward.counted(rows)

@@ -146,6 +146,23 @@ class TrainingLoop:
         is_open = self._run.is_step_mode and self._results.open
         return (is_used_up(self._run) and not is_open) or self._results.facts.patience_exhausted()
 
+    def say_done(self) -> None:
+        """Log on the main process that nothing is left to train, and what makes the run go on."""
+        run, counters = self._run, self._run.state.train
+        if not self._reporter.is_main:
+            return
+        if not is_used_up(run):
+            logger.warning("Nothing is left to train: the patience of the run is used up. Raise patience to go on.")
+            return
+        unit, done = ("steps", counters.global_step) if run.is_step_mode else ("epochs", counters.epoch)
+        logger.warning(
+            "Nothing is left to train: the run has completed %d of %d %s. Raise %s to go on.",
+            done,
+            run.steps if run.is_step_mode else run.epochs,
+            unit,
+            unit,
+        )
+
     # By epochs
 
     def train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from danling.data import Batch, BatchSource, DataLoader
 from danling.reporting import Reporter
 
 from .batch_loss import BatchLoss
-from .batches import peek_target
+from .batches import note_batch, peek_target
 from .passes import PassAgreement
 from .reduction import GradientReduction
 from .retry import MemoryRetry
@@ -88,6 +88,7 @@ class MicroBatches:
     Attributes:
         audit: Looks at the samples; `None` where nobody does.
         recorder: Records the first updates; `None` where nobody does.
+        split: The split that is trained on; empty for batches that no loop has read.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class MicroBatches:
         self._session = session
         self.audit: SampleAuditor | None = None
         self.recorder: BatchRecorder | None = None
+        self.split = ""
 
     def run(self, batch: Batch, step: Callable[[object], object] | None = None) -> None:
         """Run forward and backward of a micro-batch of the open window.
@@ -137,6 +139,9 @@ class MicroBatches:
                 returned = step(data)
                 if self._loss is not None:
                     self._loss.observe_returned(returned, peek_target(data))
+        except Exception as error:
+            note_batch(error, "train_step", self.split, data)
+            raise
         finally:
             self._session.in_step = False
         if self.recorder is not None:

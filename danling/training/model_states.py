@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class ModelStates:
         if unexpected or (missing and not partial):
             raise CheckpointMismatch(
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
-                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from."
+                f"({len(missing)} and {len(unexpected)} in all). {_mend_names(missing, unexpected)}"
             )
         here = model.state_dict()
         _check_shapes({name: here[names[name]] for name in state}, state)
@@ -178,6 +178,20 @@ def _under_own_module(state: Mapping[str, object], names: Collection[str]) -> Ma
     if not wrapped or any(name in names for name in state):
         return state
     return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def _mend_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Name the prefix behind which the checkpoint has all that is missing, as checkpoints of Lightning do."""
+    first = missing[0] if missing else ""
+    for name in unexpected:
+        prefix = name.removesuffix(first)
+        if missing and name.endswith(f".{first}") and {f"{prefix}{other}" for other in missing} <= {*unexpected}:
+            return (
+                f"The checkpoint has these names behind the prefix {prefix!r}. Save its weights without it: "
+                f"torch.save({{name[{len(prefix)}:]: weight for name, weight in torch.load(path)['state_dict'].items() "
+                f"if name.startswith({prefix!r})}}, 'weights.pth')."
+            )
+    return "Load into the model they were saved from."
 
 
 def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from danling.utils.protocols import ReductionDomain
 
+from .batches import not_one_loss
+
 
 class Window:
     """Weights and losses of the open window on this rank.
@@ -106,7 +108,7 @@ class Window:
         if self.unscaled:
             raise ValueError(
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.unscaled} of {self.count} "
-                "without. Replace `loss.backward()`: the window weighs the loss and notes whether it is finite."
+                "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
 
     def end_microbatch(self) -> None:
@@ -139,11 +141,7 @@ class Window:
             ValueError: If it is no tensor of one value.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"loss={loss!r}"
-            raise ValueError(
-                f"Expected a loss of one value. Received: {received}. Let the criterion reduce it (reduction='mean'), or return a "
-                "0-dim tensor from `compute_loss`."
-            )
+            raise not_one_loss(loss)
         self._scaled = True
         weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
         if not self.on_host:

@@ -124,6 +124,12 @@ def drawn(total: int | None, **settings: Any) -> tuple[NotebookBar, list[str]]:
     return NotebookBar(total, show=show, **settings), pages
 
 
+def test_the_words_of_the_kernel_are_no_settings() -> None:
+    parsed = "config = dl.RunnerConfig(epochs=3).parse()\nprint(config.epochs, config.parse(['--epochs', '4']).epochs)"
+    (cell,) = run_cells(f"import sys\nimport danling as dl\nassert '-f' in sys.argv\n{parsed}")
+    assert cell == {"stdout": "3 4\n", "stderr": "", "html": ""}
+
+
 def test_it_is_drawn_now_and_then_and_at_the_end() -> None:
     now = [0.0]
     bar, pages = drawn(100, clock=lambda: now[0])

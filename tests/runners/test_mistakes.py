@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
+from danling.checkpoints import CheckpointNotFound
 from danling.cli.main import main
 
 INPUTS, TARGETS = torch.randn(16, 4), torch.randint(2, (16,))
@@ -108,9 +109,9 @@ COMMAND_LINE = {
 
 # The command `danling`: the words, the exit code, and what it says on stderr.
 DANLING = {
-    "trian": (2, "invalid choice: 'trian'"),
+    "plott": (2, "unknown command 'plott'. Did you mean 'plot'? The commands are env, doctor,"),
     "": (2, "the following arguments are required: COMMAND"),
-    "runs --sortt best": (2, "unrecognized arguments: --sortt"),
+    "runs --sortt best": (2, "danling runs: error: unrecognized arguments: --sortt"),
     "inspect gone.pth": (3, "Expected a checkpoint file or directory. Received: 'gone.pth', where there is none."),
     "verify gone": (3, "Received: 'gone'"),
     "export gone.pth out.pth": (3, "Received: 'gone.pth'"),
@@ -139,6 +140,18 @@ CONFIGURATION: dict[str, Mistake] = {
     "no budget": (lambda: train(settings(epochs=None)), "Expected a budget: `steps` (optimizer updates) or `epochs`."),
     "both budgets": (lambda: train(settings(steps=3)), "Expected steps or epochs, not both."),
     "a file that is not there": (lambda: train("nowhere.yaml"), "Received: 'nowhere.yaml', which does not exist."),
+    "a word for a number in a file": (
+        lambda: train(_file("epochs: ten\n")),
+        "Expected epochs to be an integer or none. Received: epochs='ten' (str). It is in 'config.yaml'.",
+    ),
+    "a choice that is none in a file": (
+        lambda: train(_file("wandb: {mode: of}\n")),
+        "'shared'. Received: wandb.mode='of' (str). It is in 'config.yaml'.",
+    ),
+    "a bound in a file of the command line": (
+        lambda: dl.RunnerConfig().parse(["--config", _file("checkpoint.interval: 0\n")]),
+        "Expected checkpoint.interval to be a number >= 1. Received: checkpoint.interval=0 (int). It is in 'config.yaml'.",
+    ),
     "a number for the configuration": (
         lambda: train(3),
         "Expected a mapping or the path of a file. Received: 3 (int).",
@@ -168,7 +181,10 @@ CONFIGURATION: dict[str, Mistake] = {
         lambda: train(settings(score_split="test")),
         "Expected a split out of ['train', 'val']. Received: split='test'.",
     ),
-    "a split that is not there": (lambda: train(settings(train_splits=["trian"])), "Received: split='trian'."),
+    "a split that is not there": (
+        lambda: train(settings(train_splits=["trian"])),
+        "Received: split='trian'. Did you mean 'train'?",
+    ),
     "a decay of one and a half": (
         lambda: train(settings(ema={"enabled": True, "decay": 1.5})),
         "Expected ema.decay to be a number < 1.",
@@ -203,6 +219,10 @@ MODEL: dict[str, Mistake] = {
         lambda: train(runner_class=toy(__init__=lambda self, config: None)),
         "to call super().__init__(config) first.",
     ),
+    "super().__init__() without the configuration": (
+        lambda: train(runner_class=toy(__init__=lambda self, config: dl.Runner.__init__(self))),
+        "Toy.__init__ received a configuration and called super().__init__() without it.",
+    ),
     "window": (lambda: train(window=3), "where 'window' is a name of the library's"),
     "precision": (lambda: train(precision="high"), "where 'precision' is a name of the library's"),
     "step": (lambda: train(step=0), "where 'step' is a name of the library's"),
@@ -228,7 +248,7 @@ LOSS: dict[str, Mistake] = {
     ),
     "one for each sample": (
         lambda: train(criterion=nn.CrossEntropyLoss(reduction="none"), datasets={"train": DATA}),
-        "Expected a loss of one value.",
+        "Received: shape (4,). Give the criterion reduction='mean' instead of 'none'",
     ),
     "a float": (lambda: train(criterion=lambda pred, target: 1.0), "Expected a loss of one value. Received: loss=1.0."),
     "nothing": (
@@ -241,7 +261,7 @@ LOSS: dict[str, Mistake] = {
     ),
     "one for each sample, evaluated": (
         lambda: train(criterion=nn.CrossEntropyLoss(reduction="none")),
-        "Expected a single number for metric 'loss'. Received: a tensor of shape (4,).",
+        "Received: shape (4,). Give the criterion reduction='mean' instead of 'none'",
     ),
     "without a gradient": (
         lambda: train(criterion=lambda pred, target: pred.sum().detach()),
@@ -257,8 +277,8 @@ LOSS: dict[str, Mistake] = {
     ),
     "a class too many": (lambda: train(datasets={"train": TensorDataset(INPUTS, TARGETS + 5)}), "is out of bounds"),
     "no backward": (
-        lambda: train(runner_class=toy(train_step=lambda self, data: self.model(data[0]))),
-        "Expected `train_step` to call `self.backward(loss)`",
+        lambda: train(runner_class=toy(train_step=lambda self, data: self.criterion(self.model(data[0]), data[1]))),
+        "Call self.backward(loss) before you return; a loss that is only returned",
     ),
     "evaluate_step with one value": (
         lambda: train(runner_class=toy(evaluate_step=lambda self, data: self.model(data[0]))),
@@ -294,6 +314,14 @@ DATASETS: dict[str, Mistake] = {
     "empty": (
         lambda: train(datasets={"train": TensorDataset(INPUTS[:0], TARGETS[:0])}),
         "Expected split 'train' to have samples. Received: an empty dataset",
+    ),
+    "a misspelled split": (
+        lambda: train(datasets={"trian": DATA, "val": DATA}),
+        "Did you mean 'train' instead of 'trian'?",
+    ),
+    "a section of a misspelled split": (
+        lambda: train(settings(dataloader={"batch_size": 4, "trian": {"batch_size": 2}})),
+        "Received: 'trian' for split 'train'. Did you mean 'train'?",
     ),
     "only val": (
         lambda: train(datasets={"val": DATA}),
@@ -384,6 +412,10 @@ OPTIMIZER: dict[str, Mistake] = {
     "a slip": (lambda: train(settings(optim={"type": "adamm"})), "Did you mean 'adam'?"),
     "no type": (lambda: train(settings(optim={"lr": 0.1})), "Expected optimizer type to be one of"),
     "an unknown option": (lambda: train(settings(optim={"type": "sgd", "lr": 0.1, "beta": 1})), "Received: 'beta'."),
+    "another name of the rate": (
+        lambda: train(settings(optim={"type": "sgd", "learning_rate": 0.1})),
+        "Received: 'learning_rate'. Did you mean 'lr'?",
+    ),
     "a rate in words": (
         lambda: train(settings(optim={"type": "sgd", "lr": "fast"})),
         "Expected optim.lr to be a number. Received: optim.lr='fast' (str).",
@@ -424,6 +456,10 @@ OPTIMIZER: dict[str, Mistake] = {
 CHECKPOINTS: dict[str, Mistake] = {
     "to go on from nothing": (lambda: train(settings(resume="nowhere.pth")), "Received: 'nowhere.pth'."),
     "weights that are not there": (lambda: train(settings(pretrained="nowhere.pth")), "Received: 'nowhere.pth'."),
+    "weights of Lightning": (
+        lambda: train(settings(pretrained=_lightning())),
+        "The checkpoint has these names behind the prefix 'net.'. Save its weights without it: torch.save({name[4:]: weight",
+    ),
     "weights that are junk": (lambda: train(settings(pretrained=__file__)), "Expected a file of torch.save. Received:"),
     "junk to go on from": (
         lambda: train(settings(resume=__file__)),
@@ -491,6 +527,18 @@ def _closed() -> Toy:
     return runner
 
 
+def _file(text: str) -> str:
+    Path("config.yaml").write_text(text)
+    return "config.yaml"
+
+
+def _lightning() -> str:
+    """Write a checkpoint of which the model is an attribute of a module that has a further part."""
+    module = nn.ModuleDict({"net": nn.Linear(4, 2), "teacher": nn.Linear(4, 2)})
+    torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6"}, "last.ckpt")
+    return "last.ckpt"
+
+
 def _lbfgs(self: Any) -> Any:
     return torch.optim.LBFGS(self.model.parameters())
 
@@ -551,6 +599,54 @@ def test_a_mistake_is_an_exception_that_says_it_in_one_line(
     assert len(str(caught.value).strip().splitlines()) == 1
     # What was trained before the mistake shows is kept; a run that never began leaves no checkpoint.
     assert not list(tmp_path.rglob("ckpt-*"))
+
+
+STEPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "train_step": (
+        lambda: train(datasets={"train": TensorDataset(INPUTS.double(), TARGETS)}),
+        "train_step on split 'train' received (float64 (4, 4) on cpu, int64 (4,) on cpu)",
+    ),
+    "evaluate_step": (
+        lambda: train(datasets={"train": DATA, "val": [{"input": row[:3], "y": 1} for row in INPUTS]}),
+        "evaluate_step on split 'val' received {'input': float32 (4, 3) on cpu, 'y': int64 (4,) on cpu}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "said"), STEPS.values(), ids=STEPS)
+def test_an_error_of_a_step_names_what_the_step_received(
+    mistake: Callable[[], Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        mistake()
+    above, ending = capfd.readouterr().err.splitlines()[-2:]
+    assert above.endswith(said) and "Failed with RuntimeError: no update in" in ending
+    assert caught.value.__notes__ == [said]  # type: ignore[attr-defined]
+
+
+def test_training_at_the_end_of_the_budget_says_what_makes_it_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Toy(settings()) as runner:
+        runner.train()
+        assert "Nothing is left" not in capfd.readouterr().err
+        runner.train()
+    assert "the run has completed 2 of 2 epochs. Raise epochs to go on." in capfd.readouterr().err
+
+
+def test_a_missing_checkpoint_to_resume_from_makes_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointNotFound, match="Expected resume to be a checkpoint: .* Received: 'gone.pth'"):
+        Toy(settings(resume="gone.pth"))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(("variables", "said"), ENVIRONMENT.values(), ids=ENVIRONMENT)
@@ -615,5 +711,6 @@ def test_under_torchrun_the_first_rank_says_it_once(
     assert code != 0
     assert output.count(said) == 1, output
     assert output.count('train.py", line') == frames, output
+    assert ("train_step on split 'train' received (float32 (4, 4) on cpu" in output) == (mistake == "shape")
     assert "danling/runners" not in output
     assert len(output.splitlines()) < most
