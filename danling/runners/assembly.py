@@ -200,6 +200,7 @@ class TorchParts:
         """Return what takes the forwards of the next update back."""
         runner = self.runner
         return remember_forwards(
+            runner,
             runner.device,
             counter=runner.state.train,
             meters=runner.meters,

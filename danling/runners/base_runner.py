@@ -128,6 +128,8 @@ class BaseRunner(metaclass=MetaRunner):
         metrics: Metrics that evaluation computes beside the loss: a callable `(pred, target)`, an object with `update` / `compute` /
             `reset` (torchmetrics included), a mapping of these, or `None`.
         meters: Running averages that a user may add to in `train_step`; logged and reset with the loss, whose name they may not have.
+        carry: What a micro-batch hands to the next, such as a hidden state: tensors, numbers, and lists, tuples and mappings of them.
+            Detached after each `train_step`, saved and restored for each rank, `None` at first and at the start of each evaluation.
         results: Metrics by completed epoch or global step, then by split.
         standing: The best score, and how many evaluations ago it was reached.
         run_state: The parts of a checkpoint, in the order in which they are restored.
@@ -171,6 +173,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.state = RunnerState()
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
+        self.carry: Any = None
         self.meters = Meters(reserved=RESERVED_FIGURES)
         self.results: Results = {}
         self._session = TrainingSession()

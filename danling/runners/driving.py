@@ -142,6 +142,7 @@ class TrainingDriver:
             source,
             agreement=forwards.agreement,
             timed=timed if replay is None else lambda batches: armed(timed(batches), replay),
+            begin=lambda: runner.on_pass_start(split),
             state_replaced=self.takes_state_over if runner.fault_tolerance is not None else None,
             is_over=partial(self.parts.loop.jumps_out_of, split),
             run=partial(forwards.run, source),

@@ -72,9 +72,9 @@ def _evaluating(runner: TorchRunner, evaluation: Evaluation, split: str, mode: E
     )
     modes = evaluation_weights(runner.optimizer)
     with preparation.evaluating(runner.model), runner._session.collecting(), modes, evaluating:
-        before = runner.model, runner.mode
-        runner.model, runner.mode = bare, mode
+        before = runner.model, runner.mode, runner.carry
+        runner.model, runner.mode, runner.carry = bare, mode, None
         try:
             yield
         finally:
-            runner.model, runner.mode = before
+            runner.model, runner.mode, runner.carry = before

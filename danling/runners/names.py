@@ -14,6 +14,7 @@ from danling.utils.warn import warn_user
 
 SETTABLE = frozenset(
     {"model", "ema", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics", "meters", "config"}
+    | {"carry"}
 )
 """Components, which the library takes over as they were set."""
 

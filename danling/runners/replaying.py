@@ -96,7 +96,7 @@ def _is_of_users(scheduler: object) -> bool:
 def _remember(runner: TorchRunner) -> PutBack:
     telemetry, flops = runner._reporter.telemetry, runner._reporter.flops
     tokens, counts_next = telemetry.tokens if telemetry is not None else 0.0, flops.counts_next
-    put_back = remember_forwards(runner.device, counter=runner.state.train, meters=runner.meters, buffers=dict)
+    put_back = remember_forwards(runner, runner.device, counter=runner.state.train, meters=runner.meters, buffers=dict)
 
     def take_back() -> None:
         runner.window.reset()

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.training.carry import map_carry
 from danling.training.frozen import FrozenWeights
 from danling.training.run_state import StatePart
 from danling.training.unsaved import UnsavedParts, unsaved_warning
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 _COMPONENTS = frozenset(
-    {"model", "criterion", "optimizer", "scheduler", "ema", "metrics", "meters", "datasets", "dataloaders"}
+    {"model", "criterion", "optimizer", "scheduler", "ema", "metrics", "meters", "datasets", "dataloaders", "carry"}
 )
 _HOOKS_OF_STATE = (
     *("state_dict", "component_parts", "progress_parts", "component_states"),
@@ -139,10 +141,42 @@ class SavedParts:
                 lambda sums, _: runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {}),
                 default=dict,
             ),
+            # `state_dict` puts what all ranks carry into its place.
+            StatePart("carry", lambda: None, lambda stored, _: self.load_carry(stored), default=lambda: None),
             StatePart.stateful("losses", lambda: parts.losses, resets=True),
             StatePart.stateful("scores", lambda: runner.standing.board),
             StatePart.stateful("scaler", lambda: runner.precision.scaler),
         ]
+
+    def carry_of_all(self) -> dict[str, Any] | None:
+        """Return what each rank carries, on the CPU; `None` where none carries anything. Called on all ranks."""
+        runner = self.runner
+        ranks = runner.world.gather_objects(map_carry(runner.carry, lambda tensor: tensor.detach().cpu()))
+        return (
+            None
+            if all(each is None for each in ranks)
+            else {"replicas": runner.placement.data_replicas, "ranks": ranks}
+        )
+
+    def load_carry(self, stored: Mapping[str, Any] | None) -> None:
+        """Restore what this rank carries, on its device. Called after the positions in the loaders are restored.
+
+        Raises:
+            CheckpointMismatch: If another number of ranks has saved it in the middle of a pass.
+        """
+        runner = self.runner
+        runner.carry = None
+        if stored is None:
+            return
+        sources = [runner.source(split) for split in runner.train_splits]
+        if stored["replicas"] == runner.placement.data_replicas and len(stored["ranks"]) == runner.world_size:
+            runner.carry = map_carry(stored["ranks"][runner.rank], lambda tensor: tensor.to(runner.device))
+        elif any(source.consumed and source.remaining_batches() != 0 for source in sources):
+            raise CheckpointMismatch(
+                f"Expected {len(stored['ranks'])} ranks, {stored['replicas']} of which read different data: each has a self.carry of its "
+                f"own in the middle of this pass. Received: {runner.world_size}, of which {runner.placement.data_replicas} read different "
+                "data. Go on with the same number, or from a checkpoint at the end of a pass."
+            )
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -454,6 +454,15 @@ class TorchRunner(BaseRunner):
         """
         return self._parts.driver.audit(from_checkpoint, to_checkpoint, scratch)
 
+    def on_pass_start(self, split: str) -> None:
+        """Called on all ranks at the first batch of a pass over a split to train on, before it is trained on; override it.
+
+        It is not called for the rest of a pass after a resume: what a pass begins with, such as `self.carry`, is made here.
+
+        Args:
+            split: The split.
+        """
+
     def build_agreement(self) -> PassAgreement:
         """Return how the ranks end a pass together; a stack whose ranks read the same data overrides it."""
         return PassAgreement(self.placement.optimizer, self.data_domain)
@@ -896,6 +905,7 @@ class TorchRunner(BaseRunner):
         self.broadcast_buffers()
         payload = super().state_dict()
         totals = self.meters.totals(self.placement.metrics)
+        payload["state"]["carry"] = self._parts.saved.carry_of_all()
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
         return payload
 

@@ -14,6 +14,7 @@ from danling.reporting import Reporter
 
 from .batch_loss import BatchLoss
 from .batches import note_batch, peek_target
+from .carry import map_carry
 from .passes import PassAgreement
 from .reduction import GradientReduction
 from .retry import MemoryRetry
@@ -34,7 +35,13 @@ class Progress(Protocol):
 
 
 class MicroBatchHooks(Protocol):
-    """What is asked of a run for every micro-batch. It is looked up anew each time, since a user may override or replace it."""
+    """What is asked of a run for every micro-batch. It is looked up anew each time, since a user may override or replace it.
+
+    Attributes:
+        carry: What a micro-batch hands to the next one.
+    """
+
+    carry: Any
 
     @property
     def state(self) -> Progress:
@@ -144,6 +151,8 @@ class MicroBatches:
             raise
         finally:
             self._session.in_step = False
+        if hooks.carry is not None:
+            hooks.carry = map_carry(hooks.carry, Tensor.detach)
         if self.recorder is not None:
             self.recorder.ran()
         hooks.state.train.micro_step += 1

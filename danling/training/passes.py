@@ -108,6 +108,7 @@ def updates_of_pass(
     *,
     agreement: PassAgreement,
     timed: Callable[[Iterator[Batch]], Iterator[Batch]],
+    begin: Callable[[], None],
     state_replaced: Callable[[], bool] | None,
     is_over: Callable[[], bool],
     run: Callable[[Iterator[Batch], list[Batch]], bool],
@@ -121,6 +122,7 @@ def updates_of_pass(
         source: The batches of the split.
         agreement: Ends the pass on all ranks at once.
         timed: Measures the time spent waiting for batches.
+        begin: Called at the first batch of a pass, before it is trained on; not for the rest of one.
         state_replaced: Called before each update; tells whether the state was replaced by that of another replica group, so that batches
             that were read before do not count; `None` without such groups.
         is_over: Tells whether the replaced state is past this pass.
@@ -134,6 +136,7 @@ def updates_of_pass(
     ends_alike = agreement.ends_alike(source)
     found = source.consumed > 0
     compared = False
+    begins = source.consumed == 0
     while True:
         batch = next(batches, None)
         if batch is None if ends_alike else not agreement.all_have(source, batch):
@@ -147,7 +150,11 @@ def updates_of_pass(
             if is_over():
                 return
             batches = timed(source.batches())
+            begins = source.consumed == 0
             continue
+        if begins:
+            begin()
+            begins = False
         consumed: list[Batch] = []
         if not run(chain([batch], batches), consumed):
             batches = timed(source.batches())

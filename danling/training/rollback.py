@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,23 @@ from torch import Tensor, nn
 from danling.data import capture_random_state, restore_random_state
 from danling.metrics import Meters
 
+from .carry import map_carry
+
 
 class CountsMicroSteps(Protocol):
     """What counts the micro-batches of a run."""
 
     micro_step: int
+
+
+class Carries(Protocol):
+    """What carries something from one micro-batch to the next.
+
+    Attributes:
+        carry: See `map_carry`.
+    """
+
+    carry: Any
 
 
 def buffers_of(model: nn.Module, more: Sequence[Tensor] = ()) -> dict[str, Tensor]:
@@ -29,23 +41,31 @@ def buffers_of(model: nn.Module, more: Sequence[Tensor] = ()) -> dict[str, Tenso
 
 
 def remember_forwards(
-    device: torch.device, *, counter: CountsMicroSteps, meters: Meters, buffers: Callable[[], Mapping[str, Tensor]]
+    run: Carries,
+    device: torch.device,
+    *,
+    counter: CountsMicroSteps,
+    meters: Meters,
+    buffers: Callable[[], Mapping[str, Tensor]],
 ) -> Callable[[], None]:
-    """Remember random streams, buffers, meters and the count of micro-batches, and return what puts them back. No communication.
+    """Remember random streams, buffers, meters, counts and what is carried, and return what puts them back. No communication.
 
     Args:
+        run: Carries something from one micro-batch to the next.
         device: Where forwards draw random numbers.
         counter: What counts the micro-batches.
         meters: What a forward may add metrics to.
         buffers: Returns by name what a forward may write to; a buffer that is registered later is left as it is.
     """
     streams, micro_step, figures = capture_random_state(device), counter.micro_step, meters.state_dict()
+    carry = map_carry(run.carry, Tensor.clone)
     values = {name: buffer.clone() for name, buffer in buffers().items()}
 
     def put_back() -> None:
         restore_random_state(streams, device)
         counter.micro_step = micro_step
         meters.load_state_dict(figures)
+        run.carry = map_carry(carry, Tensor.clone)
         for name, buffer in buffers().items():
             if name in values:
                 buffer.copy_(values[name])

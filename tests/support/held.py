@@ -48,6 +48,7 @@ class Held:
         self.datasets: dict[str, Any] = {}
         self.dataloaders: dict[str, Any] = {}
         self.meters: Any = None
+        self.carry: Any = None
         self.preparation = ModelPreparation(self.world)
         self.precision, self.window = Precision(None, CPU), Window(self.world, CPU)
         self.workspace = SimpleNamespace(dir=directory)

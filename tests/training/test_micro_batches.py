@@ -38,6 +38,7 @@ class Made:
     """Micro-batches of a run that writes down what it is asked."""
 
     def __init__(self, *, holds: int = 1000, observed: Any = None) -> None:
+        self.carry: Any = None
         self.domain = LocalDomain()
         self.window = Window(self.domain, CPU)
         self.session, self.counter = TrainingSession(), SimpleNamespace(micro_step=0)

@@ -38,6 +38,7 @@ class Loop:
         self.fits: list[bool] = []
         self.over = False
         self.waited_for: list[int] = []
+        self.begun: list[int] = []
         self.agreement = PassAgreement(LocalDomain(), LocalDomain())
 
     def run(self, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
@@ -66,6 +67,7 @@ class Loop:
             self.source,
             agreement=self.agreement,
             timed=self.timed,
+            begin=lambda: self.begun.append(self.source.consumed),
             state_replaced=lambda: self.replaced.pop(0) if self.replaced else False,
             is_over=lambda: self.over,
             run=self.run,
@@ -77,6 +79,7 @@ def test_every_batch_is_in_one_window_and_the_last_one_is_shorter() -> None:
     loop = Loop(source(5))
     assert [made.committed for made in loop.updates()] == [True] * 3
     assert loop.windows == [[0, 1], [2, 3], [4]] and loop.source.consumed == 5
+    assert loop.begun == [0]
 
 
 def test_the_position_moves_with_skipped_updates_and_stands_where_the_loop_was_left() -> None:
@@ -91,6 +94,7 @@ def test_the_position_moves_with_skipped_updates_and_stands_where_the_loop_was_l
     again = Loop(loop.source)
     list(again.updates())
     assert again.windows == [[4, 5]]
+    assert loop.begun == [0] and again.begun == []
 
 
 def test_an_update_that_was_not_committed_is_made_again_from_the_same_batches() -> None:
