@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.audit.hashing import Hasher, key_of
-from danling.audit.inventory import entries
+from danling.audit.update_audit import entries
 
 WIDTH, HEADS, WORDS = 768, 12, 50257
 

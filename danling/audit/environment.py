@@ -1,4 +1,4 @@
-"""What a run was made with besides its settings and its code: versions, devices, threads, switches of torch, variables, files of data."""
+"""What a run was made with besides its settings and its code: versions, devices, threads, switches of torch, variables."""
 
 from __future__ import annotations
 
@@ -63,15 +63,10 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def write_environment(metadata: Path, files: Mapping[str, str] | None = None) -> None:
-    """Write the facts among the metadata of a run.
-
-    Args:
-        metadata: The directory.
-        files: Those that its data sets read, by path; see `data_files`.
-    """
+def write_environment(metadata: Path) -> None:
+    """Write the facts into the metadata directory of a run."""
     metadata.mkdir(parents=True, exist_ok=True)
-    write_atomically(metadata / FILE, json_text({**environment_of_run(), "files": dict(files or {})}))
+    write_atomically(metadata / FILE, json_text(environment_of_run()))
 
 
 def read_environment(run: Path) -> dict[str, Any]:

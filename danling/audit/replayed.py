@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .replay import UpdateReplay
-from .until import InnerAudit
-from .update_audit import AuditedUpdate
+from .update_audit import Until, UpdateAudit
 from .witness import Witness
 
 _OVER = object()
@@ -84,7 +83,7 @@ class ReplayedAudit:
         inner: Who looks besides; `None` where nobody does.
     """
 
-    def __init__(self, replay: UpdateReplay, inner: InnerAudit | None) -> None:
+    def __init__(self, replay: UpdateReplay, inner: UpdateAudit | Until | None) -> None:
         self._replay = replay
         self._inner = inner
 
@@ -94,7 +93,7 @@ class ReplayedAudit:
         if self._inner is not None:
             self._inner.begin()
 
-    def updated(self, outcome: AuditedUpdate) -> None:
+    def updated(self, outcome: Any) -> None:
         """Look at an update."""
         self._replay.updated()
         if self._inner is not None:

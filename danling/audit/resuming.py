@@ -1,7 +1,7 @@
 """Whether a user's own program comes back bitwise: it is stopped by SIGTERM, killed by SIGKILL, resumed, and compared with itself.
 
 Three times the program trains in a scratch directory, each time the same command: once without a break, and once stopped and resumed, and
-killed and resumed. The digests of each update say whether all of it is the same, and what parted first where it is not.
+killed and resumed. The digests of each update say whether all of it is the same, and what diverged first where it is not.
 """
 
 from __future__ import annotations
@@ -15,23 +15,14 @@ from pathlib import Path
 
 from danling.config.imposed import MeantRun
 
-from .parting import Parting, compare_digests
+from .digests import DigestLine, read_digests
+from .divergence import Divergence, compare_digests
 from .program import ProgramEnd, end_program, kill_program, scratch_settings, settings_of_others, start_program
-from .record import DigestLine, read_digests
 
 Found = tuple[str, str, str]
 """Name, state (`ok` or `failed`) and detail of a check."""
 
 _POLL_SECONDS = 0.01
-_MENDS = {
-    "data": "the position or the randomness of the data is not in the checkpoint: see `dl.data` and the datasets' own generators",
-    "loss": "the forward pass depends on something that the checkpoint does not hold: a generator or counter of your own, or the time",
-    "gradients": "the backward pass is not repeatable: try deterministic=true, and danling doctor --determinism",
-    "optimizer": "the optimizer has state that is not in its `state_dict`, or a schedule that is stepped elsewhere",
-    "weights": "weights change outside of the update, or were not restored: see `state_dict` and `load_state_dict`",
-    "buffers": "buffers change outside of the forward pass, or are not persistent",
-    "ema": "the averages were not restored",
-}
 _BEGINNING = (
     "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
     "threads see danling doctor --determinism"
@@ -84,24 +75,24 @@ class ResumeCheck:
         reference = read_digests(whole)
         stopped = self._train(parts, updates, leave=self._stop)
         self._check_length(reference, stopped)
-        parting = _first(reference, parts, 1, stopped)
-        yield _verdict("begins alike", parting, f"updates 1 to {stopped} of two starts", _BEGINNING)
-        if parting is not None:
+        divergence = _first(reference, parts, 1, stopped)
+        yield _verdict("begins alike", divergence, f"updates 1 to {stopped} of two starts", _BEGINNING)
+        if divergence is not None:
             return
         if not any((parts / "checkpoints").glob("latest*")):
             raise self._failed("it saved no checkpoint when it was stopped by SIGTERM")
         killed = self._train(parts, stopped + updates, leave=kill_program, resumes=True)
-        parting = _first(reference, parts, stopped + 1, killed)
+        divergence = _first(reference, parts, stopped + 1, killed)
         told = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
-        yield _verdict("resumes after SIGTERM", parting, told)
-        if parting is not None:
+        yield _verdict("resumes after SIGTERM", divergence, told)
+        if divergence is not None:
             return
         self._check_length(reference, killed)
         end = self._train(parts, killed + updates, leave=kill_program, resumes=True)
         # What was trained after the last checkpoint is trained again, and compared again.
-        parting = _first(reference, parts, 1, end)
+        divergence = _first(reference, parts, 1, end)
         told = f"killed at update {killed}; the updates up to {min(end, max(reference))}"
-        yield _verdict("resumes after SIGKILL", parting, told)
+        yield _verdict("resumes after SIGKILL", divergence, told)
 
     def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
         """Train until a run has so many updates, for so many seconds from the first one on; leave it so and return how many it has then."""
@@ -159,21 +150,17 @@ class ResumeCheck:
         )
 
 
-def _first(reference: Mapping[int, DigestLine], run: Path, begin: int, end: int) -> Parting | None:
-    """Return what parts first within some updates of two runs."""
+def _first(reference: Mapping[int, DigestLine], run: Path, begin: int, end: int) -> Divergence | None:
+    """Return what diverges first within some updates of two runs."""
     made = {step: line for step, line in read_digests(run).items() if begin <= step <= end}
     if not made.keys() & reference.keys():
-        return Parting("samples", begin, None, (None, None), None)
+        return Divergence("samples", begin, None, (None, None), None)
     found = compare_digests(reference, made)
     return found[0] if found else None
 
 
-def _verdict(name: str, parting: Parting | None, told: str, mend: str | None = None) -> Found:
-    if parting is None:
+def _verdict(name: str, divergence: Divergence | None, told: str, mend: str | None = None) -> Found:
+    if divergence is None:
         return name, "ok", f"{told} are bitwise the same"
-    what = parting.what
-    return (
-        name,
-        "failed",
-        f"{what} parted first, at update {parting.step}: {mend or _MENDS.get(what, _MENDS['weights'])}",
-    )
+    mended = f": {mend}" if mend else ""
+    return name, "failed", f"{divergence.what} diverged first, at update {divergence.step}{mended}"

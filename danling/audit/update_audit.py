@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from danling.utils.protocols import ReductionDomain
+from danling.config.imposed import end_after
+from danling.optim.tensor_subclasses import to_parts
+from danling.utils.names import canonical_name
 
+from .digests import LOCAL, OWN, DigestFile, DigestLine, DigestTable, Drift
+from .environment import write_environment
 from .errors import ReplicaDriftError
 from .hashing import Hasher, key_of
-from .inventory import Entry
-from .record import DigestLine
-from .table import LOCAL, OWN, DigestTable, Drift
 
-PartOf = Callable[[Tensor], tuple[str, tuple[int, ...]]]
-"""Returns how a tensor is divided, such as `shard`, and which part of tensors that are divided so this rank has."""
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+    from danling.training import UpdateOutcome
 
 
-class AuditedUpdate(Protocol):
-    """What became of an update."""
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a run.
 
-    committed: bool
-    grad_norm: float | Tensor | None
+    Attributes:
+        column: What it is summed up under: `weights.0` and `optimizer.0` of the first parameter group, `weights.rest`, `ema`, `buffers`.
+        name: Its name, the same on all ranks that hold copies of it.
+        tensor: The tensor, or this rank's part of it.
+        is_shared: Whether ranks may hold copies of it; what has no name of its own is compared with nothing.
+    """
 
-    @property
-    def loss(self) -> float | Tensor:
-        """The mean loss, 0-dim."""
+    column: str
+    name: str
+    tensor: Tensor
+    is_shared: bool = True
+
+
+def entries(
+    *,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    optimizer: Any,
+    averages: Mapping[str, Tensor],
+    buffers: Iterable[tuple[str, Tensor]],
+) -> Iterator[Entry]:
+    """Yield the tensors of a run as this rank holds them, in an order of their own on each rank.
+
+    Args:
+        named_parameters: Parameters by name.
+        optimizer: The optimizer, with `param_groups` and `state`; `None` without one.
+        averages: Averaged weights by name.
+        buffers: Buffers by name.
+    """
+    named = list(named_parameters)
+    names: dict[int, str] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), name)
+    grouped: set[int] = set()
+    state = getattr(optimizer, "state", {})
+    members = getattr(optimizer, "optimizers", ())
+    for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for number, parameter in enumerate(group["params"]):
+            shared = id(parameter) in names
+            grouped.add(id(parameter))
+            name = names.get(id(parameter), f"group.{index}.{number}")
+            yield Entry(f"weights.{index}", name, parameter, shared)
+            found = next((m.state[parameter] for m in members if parameter in m.state), None)
+            for key, value in sorted((found or state.get(parameter, {})).items(), key=lambda item: str(item[0])):
+                for part, tensor in tensors_of(value, f"{name}/{key}"):
+                    yield Entry(f"optimizer.{index}", part, tensor, shared)
+    for name, parameter in named:
+        if id(parameter) not in grouped:
+            grouped.add(id(parameter))
+            yield Entry("weights.rest", name, parameter)
+    for name, tensor in averages.items():
+        yield Entry("ema", name, tensor)
+    for name, tensor in buffers:
+        yield Entry("buffers", name, tensor)
+
+
+def tensors_of(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an entry of an optimizer's state is or is made of, under names that begin with `name`."""
+    value = to_parts(value)
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from tensors_of(part, f"{name}.{number}")
 
 
 @dataclass
@@ -61,42 +124,18 @@ class UpdateAudit:
     What was computed travels with the collective that the next update makes anyway, and is read one update later still on an accelerator;
     before anything is evaluated or saved it is compared at once, in a collective of its own.
 
-    Args:
-        every: Updates between digests.
-        entries: Returns what is digested.
-        part_of: Says how a tensor is divided, and which part this rank has.
-        domain: Ranks that train together.
-        device: Where losses live.
-        step: Returns the updates committed.
-        counts_samples: Whether the samples of this rank count: of several ranks that read the same, one does.
-        write: Takes the digests of an update; called on the main process.
-
     Attributes:
         began_at: Updates committed when the first training of this process began.
     """
 
-    def __init__(
-        self,
-        *,
-        every: int,
-        entries: Callable[[], Iterable[Entry]],
-        part_of: PartOf,
-        domain: ReductionDomain,
-        device: torch.device,
-        step: Callable[[], int],
-        counts_samples: bool,
-        write: Callable[[DigestLine], None],
-    ) -> None:
+    def __init__(self, runner: TorchRunner, every: int) -> None:
         self.every = every
-        self._entries = entries
-        self._part_of = part_of
-        self._domain = domain
-        self._device = device
-        self._step = step
-        self._counts_samples = counts_samples
-        self._write = write
+        self._runner = runner
+        self._domain = runner.placement.optimizer
+        self._device = runner.device
+        self._file: DigestFile | None = None
         self.began_at = 0
-        self._hasher = Hasher(device)
+        self._hasher = Hasher(self._device)
         self._samples: Tensor | None = None
         self._table: DigestTable | None = None
         self._groups: set[str] = set()
@@ -107,6 +146,28 @@ class UpdateAudit:
         self._waiting: _Taken | None = None
         self._sent: _Taken | None = None
         self._landed: tuple[_Taken, Tensor, torch.cuda.Event | None] | None = None
+
+    def _step(self) -> int:
+        return self._runner.state.train.global_step
+
+    def _entries(self) -> Iterator[Entry]:
+        runner = self._runner
+        averages = runner.ema.weights if runner.ema is not None else {}
+        criterion = runner.criterion
+        named = [(canonical_name(name), buffer) for name, buffer in runner.unwrapped_model.named_buffers()]
+        if isinstance(criterion, nn.Module):
+            named += [(f"criterion.{name}", buffer) for name, buffer in criterion.named_buffers()]
+        return entries(
+            named_parameters=runner.named_parameters(), optimizer=runner.optimizer, averages=averages, buffers=named
+        )
+
+    def _write(self, line: DigestLine) -> None:
+        if self._file is None:
+            workspace = self._runner.workspace
+            write_environment(workspace.metadata_dir)
+            self._file = DigestFile(workspace.digests_file, resume_step=self.began_at)
+            self._runner._closers.callback(self._file.close)
+        self._file.write(line)
 
     # Within an update
 
@@ -126,11 +187,11 @@ class UpdateAudit:
         """
         if first:
             self._samples = None
-        if self._counts_samples and (self._step() + 1) % self.every == 0:
+        if self._runner.placement.counts_samples and (self._step() + 1) % self.every == 0:
             found = self._hasher.digest_samples(data)
             self._samples = found if self._samples is None else self._samples + found
 
-    def updated(self, outcome: AuditedUpdate) -> None:
+    def updated(self, outcome: UpdateOutcome) -> None:
         """Digest the state after an update, where that is due. Called on all ranks.
 
         Raises:
@@ -145,11 +206,17 @@ class UpdateAudit:
             self._sent, self._waiting = self._waiting, None
             self.take(self._packed(self._sent))
 
-    def _take(self, outcome: AuditedUpdate) -> _Taken:
+    def _take(self, outcome: UpdateOutcome) -> _Taken:
         found = list(self._entries())
         tensors, values = [], []
         for entry in found:
-            tensors.append((self._part_of(entry.tensor)[0] if entry.is_shared else OWN, entry.column, entry.name))
+            tensors.append(
+                (
+                    self._runner.preparation.held_part(entry.tensor)[0] if entry.is_shared else OWN,
+                    entry.column,
+                    entry.name,
+                )
+            )
             values.append(self._hasher.digest(entry.tensor))
         digests = self._together(values)
         table = self._agreed_table(found, digests)
@@ -211,7 +278,10 @@ class UpdateAudit:
             for entry, digest in zip(found, digests.tolist())
             if entry.column == "buffers" and entry.name in self._begun and digest != int(self._begun[entry.name])
         }
-        kinds = {OWN: (self._domain.rank,), **dict(self._part_of(entry.tensor) for entry in found if entry.is_shared)}
+        kinds = {
+            OWN: (self._domain.rank,),
+            **dict(self._runner.preparation.held_part(entry.tensor) for entry in found if entry.is_shared),
+        }
         told = self._domain.gather_objects((groups, changed, kinds))
         self._groups = set().union(*(groups for groups, _, _ in told))
         self._written |= set().union(*(changed for _, changed, _ in told))
@@ -312,3 +382,40 @@ class UpdateAudit:
             "state was published. Check the machine of that rank, and code that writes to weights on one rank alone; go on with "
             "auto_resume."
         )
+
+
+class Until:
+    """Has a run save at the position of `audit.until`, and end there: updates and completed epochs of the checkpoint to compare with."""
+
+    def __init__(self, runner: TorchRunner, target: Sequence[int], inner: UpdateAudit | None = None) -> None:
+        self.target = tuple(target)
+        self._runner = runner
+        self._inner = inner
+        runner.saver.saved.append(self._saved)
+
+    def begin(self) -> None:
+        """Begin a training. Called on all ranks."""
+        if self._inner is not None:
+            self._inner.begin()
+
+    def updated(self, outcome: UpdateOutcome) -> None:
+        """Have the run save after the last update, and end where it has come beyond it. Called on all ranks."""
+        if self._inner is not None:
+            self._inner.updated(outcome)
+        step, session = self._runner.saver.at[0], self._runner._session
+        if step == self.target[0]:
+            # At once, and not as a request, of which an accelerator hears an update later.
+            session.save_requested = True
+        elif step > self.target[0]:
+            session.stop_reason = "stop"
+
+    def settle(self) -> None:
+        """Compare what was left to be compared. Called on all ranks."""
+        if self._inner is not None:
+            self._inner.settle()
+
+    def _saved(self) -> None:
+        # The same update may be saved before and after the end of its epoch.
+        if self._runner.saver.at == self.target:
+            self._runner._session.stop_reason = "stop"
+            end_after()

@@ -1,4 +1,4 @@
-"""Train a stretch of a run again, and say whether its end is bitwise the stored one; if not, at which update what parted first.
+"""Train a stretch of a run again, and say whether its end is bitwise the stored one; if not, at which update what diverged first.
 
 The program is started as it is, with DANLING_SETTINGS in its environment, which has it begin from the checkpoint at FROM and train in a
 scratch directory to the update TO. Nothing is written into the run. No code is taken from a checkpoint.
@@ -50,8 +50,9 @@ def run(options: argparse.Namespace) -> int:
     tolerance = options.tolerance
     is_accepted = found.is_same if tolerance is None else found.is_within(tolerance)
     if options.json:
-        partings = [
-            {"figure": p.figure, "what": p.what, "step": p.step, "values": p.values} for p in found.comparison.partings
+        divergences = [
+            {"figure": p.figure, "what": p.what, "step": p.step, "values": p.values}
+            for p in found.comparison.divergences
         ]
         facts = {
             "from": first,
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
             "ranks": found.ranks,
             "differing": found.differing,
             "shares": {each.path: each.share for each in found.differences} | dict(found.comparison.shares),
-            "partings": partings,
+            "divergences": divergences,
         }
         print_json({**facts, "environment": found.comparison.environment, "settings": found.comparison.settings})
     else:
@@ -82,7 +83,7 @@ def show(found: object, first: int) -> None:
     """Print the result."""
     from danling.audit.rerun import AuditResult
 
-    from .diff import show_environment, show_partings
+    from .diff import show_divergences, show_environment
 
     assert isinstance(found, AuditResult)
     names = ("stored", "trained again")
@@ -96,7 +97,7 @@ def show(found: object, first: int) -> None:
         print(
             f"{len(found.differing)} entries of the checkpoints differ: {shown}{', ...' if len(found.differing) > 5 else ''}"
         )
-    show_partings(found.comparison.partings, names=names)
+    show_divergences(found.comparison.divergences, names=names)
     print()
     show_environment(found.comparison, names=names)
 

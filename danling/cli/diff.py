@@ -1,9 +1,9 @@
-"""Say where two runs part: settings, versions, code, and the first step at which losses and digests differ, and by how much.
+"""Say where two runs diverge: settings, versions, code, and the first step at which losses and digests differ, and by how much.
 
 Runs with audit.digest_interval have digests of data, gradients, optimizer and weights; of others the metrics are compared.
 Ends with 1 if figures of the runs differ, with 0 if all that both have are the same, with 3 if they have none at a common step.
 
-Example: danling diff experiments/lin/first experiments/lin/second --output parting.png
+Example: danling diff experiments/lin/first experiments/lin/second --output differences.png
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from danling.audit.parting import Comparison, Pair, Parting, compare_runs, loss_differences
+from danling.audit.divergence import Comparison, Divergence, Pair, compare_runs, loss_differences
 from danling.workspace.plots import draw_differences, png
 from danling.workspace.runs import Run, is_run
 
@@ -31,8 +31,6 @@ from .output import (
 )
 from .source import is_url, runs_at
 
-_FILES_SHOWN = 10
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print where the runs part."""
+    """Print where the runs diverge."""
     check_drawing(options.output)
     urls = [path for path in (options.first, options.second) if is_url(path)]
     with runs_at(*urls) as brought:
@@ -69,13 +67,13 @@ def _compare(options: argparse.Namespace, *runs: Run) -> int:
         if curves:
             write_drawing(options.output, png(draw_differences(curves)))
     if options.json:
-        print_json({**asdict(found), "partings": [{**asdict(p), "what": p.what} for p in found.partings]})
+        print_json({**asdict(found), "divergences": [{**asdict(p), "what": p.what} for p in found.divergences]})
     else:
         show(found, names=(options.first, options.second))
     code = name_problems(runs)
     if not found.figures:
         return max(code, NOTHING_THERE)
-    return max(code, DAMAGED if found.partings else OK)
+    return max(code, DAMAGED if found.divergences else OK)
 
 
 def run_at(path: str) -> Run:
@@ -101,34 +99,29 @@ def show(found: Comparison, *, names: tuple[str, str]) -> None:
     _print_pairs("settings that differ", found.settings, names)
     _print_pairs("code that differs", found.code, names)
     show_environment(found, names=names)
-    show_partings(found.partings, names=names)
+    show_divergences(found.divergences, names=names)
     if not found.figures:
         print("nothing to compare: there is no step at which both runs have a figure")
-    elif not found.partings:
+    elif not found.divergences:
         steps = f"{len(found.compared)} digests" if found.compared else "no digests"
         print(f"no figure that both runs have differs ({steps} compared)")
 
 
 def show_environment(found: Comparison, *, names: tuple[str, str]) -> None:
     """Print in what the environments differ, or that one was not noted."""
-    files = [key for key in found.environment if key.startswith("files.")]
-    unnamed = files[_FILES_SHOWN:]
-    shown = {key: pair for key, pair in found.environment.items() if key not in unnamed}
-    _print_pairs("environment that differs", shown, names)
-    if unnamed:
-        print(f"and {len(unnamed)} more files; --json has all of them\n")
+    _print_pairs("environment that differs", found.environment, names)
     if not found.has_environment:
         print("environments are not compared: a run notes its own with audit.digest_interval\n")
 
 
-def show_partings(partings: Sequence[Parting], *, names: tuple[str, str]) -> None:
-    """Print a table of figures that part, the first one first."""
-    if not partings:
+def show_divergences(divergences: Sequence[Divergence], *, names: tuple[str, str]) -> None:
+    """Print a table of figures that diverge, the first one first."""
+    if not divergences:
         return
-    first = partings[0]
+    first = divergences[0]
     print(f"first difference at step {first.step}: {first.what}")
     head = ("figure", "first differs at", "last equal at", *names, "difference")
-    rows = [(p.figure, p.step, p.last_equal, *map(_exact, p.values), p.difference) for p in partings]
+    rows = [(p.figure, p.step, p.last_equal, *map(_exact, p.values), p.difference) for p in divergences]
     print_table(head, rows)
 
 

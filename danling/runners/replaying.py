@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from danling.audit.held import HeldState, remember_optimizer, remember_scaler
-from danling.audit.inventory import entries
 from danling.audit.reached import PutBack, Reached, reach, remember, watch
 from danling.audit.replay import Gradients, ReplayedRun, UpdateReplay
+from danling.audit.update_audit import entries
 from danling.data import capture_random_state, restore_random_state
 from danling.data.generators import Generators, generator_state, held_objects, set_generator_state
 from danling.training.rollback import remember_forwards

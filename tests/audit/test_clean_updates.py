@@ -15,7 +15,7 @@ from support.processes import run_processes
 from torch import Tensor, nn
 
 import danling as dl
-from danling.audit.record import read_digests
+from danling.audit.digests import read_digests
 
 UPDATES = int(os.environ.get("DANLING_CLEAN_UPDATES", "12"))
 """Updates on each stack; a thousand before a release."""

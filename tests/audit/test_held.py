@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from danling.audit.attempts import Attempts, attempted, mismatch
 from danling.audit.hashing import Hasher
 from danling.audit.held import HeldState, remember_optimizer, remember_scaler
-from danling.audit.inventory import tensors_of
 from danling.audit.kept_batches import copied, digest_of, memory_of
 from danling.audit.reached import remember_attributes
+from danling.audit.update_audit import tensors_of
 from danling.distributed.domain import LocalDomain
 
 CPU = torch.device("cpu")

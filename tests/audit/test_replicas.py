@@ -13,8 +13,8 @@ from support.toys import NoisyPoints
 from torch import Tensor, nn
 
 import danling as dl
+from danling.audit.digests import read_digests
 from danling.audit.errors import ReplicaDriftError
-from danling.audit.record import read_digests
 from danling.utils.tensors import local_part, whole
 
 

@@ -50,7 +50,7 @@ def test_one_that_parts_says_what_differs_and_where(tmp_path: Path) -> None:
         finally:
             Disturbed.disturbs = False
         assert not found.is_same and "model/0.weight" in found.differing
-        assert min(parting.step for parting in found.comparison.partings) == 5
+        assert min(each.step for each in found.comparison.divergences) == 5
         assert (tmp_path / "scratch" / "run" / "digests.jsonl").exists()
         with pytest.raises(ValueError, match=r"\[3, 6, 9\]. Received: 4"):
             runner.audit(4, 6)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.warm import interpreter
 
-from danling.audit.contents import Difference, differences_of
-from danling.audit.parting import compare_runs
-from danling.audit.rerun import Stored, stretch_of
-from danling.audit.until import Until
+from danling.audit.divergence import compare_runs
+from danling.audit.rerun import Difference, Stored, differences_of, stretch_of
 from danling.cli.audit import stretch
 from danling.cli.main import main
 from danling.utils.locks import FileLock
@@ -83,7 +79,7 @@ def test_a_stretch_that_is_trained_again_is_bitwise_the_stored_one(
     before = files(run.split(":")[0])
     assert audit(run, *words) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["same"] and facts["differing"] == [] and facts["partings"] == [] and facts["environment"] == {}
+    assert facts["same"] and facts["differing"] == [] and facts["divergences"] == [] and facts["environment"] == {}
     assert (facts["from"], facts["to"]) == {"run": (8, 12), "run:0..8": (0, 8), "epochs:6..": (6, 18)}[run]
     assert files(run.split(":")[0]) == before
 
@@ -166,32 +162,6 @@ with Program({"dir": "run", "seed": 5, "steps": 4, "checkpoint.interval": 2, "au
               "data.notes": "notes.txt", "optim": {"type": "adamw"}, "dataloader": {"batch_size": 2}}) as runner:
     runner.train()
 """
-
-
-def test_a_file_of_the_data_that_has_changed_since_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows").mkdir()
-    for number in range(6):
-        np.save(f"rows/{number}.npy", np.full(3, number, np.float32))
-    np.save("table.npy", np.ones(4, np.float32))
-    for name, text in (("train.py", FROM_FILES), ("notes.txt", "of the data")):
-        Path(name).write_text(text)
-    for path in Path().rglob("*.*"):
-        os.utime(path, (9, 9))
-    program = [interpreter(), "train.py"]
-    subprocess.run(program, check=True, capture_output=True)
-    files = json.loads(Path("run/metadata/environment.json").read_text())["files"]
-    names = {str(Path(path).relative_to(tmp_path)) for path in files}
-    assert names == {"table.npy", "notes.txt", *(f"rows/{number}.npy" for number in range(6))}
-    assert main(["audit", "run:0..4", "--", *program]) == 0
-    np.save("rows/3.npy", np.full(3, 9, np.float32))
-    os.utime("rows/3.npy", (1, 1))
-    assert main(["audit", "run:0..4", "--", *program]) == 1
-    said = capsys.readouterr().out
-    assert "rows/3.npy" in said and "1970-01-01" in said and "rows/2.npy" not in said
-    assert "loss" in said.partition("first difference")[2]
 
 
 SEVERAL = """
@@ -360,26 +330,3 @@ def test_another_number_of_processes_is_within_a_tolerance_and_a_disturbed_updat
     with pytest.raises(SystemExit):
         main(["audit", "global", "--tolerance", "-1", "--", interpreter(), *words])
     assert "expected a share from 0 to below 1" in capsys.readouterr().err
-
-
-class Session:
-    save_requested = False
-    stop_reason: str | None = None
-
-
-def test_a_run_saves_at_the_position_and_ends_once_it_has() -> None:
-    session, at = Session(), [3, 0]
-    until = Until([4, 1], at=lambda: (at[0], at[1]), session=session)
-    outcome = type("Outcome", (), {"committed": True, "grad_norm": None, "loss": 0.0})()
-    until.updated(outcome)
-    assert not session.save_requested
-    at[0] = 4
-    until.updated(outcome)
-    until.saved()
-    assert session.save_requested and session.stop_reason is None  # the epoch is not over
-    at[1] = 1
-    until.saved()
-    assert session.stop_reason == "stop"
-    session.stop_reason, at[0] = None, 5
-    until.updated(outcome)
-    assert session.stop_reason == "stop"

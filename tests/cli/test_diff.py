@@ -12,8 +12,8 @@ from PIL import Image
 from support.recorded import danling
 from support.toys import TracingRunner
 
-from danling.audit.parting import compare_digests, compare_runs, first_difference
-from danling.audit.record import DigestLine
+from danling.audit.digests import DigestLine
+from danling.audit.divergence import compare_digests, compare_runs, first_difference
 from danling.cli.main import main
 from danling.workspace.runs import Run
 
@@ -77,7 +77,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("usual") / "run")
 
 
-def test_runs_that_are_alike_have_no_parting(usual: Path, tmp_path: Path) -> None:
+def test_runs_that_are_alike_have_no_divergence(usual: Path, tmp_path: Path) -> None:
     done = danling("diff", usual, train(tmp_path / "again"), "-o", "none.png", warm=True)
     assert done.returncode == 0 and "no figure that both runs have differs (8 digests compared)" in done.stdout
     assert "environment" not in done.stdout and not Path("none.png").exists()
@@ -86,7 +86,7 @@ def test_runs_that_are_alike_have_no_parting(usual: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("what", ["data", "loss", "gradients", "optimizer", "weights"])
 def test_what_parted_first_is_named_with_its_update(what: str, usual: Path, tmp_path: Path) -> None:
     found = compare_runs(Run(usual, "usual"), Run(train(tmp_path / what, what), what))
-    first = found.partings[0]
+    first = found.divergences[0]
     assert (first.what, first.step, first.last_equal) == (what, 5, 4)
 
 
@@ -94,17 +94,17 @@ def test_another_rate_is_a_setting_and_shows_in_the_optimizer(
     usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = train(tmp_path / "other", optim={"type": "adamw", "lr": 0.02}, **{"checkpoint.interval": 4})
-    assert main(["diff", str(usual), str(other), "-o", "parting.png"]) == 1
+    assert main(["diff", str(usual), str(other), "-o", "differences.png"]) == 1
     text = capsys.readouterr().out
     assert "optim.lr" in text and "0.02" in text and "checkpoint.interval" in text
     # Moments know no rate: the weights of the first update differ, and its loss does not.
     assert "first difference at step 1: weights" in text
-    with Image.open("parting.png") as picture:
+    with Image.open("differences.png") as picture:
         assert picture.format == "PNG"
     assert main(["diff", str(usual), str(other), "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["settings"]["optim.lr"] == [0.01, 0.02]
-    loss = next(p for p in facts["partings"] if p["figure"] == "loss")
+    loss = next(p for p in facts["divergences"] if p["figure"] == "loss")
     assert loss["step"] == 2 and loss["difference"] == loss["values"][1] - loss["values"][0] != 0
 
 
@@ -126,27 +126,6 @@ def test_the_environment_is_noted_and_compared(usual: Path, tmp_path: Path, caps
     file.write_text(json.dumps(facts))
     assert main(["diff", str(usual), str(other)]) == 0
     assert "versions.numpy" in capsys.readouterr().out
-
-
-def test_files_of_data_that_differ_are_named_and_of_many_the_first_ones(
-    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = []
-    for name in ("first", "second"):
-        run = train(tmp_path / name)
-        file = run / "metadata" / "environment.json"
-        facts = json.loads(file.read_text())
-        assert facts["files"] == {}
-        facts["files"] = {f"/data/part-{number:02}.bin": f"{number} bytes, of the {name}" for number in range(14)}
-        file.write_text(json.dumps(facts))
-        runs.append(run)
-    assert main(["diff", *map(str, runs)]) == 0
-    said = capsys.readouterr().out
-    assert "files./data/part-09.bin" in said and "part-10" not in said and "and 4 more files" in said
-    del facts["files"]
-    file.write_text(json.dumps(facts))
-    assert main(["diff", *map(str, runs)]) == 0
-    assert "files" not in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,4 +52,4 @@ def test_an_example_is_bitwise_what_its_files_say(
     for run in runs:
         assert main(["audit", str(run), "--json", "--", *program]) == 0
         facts = json.loads(capsys.readouterr().out)
-        assert facts["same"] and facts["partings"] == [] and facts["from"] < facts["to"]
+        assert facts["same"] and facts["divergences"] == [] and facts["from"] < facts["to"]

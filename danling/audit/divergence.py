@@ -1,4 +1,4 @@
-"""Where two runs part: in their settings, what they were made with, their code, and the first step at which their figures differ."""
+"""How two runs differ: settings, environment, code, and the first step at which their figures diverge."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from danling.workspace.runs import Curve, Run, config_differences
 
+from .digests import DigestLine, read_digests
 from .environment import read_environment
-from .record import DigestLine, read_digests
 
 _CODE = ("code_id", "sha", "branch", "dirty", "diff_sha")
 _ORDER = ("samples", "loss", "grad_norm", "optimizer", "weights", "buffers", "ema")
@@ -20,7 +20,7 @@ Pair = tuple[object, object]
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first step at which a figure of two runs differs.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parting:
 
     @property
     def what(self) -> str:
-        """What parted: `data`, `loss`, `gradients`, `optimizer`, `weights`, or the name of the figure."""
+        """What diverged: `data`, `loss`, `gradients`, `optimizer`, `weights`, or the name of the figure."""
         names = {
             "samples": "data",
             "loss": "loss",
@@ -61,7 +61,7 @@ class Comparison:
         code: The same of the state of their code.
         compared: Steps at which both have digests.
         figures: Figures that both have at one step at least.
-        partings: The first step of each figure that differs, the first one first; of one step, what comes first within an update.
+        divergences: The first step of each figure that differs, the first one first; of one step, what comes first within an update.
         shares: By how much losses and metrics differ, as a share of those of the first run: the largest of each that does.
     """
 
@@ -71,7 +71,7 @@ class Comparison:
     code: Mapping[str, Pair]
     compared: Sequence[int]
     figures: Sequence[str]
-    partings: Sequence[Parting]
+    divergences: Sequence[Divergence]
     shares: Mapping[str, float]
 
 
@@ -86,9 +86,6 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
     }
     environments = read_environment(first.path), read_environment(second.path)
-    if not all(any(key.partition(".")[0] == "files" for key in found) for found in environments):
-        # A run of an earlier version has not noted its files.
-        environments = _without_files(environments[0]), _without_files(environments[1])
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
     figures = _of_digests(*digests), [_of_metrics(run) for run in (first, second)]
     shared = [
@@ -97,7 +94,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         for name in of_first.keys() & of_second.keys()
         if of_first[name].keys() & of_second[name].keys()
     ]
-    found = [parting for each in shared if (parting := first_difference(*each)) is not None]
+    found = [divergence for each in shared if (divergence := first_difference(*each)) is not None]
     both = all(environments)
     return Comparison(
         settings,
@@ -106,7 +103,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         _differences(*({key: run.git.get(key) for key in _CODE} for run in (first, second))),
         sorted(digests[0].keys() & digests[1].keys()),
         sorted(name for name, _, _ in shared),
-        sorted(found, key=lambda parting: (parting.step, _rank(parting.figure), parting.figure)),
+        sorted(found, key=lambda divergence: (divergence.step, _rank(divergence.figure), divergence.figure)),
         {
             name: share
             for name, *both_runs in sorted(shared, key=lambda each: each[0])
@@ -115,8 +112,8 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     )
 
 
-def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Parting]:
-    """Return where the digests of two runs part, the first one first.
+def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Divergence]:
+    """Return where the digests of two runs diverge, the first one first.
 
     Args:
         first: Digests by step.
@@ -127,8 +124,8 @@ def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, Digest
     return sorted((p for p in found if p is not None), key=lambda p: (p.step, _rank(p.figure), p.figure))
 
 
-def first_difference(name: str, first: Mapping[int, object], second: Mapping[int, object]) -> Parting | None:
-    """Return where a figure of two runs parts, `None` where it is the same at all steps that both have.
+def first_difference(name: str, first: Mapping[int, object], second: Mapping[int, object]) -> Divergence | None:
+    """Return where a figure of two runs diverges, `None` where it is the same at all steps that both have.
 
     Args:
         name: The figure.
@@ -140,7 +137,7 @@ def first_difference(name: str, first: Mapping[int, object], second: Mapping[int
         values = first[step], second[step]
         if not _same(*values):
             numbers = [value for value in values if isinstance(value, (int, float))]
-            return Parting(name, step, last, values, numbers[1] - numbers[0] if len(numbers) == 2 else None)
+            return Divergence(name, step, last, values, numbers[1] - numbers[0] if len(numbers) == 2 else None)
         last = step
     return None
 
@@ -215,10 +212,6 @@ def _rank(figure: str) -> int:
 def _same(first: object, second: object) -> bool:
     both_nan = all(isinstance(value, float) and math.isnan(value) for value in (first, second))
     return both_nan or first == second
-
-
-def _without_files(environment: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in environment.items() if key.partition(".")[0] != "files"}
 
 
 def _differences(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Pair]:
