@@ -20,15 +20,14 @@ class Ranks(LocalDomain):
 def test_a_rank_reads_its_share_of_the_data() -> None:
     place = Placement.alike(Ranks(1, 2))
     assert place.share(trained=True) == place.share(trained=False) == (1, 2)
-    assert (place.data_replicas, place.stream_index) == (2, 1)
+    assert place.data_replicas == 2
 
 
-def test_training_data_and_streams_are_divided_over_replica_groups_and_evaluation_is_not() -> None:
+def test_training_data_is_divided_over_replica_groups_and_evaluation_is_not() -> None:
     ranks: list[ReductionDomain] = [Ranks(rank, 2) for rank in range(2)]
     places = [Placement.alike(Ranks(d.rank, d.size)).in_group(group, 3) for group in range(3) for d in ranks]
     assert [place.share(trained=True) for place in places] == [(index, 6) for index in range(6)]
     assert [place.share(trained=False) for place in places] == [(0, 2), (1, 2)] * 3
-    assert [place.stream_index for place in places] == list(range(6))
     assert {place.data_replicas for place in places} == {6}
 
 

@@ -3,8 +3,8 @@
 A checked update goes through four comparisons:
 
 1. From the end of the update before to its own beginning nothing has changed.
-2. Forwards and backwards, made again from the same random streams, buffers and copies of the batches, come to the same: batches, losses,
-   random streams, gradients before and after they are reduced, weights, optimizer state and buffers.
+2. Forwards and backwards, made again with the same keys, buffers and copies of the batches, come to the same: batches, losses, gradients
+   before and after they are reduced, weights, optimizer state and buffers.
 3. The rest of the reduction, clipping and the step of the optimizer, made again from the same gradients and the same state, come to
    the same.
 4. From there to the end of the update nothing has changed but what the update advances.
@@ -29,15 +29,13 @@ from .errors import ReplayMismatchError
 from .hashing import Hasher
 from .held import HeldState, Named, StateCopy, differing, read_digests
 from .reached import PutBack
-from .witness import Seen, Streams, Window, Witness, bits_of, streams_digests
+from .witness import Seen, Window, Witness, bits_of
 
 logger = logging.getLogger("danling")
 
 _FIRST, _LAST = 0, REDUCED + 1
 _UNTOUCHED = ("weights", "optimizer")
 """Beginnings of the names of what a forward leaves as it is, so that a difference there came first."""
-_SHIELDED = ("torch", "python", "numpy")
-"""Random streams that reading a batch leaves as they are."""
 _ADVANCED = ("ema", "scaler", "settings")
 """Beginnings of the names of what the end of an update advances."""
 _OF_USERS = ("attribute/", "weights/", "gradients/")
@@ -79,7 +77,6 @@ class ReplayedRun:
         forget_decision: Lets the decision on the open update be made again.
         compilations: Returns how often something was compiled in this process.
         own_step: Whether `step` is the user's own, who may change gradients and weights in it.
-        draws_between: Whether code of the user's that may draw random numbers is called between updates.
         watch: Looks at what the run holds, and returns what names that which has changed since.
         writes_at_end: Whether code of the user's is called at the end of an update, such as a schedule, which may write to what is theirs.
     """
@@ -92,17 +89,16 @@ class ReplayedRun:
     forget_decision: Callable[[], None]
     compilations: Callable[[], int]
     own_step: bool
-    draws_between: Callable[[], bool]
     watch: Callable[[], Callable[[], list[str]]]
     writes_at_end: Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """Where a run stands: what it holds, and its random streams."""
+    """Where a run stands: what it holds, and what puts its random streams back."""
 
     state: StateCopy
-    streams: dict[str, Any]
+    streams: PutBack
 
 
 Digests = Mapping[str, int]
@@ -139,7 +135,7 @@ class UpdateReplay:
         held: What it holds.
         gradients: The gradient of the window.
         window: The window.
-        streams: The random streams.
+        streams: Remembers the random streams, and returns what puts them back.
         domain: Ranks that make updates together.
         device: Where losses live.
 
@@ -157,14 +153,14 @@ class UpdateReplay:
         held: HeldState,
         gradients: Gradients,
         window: Window,
-        streams: Streams,
+        streams: Callable[[], PutBack],
         domain: ReductionDomain,
         device: torch.device,
     ) -> None:
         self.every = every
         self.replays = replays
         self.heal = heal
-        self.witness = Witness(window, streams, unreduced=gradients.unreduced, device=device)
+        self.witness = Witness(window, unreduced=gradients.unreduced, device=device)
         self._run = run
         self._held = held
         self._gradients = gradients
@@ -243,26 +239,18 @@ class UpdateReplay:
             self._settled(armed)
 
     def _settled(self, armed: _Standing) -> Digests:
-        what = f"what the run holds after update {self._run.step()}"
-        return self._check_unchanged(armed, what, with_streams=not self._run.draws_between())
+        return self._check_unchanged(armed, f"what the run holds after update {self._run.step()}")
 
     def _is_due(self, step: int) -> bool:
         return self._is_owed or step % self.every == 0
 
     def _stand(self, known: _Standing | None = None, now: Digests | None = None) -> _Standing:
-        return _Standing(self._held.copy(None if known is None else known.state, now), self._streams.capture())
+        return _Standing(self._held.copy(None if known is None else known.state, now), self._streams())
 
-    def _put_back(
-        self,
-        standing: _Standing,
-        *,
-        tensors_alone: bool = False,
-        with_streams: bool = True,
-        trusting: bool = False,
-    ) -> None:
+    def _put_back(self, standing: _Standing, *, tensors_alone: bool = False, trusting: bool = False) -> None:
         lost = self._held.put_back(standing.state, tensors_alone=tensors_alone, trusting=trusting)
-        if with_streams:
-            self._streams.restore(standing.streams)
+        if not tensors_alone:
+            standing.streams()
         if any(shared(len(lost), self._domain, self._device)):
             told = self._domain.gather_objects((lost, place_of(self._device)))
             where = [f"rank {rank} on {place}: {names[0]}" for rank, (names, place) in enumerate(told) if names]
@@ -272,9 +260,7 @@ class UpdateReplay:
                 is_taken_back=False,
             )
 
-    def _check_unchanged(
-        self, standing: _Standing, what: str, *, with_streams: bool, leave_out: tuple[str, ...] = ()
-    ) -> Digests:
+    def _check_unchanged(self, standing: _Standing, what: str, *, leave_out: tuple[str, ...] = ()) -> Digests:
         """Compare what is held with what it was; where it has changed, put it back, and raise unless it is to be healed.
 
         Returns:
@@ -282,13 +268,10 @@ class UpdateReplay:
         """
         now = self._held.read(standing.state)
         changed = [name for name in self._held.changed(standing.state, now) if not name.startswith(leave_out)]
-        if with_streams:
-            streams = streams_digests(standing.streams), streams_digests(self._streams.capture())
-            changed += [f"the random stream {key!r}" for key in differing(*streams) if key in _SHIELDED]
         if any(shared(len(changed), self._domain, self._device)):
             told = self._domain.gather_objects((changed, place_of(self._device)))
             # Settings may have been changed since, such as the learning rate.
-            self._put_back(standing, tensors_alone=True, with_streams=with_streams)
+            self._put_back(standing, tensors_alone=True)
             where = [
                 f"rank {rank} on {place}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
                 for rank, (names, place) in enumerate(told)
@@ -347,9 +330,9 @@ class UpdateReplay:
         counted, gradients = self._run.remember(), self._gradients.remember()
 
         def take_back() -> None:
+            counted()
             gradients()
             self._put_back(standing)
-            counted()
 
         fits = True
         filled = consumed
@@ -447,7 +430,7 @@ class UpdateReplay:
         seen: Seen = {(_FIRST, f"the {name} of the window"): bits_of(value) for name, value in values.items()}
         gradients = self._of_gradients() if gradients is None else gradients
         held = self._of_state(standing) if state is None else _staged(state)
-        return self._read({**seen, **gradients, **held, **self._of_streams()})
+        return self._read({**seen, **gradients, **held})
 
     def _of_gradients(self) -> Seen:
         is_reduced = self._gradients.is_reduced()
@@ -461,10 +444,6 @@ class UpdateReplay:
     def _of_state(self, known: _Standing) -> Seen:
         self._state = self._held.read(known.state)
         return _staged(self._state)
-
-    def _of_streams(self) -> Seen:
-        found = streams_digests(self._streams.capture())
-        return {(_LAST, f"the random stream {key!r}"): value for key, value in found.items()}
 
     def _read(self, seen: Seen) -> Record:
         tensors = {key: value for key, value in seen.items() if isinstance(value, Tensor)}
@@ -503,8 +482,7 @@ class UpdateReplay:
             result = judge(totals)
 
         def seen() -> Seen:
-            state = self._of_state(stands_at.standing)
-            return {**_of_result(result), **self._of_gradients(), **state, **self._of_streams()}
+            return {**_of_result(result), **self._of_gradients(), **self._of_state(stands_at.standing)}
 
         made = 0
 
@@ -572,7 +550,7 @@ class UpdateReplay:
         what = f"what the step of update {self._run.step()} has left"
         leave_out = (*_ADVANCED, *_OF_USERS) if self._run.writes_at_end() else _ADVANCED
         try:
-            self._check_unchanged(self._stepped, what, with_streams=True, leave_out=leave_out)
+            self._check_unchanged(self._stepped, what, leave_out=leave_out)
         except ReplayMismatchError as error:
             if not error.is_taken_back:
                 raise

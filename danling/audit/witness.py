@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ Seen = dict[tuple[int, str], "Tensor | int"]
 """Digests by stage and name: 0-dim int64, or integers."""
 
 _STAGES = 10
-"""Stages of a micro-batch: random streams before it, its batch, the batch after it, random streams after it, its loss."""
+"""Stages of a micro-batch: its batch, the batch after it, its loss."""
 
 
 class Window(Protocol):
@@ -36,16 +36,6 @@ class Window(Protocol):
     reduces: bool
 
 
-class Streams(Protocol):
-    """The random streams of this rank."""
-
-    def capture(self) -> dict[str, Any]:
-        """Return their state; that of the device's under `device`."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Put them into a state."""
-
-
 @dataclass
 class _Kept:
     """A batch as it arrived.
@@ -54,13 +44,11 @@ class _Kept:
         batch: A copy.
         digests: What it was, by path.
         memory: Where its tensors lay.
-        streams: Random streams before its forward, where reading it has drawn from that of the device.
     """
 
     batch: Any
     digests: dict[str, int]
     memory: set[int]
-    streams: dict[str, Any] | None = None
 
 
 @dataclass
@@ -72,14 +60,12 @@ class _Attempt:
         seen: What was seen.
         count: Micro-batches made.
         data: The open one on the device.
-        streams: Digests of the random streams after the last one.
     """
 
     is_first: bool
     seen: Seen = field(default_factory=dict)
     count: int = 0
     data: object = None
-    streams: dict[str, int] | None = None
 
 
 class Witness:
@@ -87,7 +73,6 @@ class Witness:
 
     Args:
         window: The window.
-        streams: The random streams.
         unreduced: Returns the parameters by name whose gradients the backward of the last micro-batch reduces over the ranks, and which
             can be looked at before.
         device: Where losses live.
@@ -96,13 +81,11 @@ class Witness:
     def __init__(
         self,
         window: Window,
-        streams: Streams,
         *,
         unreduced: Callable[[], Iterable[tuple[str, nn.Parameter]]],
         device: torch.device,
     ) -> None:
         self._window = window
-        self._streams = streams
         self._unreduced = unreduced
         self._hasher = Hasher(device)
         self._kept: list[_Kept] = []
@@ -170,10 +153,6 @@ class Witness:
         with self._looking_at_gradients(attempt.seen):
             run(batch)
         attempt.seen[stage + 2, f"the batch of {name} after its backward"] = self._sum(attempt.data)
-        attempt.streams = streams_digests(self._streams.capture())
-        attempt.seen.update(
-            ((stage + 3, f"the random stream {key!r} after {name}"), value) for key, value in attempt.streams.items()
-        )
         window = self._window
         values = (window.loss, window.weight, window.samples, window.nonfinite)
         attempt.seen.update(
@@ -194,21 +173,8 @@ class Witness:
 
     def _begin(self, attempt: _Attempt, kept: _Kept, batch: Any, stage: int, name: str) -> None:
         digests = self._digests(batch.data)
-        if attempt.is_first:
-            if digests != kept.digests and self._is_overwritten(kept):
-                kept.batch, kept.digests = batch._replace(data=copied(batch.data)), digests
-            state = self._streams.capture()
-            found = streams_digests(state)
-            before = found if attempt.streams is None else attempt.streams
-            if found != before and all(found.get(key) == before[key] for key in before if key != "device"):
-                kept.streams = state
-        else:
-            if kept.streams is not None:
-                self._streams.restore(kept.streams)
-            found = streams_digests(self._streams.capture())
-        attempt.seen.update(
-            ((stage, f"the random stream {key!r} before {name}"), value) for key, value in found.items()
-        )
+        if attempt.is_first and digests != kept.digests and self._is_overwritten(kept):
+            kept.batch, kept.digests = batch._replace(data=copied(batch.data)), digests
         attempt.seen[stage + 1, f"the batch of {name}"] = key_of(*sorted(digests.items()))
 
     def _is_overwritten(self, kept: _Kept) -> bool:
@@ -262,17 +228,3 @@ def bits_of(value: float | Tensor) -> Tensor | int:
     if isinstance(value, Tensor):
         return value.detach().double().reshape(()).view(torch.int64)
     return int(struct.unpack("<q", struct.pack("<d", float(value)))[0])
-
-
-def streams_digests(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the digest of each random stream.
-
-    Args:
-        state: Tensors and plain values by stream.
-    """
-    hasher = Hasher(torch.device("cpu"))
-    found = {}
-    for key, value in state.items():
-        parts = [(name, int(digest)) for name, digest in digest_of(value, hasher)]
-        found[key] = key_of(*(f"{name}={digest}" for name, digest in parts))
-    return found

@@ -15,6 +15,7 @@ from .proxy import PLACEHOLDER, ProxySource
 from .randomness import (
     capture_random_state,
     derive_seed,
+    mix_seed,
     preserved_random_state,
     restore_random_state,
     seed_streams,
@@ -48,6 +49,7 @@ __all__ = [
     "from_datamodule",
     "glanced",
     "merge_settings",
+    "mix_seed",
     "move_to_device",
     "open_source",
     "order_setting",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .domain import Domain
@@ -26,10 +26,8 @@ class Placement:
         reads_data: Whether this rank reads batches.
         counts_loss: Whether the loss of this rank counts: of the ranks that compute the same one, the first does.
         counts_samples: Whether the samples of this rank count: of the ranks that see the same ones, the first does.
-        rng_stream: Index and number of the random streams of a forward; ranks with one index draw the same numbers.
-        rng_layout: Degrees that divide one data replica, by axis; a forward draws the same numbers only where they are the same.
-        keeps_streams: Whether a run that draws random numbers goes on with the same number of streams only, unless it is allowed to go on
-            with other numbers.
+        forward_place: Joins the keys of random numbers in a forward, where ranks that see the same samples need noise of their own.
+        update_place: Joins the keys of random numbers in an optimizer step, where no rank with another one holds a copy of a parameter.
         replica_group: Index of the replica group of this process, and how many there are.
     """
 
@@ -40,15 +38,14 @@ class Placement:
     reads_data: bool = True
     counts_loss: bool = True
     counts_samples: bool = True
-    rng_stream: tuple[int, int] = (0, 1)
-    rng_layout: Mapping[str, int] = field(default_factory=dict)
-    keeps_streams: bool = False
+    forward_place: tuple[int, ...] = ()
+    update_place: tuple[int, ...] = ()
     replica_group: tuple[int, int] = (0, 1)
 
     @classmethod
     def alike(cls, world: Domain) -> Placement:
         """Return the place of a rank where every rank holds the whole model and reads samples of its own."""
-        return cls(data=world, optimizer=world, metrics=world, rng_stream=(world.rank, world.size))
+        return cls(data=world, optimizer=world, metrics=world)
 
     def in_group(self, index: int, number: int) -> Placement:
         """Return the same place in one of several replica groups.
@@ -63,11 +60,6 @@ class Placement:
     def data_replicas(self) -> int:
         """Number of ranks that read different samples to train on, over all replica groups."""
         return self.data.size * self.replica_group[1]
-
-    @property
-    def stream_index(self) -> int:
-        """Index of the random streams of a forward, over all replica groups."""
-        return self.replica_group[0] * self.rng_stream[1] + self.rng_stream[0]
 
     def share(self, *, trained: bool) -> tuple[int, int]:
         """Return which share of a split this rank reads, and how many shares there are.

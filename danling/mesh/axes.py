@@ -26,7 +26,8 @@ class AxisTraits:
         forward_communicates: A forward or a backward is a collective of the ranks.
         sums_gradient: The gradient is the sum over the ranks, which saw other samples or positions.
         counts_loss: The losses of the ranks add up; along other axes the ranks compute the same loss, and the first one counts.
-        own_rng_stream: Each rank draws random numbers of its own in a forward; along other axes all of them draw the same.
+        own_noise: The ranks see the same samples and need random numbers of their own in a forward: the coordinate joins the key of a
+            micro-batch. Along other axes the samples, or the stage, tell the numbers apart, or the ranks must draw the same.
     """
 
     mesh_place: int
@@ -39,7 +40,7 @@ class AxisTraits:
     forward_communicates: bool = True
     sums_gradient: bool = False
     counts_loss: bool = False
-    own_rng_stream: bool = False
+    own_noise: bool = False
 
     @property
     def divides_parameters(self) -> bool:
@@ -54,7 +55,6 @@ TRAITS: Mapping[str, AxisTraits] = {
         forward_communicates=False,
         sums_gradient=True,
         counts_loss=True,
-        own_rng_stream=True,
     ),
     "shard": AxisTraits(
         mesh_place=2,
@@ -63,7 +63,6 @@ TRAITS: Mapping[str, AxisTraits] = {
         divides_experts=True,
         sums_gradient=True,
         counts_loss=True,
-        own_rng_stream=True,
     ),
     "context": AxisTraits(
         mesh_place=3,
@@ -71,7 +70,7 @@ TRAITS: Mapping[str, AxisTraits] = {
         needs_transform=True,
         sums_gradient=True,
         counts_loss=True,
-        own_rng_stream=True,
+        own_noise=True,
     ),
     "pipeline": AxisTraits(
         mesh_place=0,
@@ -79,7 +78,6 @@ TRAITS: Mapping[str, AxisTraits] = {
         divides_dense=True,
         divides_experts=True,
         counts_loss=True,
-        own_rng_stream=True,
     ),
     "tensor": AxisTraits(mesh_place=6, divides_dense=True, needs_transform=True),
     "expert": AxisTraits(mesh_place=4, divides_experts=True, needs_transform=True),

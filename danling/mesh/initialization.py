@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from danling.data import derive_seed, preserved_random_state
+from danling.data import derive_seed, seed_streams
+from danling.training.keys import preserved_streams
 
 from .axes import axes_with
 from .topology import Topology
@@ -27,7 +28,8 @@ def initialize_weights(part: nn.Module, topology: Topology, *, seed: int) -> Non
     # The seeds of a run depend on this order: modules first, then pieces of tensors.
     axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
     own_seed = derive_seed(seed, "initialization", *(topology.coordinate[axis] for axis in axes))
-    with preserved_random_state(topology.device, seed=own_seed), torch.no_grad():
+    with preserved_streams(topology.device), torch.no_grad():
+        seed_streams(own_seed, topology.device)
         whole = getattr(part, "init_weights", None)
         if callable(whole):
             whole()

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils import _pytree as pytree
 
+from danling.data import mix_seed, seed_streams
 from danling.distributed import Domain
 from danling.training.evaluation import EvaluationUnsupported
 
@@ -79,8 +80,12 @@ def cut_batch(samples: int, *, size: int, number: int | None, schedule: Any, ran
 class _Stage(PipelineStage):
     real = 0
     """Micro-batches with samples; those behind leave no trace in buffers."""
+    key: Callable[[], int]
+    """Returns the key of the open batch."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        # The order of the chunks is that of the schedule, which must not change what they draw.
+        seed_streams(mix_seed(mix_seed(self.key(), self.stage_index), fwd_chunk_id), self.device)
         if fwd_chunk_id < self.real:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         with copied_buffers(self.submod):
@@ -98,9 +103,9 @@ class _Stage(PipelineStage):
 class Pipeline:
     """The stages of this rank, and the schedule that runs them.
 
-    The shapes between stages are found by one forward for each new shape of input, which leaves random streams, buffers and gradients
-    alone. A schedule and its stages are made for each shape and cut, and apart for training and evaluation, since a schedule keeps
-    what belongs to one shape and one mode.
+    The shapes between stages are found by one forward for each new shape of input, which leaves buffers and gradients alone. A schedule
+    and its stages are made for each shape and cut, and apart for training and evaluation, since a schedule keeps what belongs to one
+    shape and one mode.
 
     Args:
         parts: The model parts of this rank, in the order of `indices`.
@@ -111,6 +116,7 @@ class Pipeline:
         microbatch_size: Samples of a micro-batch.
         n_microbatches: Micro-batches of a batch; overrides the size.
         device: Where the stages run.
+        key: Returns the key of random numbers of the open batch; that of the rank with the first stage counts.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class Pipeline:
         microbatch_size: int = 1,
         n_microbatches: int | None = None,
         device: torch.device,
+        key: Callable[[], int],
     ) -> None:
         self.parts = list(parts)
         self.indices = list(indices)
@@ -133,6 +140,7 @@ class Pipeline:
         self.microbatch_size = microbatch_size
         self.n_microbatches = n_microbatches
         self.device = device
+        self._own_key = key
         self.has_first = 0 in self.indices
         self.has_last = num_stages - 1 in self.indices
         order = [
@@ -178,8 +186,10 @@ class Pipeline:
         args = _as_args(inputs) if self.has_first and wrong is None else ()
         signature, samples = self._signature(args) if args else (None, _REFUSED)
         known = self._signatures.index(signature) if signature in self._signatures else -1
-        header = self.domain.broadcast(torch.tensor([samples, known]), source=self.rank_of_stage[0]).tolist()
-        samples, self._known = int(header[0]), int(header[1])
+        header = self.domain.broadcast(
+            torch.tensor([samples, known, self._own_key()]), source=self.rank_of_stage[0]
+        ).tolist()
+        samples, self._known, self._key = (int(value) for value in header)
         if samples == _REFUSED:
             raise ValueError(self.domain.broadcast_object(wrong, source=self.rank_of_stage[0]))
         cut = cut_batch(
@@ -261,6 +271,7 @@ class Pipeline:
             # The place of each micro-batch goes in as its target, so that targets and weights of any shape can be looked up.
             options = {"target": torch.arange(cut.number), "losses": []}
         output = step(*args, **options)
+        seed_streams(mix_seed(self._key, self.num_stages), self.device)
         if output is None or not missing:
             return output
         return pytree.tree_map(lambda value: value[:-missing] if isinstance(value, Tensor) else value, output)
@@ -309,7 +320,7 @@ class Pipeline:
             output_args=example(outputs),
             group=self.domain.group,
         )
-        stage.real = self._cut.real
+        stage.real, stage.key = self._cut.real, lambda: self._key
         return stage
 
     def _find_shapes(self) -> list[tuple[Any, Any]]:
@@ -348,8 +359,7 @@ class Pipeline:
                 torch.zeros((self._cut.size, *shape), dtype=dtype, device=self.device) for shape, dtype, _ in shapes
             )
         buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
-        devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad():
             outputs = part(*args)
             for name, buffer in part.named_buffers():
                 buffer.copy_(buffers[name])

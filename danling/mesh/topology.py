@@ -114,8 +114,8 @@ class Topology:
         metrics = self.domain(*axes_with(counts_loss=True))
         self.group(*axes_with(sums_gradient=True))
         counts_loss = has_loss and not any(self.coordinate[axis] for axis in axes_with(counts_loss=False))
-        streams = axes_with(own_rng_stream=True)
-        axes = self.axes
+        # DTensor draws the noise of shards on an accelerator from equal seeds, and leaves that of shards on the CPU to each rank.
+        divided = axes_with(divides_dense=True, divides_experts=True) if self.device.type == "cpu" else ()
         return Placement(
             data=self.data,
             optimizer=self.optimizer,
@@ -124,9 +124,8 @@ class Topology:
             reads_data=reads_data,
             counts_loss=counts_loss,
             counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
-            rng_stream=(axes.index(*streams, rank=self.rank), axes.degree(*streams)),
-            rng_layout={axis: axes.degree(axis) for axis in axes_with(reads_data=False) if axes.degree(axis) > 1},
-            keeps_streams=True,
+            forward_place=tuple(self.coordinate[axis] for axis in axes_with(own_noise=True)),
+            update_place=tuple(self.coordinate[axis] for axis in divided),
         )
 
 

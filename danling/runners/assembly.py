@@ -7,7 +7,7 @@ every call, since a user may override it, and a setting may change while a run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,8 @@ from danling.training.evaluator import Evaluator
 from danling.training.loop import TrainingLoop
 from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
 from danling.training.readiness import Readiness
+from danling.training.recompute import Recompute
 from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
-from danling.training.rollback import buffers_of, remember_forwards
 from danling.training.safeguard import TrainedKeeper
 from danling.training.update import UpdateStep
 
@@ -151,12 +151,15 @@ class TorchParts:
         runner = self.runner
         micro_batches = MicroBatches(
             runner,
+            keys=runner._keys,
             window=runner.window,
             weights=self.weights,
             loss=self.loss if runner._overrides("train_step") else None,
             reporter=runner._reporter,
             session=runner._session,
         )
+        if runner.fault_tolerance is not None:
+            micro_batches.recompute = self.recompute
         self.audits.see_samples(micro_batches)
         return micro_batches
 
@@ -180,15 +183,9 @@ class TorchParts:
         return RetriedForwards(
             forwards,
             retry,
-            window=runner.window,
-            several=runner.placement.optimizer.size > 1,
-            alike=(lambda: runner.broadcast_buffers()) if runner.preparation.broadcasts_buffers else None,
-            remember=self.remember_forwards,
-            zero=lambda: runner.zero_gradients(),
+            runner=runner,
+            recompute=self.recompute,
             hold_at_most=self.hold_at_most,
-            reporter=runner._reporter,
-            step=lambda: runner.state.train.global_step,
-            speaks=runner.is_main_process,
         )
 
     def hold_at_most(self, samples: int) -> None:
@@ -196,16 +193,10 @@ class TorchParts:
         self.runner.state.elastic.micro_batch_size = samples
         self.runner._data.plan.hold_at_most(samples)
 
-    def remember_forwards(self) -> Callable[[], None]:
-        """Return what takes the forwards of the next update back."""
-        runner = self.runner
-        return remember_forwards(
-            runner,
-            runner.device,
-            counter=runner.state.train,
-            meters=runner.meters,
-            buffers=lambda: buffers_of(runner.unwrapped_model, self.wrapping.criterion_tensors("buffers")),
-        )
+    @cached_property
+    def recompute(self) -> Recompute:
+        """What takes the micro-batches of an update back, so that they can be run again."""
+        return Recompute(self.runner)
 
     # One update
 
@@ -225,6 +216,7 @@ class TorchParts:
         norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
         update = UpdateStep(
             runner,
+            keys=runner._keys,
             window=runner.window,
             sync=sync,
             norms=norms,
@@ -279,6 +271,7 @@ class TorchParts:
         )
         return TrainingLoop(
             runner,
+            keys=runner._keys,
             updates=self.driver.updates,
             pass_is_over=lambda split: self.forwards.agreement.is_over(runner.source(split)),
             session=runner._session,

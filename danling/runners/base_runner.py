@@ -30,7 +30,6 @@ from danling.config.imposed import impose
 from danling.config.stored import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
-from danling.data.rank_streams import RankStreams, streams_by_index
 from danling.data.run_data import RunData
 from danling.data.sources import Sources
 from danling.data.splits import DividedSettings
@@ -62,6 +61,7 @@ from danling.torchft import (
     workspace_part,
 )
 from danling.training import TrainingSession, loader_states
+from danling.training.keys import RandomKeys
 from danling.training.loader_states import LoaderPositions
 from danling.training.restoring import RunRestorer, best_left_behind
 from danling.training.run_state import (
@@ -116,7 +116,7 @@ class BaseRunner(metaclass=MetaRunner):
     Attributes:
         config: The runner's own copy of the configuration; the caller's object is never changed.
         workspace: Paths of the run, available in `__init__`; the run directory is created after it.
-        state: Counters, attempts and random streams; saved with every checkpoint.
+        state: Counters, attempts and the seed; saved with every checkpoint.
         mode: `"train"`, `"evaluate"` or `"infer"`.
         model: The model; wrapped for the stack after construction.
         ema: The exponential moving average of the weights, or `None`.
@@ -189,13 +189,8 @@ class BaseRunner(metaclass=MetaRunner):
             over=self._session.leave_pass,
             divided=self._division_of_check(),
         )
-        self._streams = RankStreams(
-            place=lambda: self.placement.stream_index,
-            number=lambda: self.placement.rng_stream[1],
-            layout=lambda: {"data": self.placement.data_replicas, **self.placement.rng_layout},
-            seed=lambda: self.seed,
-            device=lambda: self.device,
-        )
+        self._keys = RandomKeys(self)
+        self._seed_is_drawn = False
         self.run_state = RunState(
             self.component_parts(),
             self.progress_parts(),
@@ -217,6 +212,7 @@ class BaseRunner(metaclass=MetaRunner):
         # Must precede `set_seed`: a seed that is drawn there must not enter the run's id.
         self._identify_run()
         self.set_seed()
+        self.state.rng.seed = self.seed
         self.set_deterministic()
         # Building a model may be what hangs.
         self._begin_heartbeat()
@@ -320,9 +316,8 @@ class BaseRunner(metaclass=MetaRunner):
         owner = position_owner(self.config)
         if owner is not None:
             keep_own_positions(self, owner)
-        elastic = self.state.elastic
-        elastic.data_replicas, elastic.streams = self.placement.data_replicas, self._streams.layout
-        self._streams.begin()
+        self.state.elastic.data_replicas = self.placement.data_replicas
+        self._keys.between_updates()
         self.restore()
         self._elsewhere.begin()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
@@ -396,7 +391,7 @@ class BaseRunner(metaclass=MetaRunner):
         if config.ft.enabled and config.seed is None:
             # Replica groups must read the same order of samples, and cannot communicate yet.
             config.seed = derive_seed("replica groups", self.config_id) % 2**31
-        self._streams.seed_is_drawn = config.seed is None
+        self._seed_is_drawn = config.seed is None
         if config.seed is None:
             goes_on = self.is_main_process and (config.resume or config.auto_resume)
             stored = self._stored_seed() if goes_on else None
@@ -695,7 +690,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     @property
     def rng_state(self) -> RngState:
-        """Random streams by rank, as of the last checkpoint."""
+        """The seed of the run, which random numbers follow from."""
         return self.state.rng
 
     @property
@@ -964,8 +959,8 @@ class BaseRunner(metaclass=MetaRunner):
                 lambda stored, _: self._load_attempts(stored),
                 default=dict,
             ),
-            # Only saved here. `load_state_dict` restores the streams after everything else, since loading may draw random numbers.
-            StatePart("rng", lambda: dict(self.state.rng.ranks), lambda streams, _: None),
+            # Only saved: a run goes on with the seed of its configuration.
+            StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
             StatePart.by_index(self, "results"),
         ]
 
@@ -976,19 +971,17 @@ class BaseRunner(metaclass=MetaRunner):
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.
 
-        Random streams and loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
+        Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
         sources = self.sources.among(self.train_splits)
-        loaders = (self.data_domain.rank, loader_states.own_states(sources))
-        ranks = self.world.gather_objects((self._streams.capture(), loaders))
-        self.state.rng.ranks = streams_by_index(streams for streams, _ in ranks)
+        ranks = self.world.gather_objects((self.data_domain.rank, loader_states.own_states(sources)))
         return in_order(
             {
                 "format_version": FORMAT_VERSION,
                 "runner": self.config.public(),
                 "state": {**self.state.state_dict(), **self.run_state.progress()},
                 **self.run_state.completed(self.component_states()),
-                "dataloaders": loader_states.states_of_all(sources, [states for _, states in ranks]),
+                "dataloaders": loader_states.states_of_all(sources, ranks),
             }
         )
 
@@ -1041,7 +1034,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._restorer().restore(self.workspace.checkpoints)
 
     def _restorer(self) -> RunRestorer:
-        return RunRestorer(self, self._streams)
+        return RunRestorer(self)
 
     def read_checkpoint(self, checkpoint: str | Path) -> dict[str, Any]:
         """Return the verified payload of a checkpoint.
@@ -1078,8 +1071,8 @@ class BaseRunner(metaclass=MetaRunner):
             payload, source = self.read_checkpoint(checkpoint), checkpoint
         check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
         stored = payload.get("runner", {})
-        if self._streams.seed_is_drawn and stored.get("seed") is not None:
-            self.config.seed = self.seed = int(stored["seed"])
+        if self._seed_is_drawn and stored.get("seed") is not None:
+            self.config.seed = self.seed = self.state.rng.seed = int(stored["seed"])
         with self._loading(payload) as loaded_since:
             say_left_out(self.run_state.excluded, loaded_since, was_named=bool(self.config.resume))
             self._restorer().check(payload)
@@ -1115,7 +1108,7 @@ class BaseRunner(metaclass=MetaRunner):
         )
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a payload: components, loaders, counters, and the random streams last.
+        """Restore a payload: components, loaders and counters.
 
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
@@ -1134,8 +1127,7 @@ class BaseRunner(metaclass=MetaRunner):
             if "state" in payload:
                 self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
-                streams, step = payload["state"].get("rng", {}), self.state.train.global_step
-                self._streams.resume(streams, step=step, speaks=self.is_main_process)
+            self._keys.between_updates()
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
         """Restore what `component_states` returned; override both together.
@@ -1162,7 +1154,7 @@ class BaseRunner(metaclass=MetaRunner):
             lambda split: self.source(split),
             lambda: self.train_splits,
             domain=lambda: self.data_domain,
-            inexact=self._restorer().goes_on_inexactly,
+            inexact=lambda: bool(self.config.parallel.allow_degree_change),
         )
 
     # Sources

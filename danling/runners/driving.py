@@ -21,7 +21,7 @@ from danling.checkpoints import CheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
-from danling.data import Batch, preserved_random_state
+from danling.data import Batch
 from danling.distributed import set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
@@ -29,6 +29,7 @@ from danling.reporting import Launch, describe_batches, describe_end, describe_p
 from danling.reporting.rank_times import RankTimes
 from danling.supervision import Profiler, RankWatch, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
+from danling.training.keys import preserved_streams
 from danling.training.model_states import weights_to_export
 from danling.utils.numbers import Paced
 from danling.utils.secrets import hide_secret_words, secret_values
@@ -173,7 +174,7 @@ class TrainingDriver:
             config = deepcopy(runner.config)
             for key, value in again.settings.items():
                 config.set(key, value)
-            with preserved_random_state(runner.device), type(runner)(config) as trained:
+            with preserved_streams(runner.device), type(runner)(config) as trained:
                 trained.train()
             world.barrier()
             return world.on_first(again.result)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from danling.data import derive_seed
 from danling.optim.modes import evaluation_weights
 from danling.training import Evaluation, written_by_forward
 from danling.training.evaluator import EvaluatedRun, EvaluationMode, EvaluationSources, Evaluator
@@ -24,9 +23,10 @@ def build_evaluator(runner: TorchRunner, parts: TorchParts) -> Evaluator:
         runner: The runner.
         parts: Its parts.
     """
-    evaluation = Evaluation(runner.device, is_main=runner.is_main_process)
+    evaluation = Evaluation(is_main=runner.is_main_process)
     run = EvaluatedRun(
         placement=runner.placement,
+        keys=runner._keys,
         weights=parts.weights,
         meters=lambda: runner.meters,
         metrics=lambda: parts.metrics,
@@ -59,19 +59,18 @@ def build_evaluator(runner: TorchRunner, parts: TorchParts) -> Evaluator:
 
 @contextmanager
 def _evaluating(runner: TorchRunner, evaluation: Evaluation, split: str, mode: EvaluationMode) -> Iterator[None]:
-    """Evaluation mode on the bare model, with averaged weights where there are any and streams of its own."""
+    """Evaluation mode on the bare model, with averaged weights where there are any."""
     preparation, bare, averages = runner.preparation, runner.unwrap(runner.model), runner.ema
     if averages is not None:
         evaluation.announce_averaged(getattr(averages, "decay", None))
     evaluating = evaluation.mode(
         runner.model,
         bare,
-        seed=derive_seed(runner.seed, mode, split, runner.placement.stream_index),
         equalize=runner.broadcast_buffers,
         averaged=partial(preparation.averaged, averages) if averages is not None else None,
     )
-    modes = evaluation_weights(runner.optimizer)
-    with preparation.evaluating(runner.model), runner._session.collecting(), modes, evaluating:
+    modes, keys = evaluation_weights(runner.optimizer), runner._keys
+    with keys.evaluating(), preparation.evaluating(runner.model), runner._session.collecting(), modes, evaluating:
         before = runner.model, runner.mode, runner.carry
         runner.model, runner.mode, runner.carry = bare, mode, None
         try:

@@ -354,6 +354,7 @@ class ParallelRunner(TorchRunner):
             microbatch_size=int(settings.pipeline_microbatch_size),
             n_microbatches=settings.pipeline_n_microbatches,
             device=self.device,
+            key=lambda: self._keys.key,
         )
 
     # Optimizer

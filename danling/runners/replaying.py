@@ -17,9 +17,8 @@ from danling.audit.held import HeldState, remember_optimizer, remember_scaler
 from danling.audit.reached import PutBack, Reached, reach, remember, watch
 from danling.audit.replay import Gradients, ReplayedRun, UpdateReplay
 from danling.audit.update_audit import entries
-from danling.data import capture_random_state, restore_random_state
 from danling.data.generators import Generators, generator_state, held_objects, set_generator_state
-from danling.training.rollback import remember_forwards
+from danling.training.keys import remember_streams
 from danling.utils.names import canonical_name
 
 if TYPE_CHECKING:
@@ -62,14 +61,11 @@ def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
             step=lambda: runner.state.train.global_step,
             model=lambda: runner.model,
             has_updated=lambda: not runner.window.is_first,
-            remember=lambda: _remember(runner),
+            remember=parts.recompute.remember,
             sums=lambda totals: _summed_again(runner, parts, totals),
             forget_decision=lambda: parts.update.decision.forget(),
             compilations=_compilations,
             own_step=runner._overrides("step"),
-            draws_between=lambda: any(
-                not type(tracker).__module__.startswith("danling.") for tracker in runner._reporter.trackers.opened
-            ),
             watch=lambda: watch(reach.with_attributes()),
             writes_at_end=lambda: runner._overrides("zero_gradients") or _is_of_users(runner.scheduler),
         ),
@@ -82,7 +78,7 @@ def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
             summed=lambda: _ranks_of(runner),
         ),
         window=runner.window,
-        streams=RunStreams(runner, reach),
+        streams=lambda: _remember_streams(runner, reach),
         domain=runner.placement.optimizer,
         device=runner.device,
     )
@@ -91,21 +87,6 @@ def build_replay(runner: TorchRunner, parts: TorchParts) -> UpdateReplay:
 def _is_of_users(scheduler: object) -> bool:
     package = type(scheduler).__module__.partition(".")[0]
     return scheduler is not None and (package not in ("torch", "danling") or isinstance(scheduler, LambdaLR))
-
-
-def _remember(runner: TorchRunner) -> PutBack:
-    telemetry, flops = runner._reporter.telemetry, runner._reporter.flops
-    tokens, counts_next = telemetry.tokens if telemetry is not None else 0.0, flops.counts_next
-    put_back = remember_forwards(runner, runner.device, counter=runner.state.train, meters=runner.meters, buffers=dict)
-
-    def take_back() -> None:
-        runner.window.reset()
-        put_back()
-        flops.counts_next = counts_next
-        if telemetry is not None:
-            telemetry.tokens = tokens
-
-    return take_back
 
 
 def _summed_again(runner: TorchRunner, parts: TorchParts, totals: Any) -> Any:
@@ -128,33 +109,16 @@ def _ranks_of(runner: TorchRunner) -> str:
     return f"ranks {ranks}"
 
 
-class RunStreams:
-    """The random streams of this process, and generators that the runner reaches.
+def _remember_streams(runner: TorchRunner, reach: RunReach) -> PutBack:
+    """Remember the random streams of this process, and the generators that the runner reaches."""
+    put_back, own = remember_streams(runner.device), [(each, generator_state(each)) for _, each in reach.generators()]
 
-    Args:
-        runner: The runner.
-        reach: Finds them.
-    """
+    def restore() -> None:
+        put_back()
+        for generator, state in own:
+            set_generator_state(generator, state)
 
-    def __init__(self, runner: TorchRunner, reach: RunReach) -> None:
-        self._runner = runner
-        self._reach = reach
-
-    def capture(self) -> dict[str, Any]:
-        """Return their state."""
-        own = {name: generator_state(generator) for name, generator in self._own()}
-        return {**capture_random_state(self._runner.device), **({"own": own} if own else {})}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Put them into a state."""
-        restore_random_state(state, self._runner.device)
-        own = state.get("own", {})
-        for name, generator in self._own():
-            if name in own:
-                set_generator_state(generator, own[name])
-
-    def _own(self) -> list[tuple[str, Any]]:
-        return self._reach.generators()
+    return restore
 
 
 class RunReach:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .torch_runner import TorchRunner
 
 
-def join_replica_groups(runner: TorchRunner, *, remember_forwards: Callable[[], Callable[[], None]]) -> ReplicaMember:
+def join_replica_groups(runner: TorchRunner, *, remember: Callable[[], Callable[[], None]]) -> ReplicaMember:
     """Return this process's replica group as a member of those that train the run together.
 
     Args:
         runner: The runner.
-        remember_forwards: Returns what takes the forwards of the next update back.
+        remember: Returns what takes the micro-batches of the next update back.
     """
     healing = Healing(
         run_state=runner.run_state,
@@ -38,7 +38,6 @@ def join_replica_groups(runner: TorchRunner, *, remember_forwards: Callable[[], 
         named_parameters=lambda: runner.named_parameters(),
         window=lambda: runner.window,
         meters=lambda: runner.meters,
-        stream=lambda: (runner.seed, runner.placement.stream_index),
         is_main=runner.is_main_process,
     )
     groups = ReplicaGroups(
@@ -56,7 +55,7 @@ def join_replica_groups(runner: TorchRunner, *, remember_forwards: Callable[[], 
         copies=lambda: runner.preparation.copies(
             runner.model, runner.ema.weights.values() if runner.ema is not None else ()
         ),
-        remember=lambda: _remember_update(runner, remember_forwards()),
+        remember=remember,
         statistics=lambda: normalization_statistics(runner.unwrapped_model),
         resumes=lambda: bool(runner.config.auto_resume),
         checkpoints=lambda: runner.checkpoint_manager,
@@ -65,16 +64,6 @@ def join_replica_groups(runner: TorchRunner, *, remember_forwards: Callable[[], 
         tried=lambda: train.global_step + train.skipped_updates,
         load=lambda source: runner.load_checkpoint(source),
     )
-
-
-def _remember_update(runner: TorchRunner, put_back: Callable[[], None]) -> Callable[[], None]:
-
-    def take_back() -> None:
-        runner.optimizer.zero_grad()
-        runner.window.reset()
-        put_back()
-
-    return take_back
 
 
 def keep_own_positions(runner: BaseRunner, replica: str) -> None:
@@ -103,7 +92,6 @@ def keep_own_positions(runner: BaseRunner, replica: str) -> None:
         leaves_out=lambda split: runner.run_state.excluded.leaves_out(f"dataloaders.{split}"),
         world=runner.world,
         data_rank=lambda: runner.data_domain.rank,
-        device=runner.device,
     )
     runner.saver.before.append(positions.save)
     runner.saver.loaded.append(positions.load)

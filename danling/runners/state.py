@@ -29,6 +29,11 @@ class TrainState:
     consecutive_skips: int = 0
     weight_reference: float | None = None
 
+    @property
+    def attempted(self) -> int:
+        """Updates committed or skipped: the number of the next one in the keys of random numbers, which never comes twice."""
+        return self.global_step + self.skipped_updates
+
 
 @dataclass
 class ElasticState:
@@ -37,7 +42,6 @@ class ElasticState:
     Attributes:
         world_size: Number of processes of the attempt.
         data_replicas: How many of them read different samples.
-        streams: What has random streams of its own, and how many of it: data replicas, and the degrees above 1 that divide a model.
         restart_count: How often torchrun has restarted the group in this attempt.
         attempts: How many processes in a row have worked on the run, the first one counted.
         micro_batch_size: Samples that a rank can hold at once, as running out of memory has told; `None` before it did.
@@ -45,7 +49,6 @@ class ElasticState:
 
     world_size: int = 1
     data_replicas: int = 1
-    streams: dict[str, int] = field(default_factory=dict)
     restart_count: int = 0
     attempts: int = 1
     micro_batch_size: int | None = None
@@ -53,9 +56,13 @@ class ElasticState:
 
 @dataclass
 class RngState:
-    """Random streams by their index, as `danling.data.capture_random_state` returns them."""
+    """What the random numbers of a run follow from, besides their place.
 
-    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    Attributes:
+        seed: Seed of the run.
+    """
+
+    seed: int = 0
 
 
 @dataclass
@@ -65,7 +72,7 @@ class RunnerState:
     Attributes:
         train: Counters.
         elastic: Attempts.
-        rng: Random streams; filled when a checkpoint is made.
+        rng: The seed.
     """
 
     train: TrainState = field(default_factory=TrainState)
@@ -84,7 +91,7 @@ class RunnerState:
 
     @property
     def rng_state(self) -> RngState:
-        """The random streams, by their longer name."""
+        """The seed, by its longer name."""
         return self.rng
 
     def load_train(self, stored: Mapping[str, object]) -> None:
@@ -108,9 +115,9 @@ class RunnerState:
 
     def state_dict(self) -> dict[str, object]:
         """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
-        return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": dict(self.rng.ranks)}
+        return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": asdict(self.rng)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters; attempts are counted up, random streams are left to the runner, which restores them last."""
+        """Restore the counters; attempts are counted up. The seed is that of the configuration."""
         self.load_train(state.get("train", {}))
         self.load_elastic(state.get("elastic", {}))

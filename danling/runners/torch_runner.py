@@ -168,6 +168,7 @@ class TorchRunner(BaseRunner):
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
         refuse_early_steps(self.optimizer, self._session)
+        self._keys.see_early_steps(self._closers)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
             raise ValueError(
                 f"Expected an optimizer with one set of weights on the stack {self.stack!r}. Received: a {type(self.optimizer).__name__}, "
@@ -593,7 +594,7 @@ class TorchRunner(BaseRunner):
         """
         if not self.config.ft.enabled:
             return
-        member = self.fault_tolerance = join_replica_groups(self, remember_forwards=self._parts.remember_forwards)
+        member = self.fault_tolerance = join_replica_groups(self, remember=self._parts.recompute.remember)
         self._closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"
@@ -900,7 +901,7 @@ class TorchRunner(BaseRunner):
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values. Call on all ranks.
 
-        Random streams and loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
+        Loader states, which differ from rank to rank, are gathered, so that every rank returns those of all.
         """
         self.broadcast_buffers()
         payload = super().state_dict()
@@ -938,7 +939,7 @@ class TorchRunner(BaseRunner):
         return payload
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a payload: components, loaders, counters, and the random streams last. Called on all ranks.
+        """Restore a payload: components, loaders and counters. Called on all ranks.
 
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from danling.checkpoints.snapshot import convert
-from danling.data import BatchSource, derive_seed, seed_streams
+from danling.data import BatchSource
 from danling.metrics import Meters
 from danling.training.run_state import RunState
 from danling.training.window import Window
@@ -46,7 +46,6 @@ class Healing:
         named_parameters: Returns its parameters, and those of the criterion, by name.
         window: The accumulation window, whose reference belongs to the group.
         meters: What the other group has counted is added by the other group, so these are emptied.
-        stream: Returns the seed of the run and the index of this rank's random streams.
         is_main: Whether this process says that it has healed.
     """
 
@@ -61,7 +60,6 @@ class Healing:
         named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
         window: Callable[[], Window],
         meters: Callable[[], Meters],
-        stream: Callable[[], tuple[int, int]],
         is_main: bool,
     ) -> None:
         self.run_state = run_state
@@ -72,7 +70,6 @@ class Healing:
         self.named_parameters = named_parameters
         self.window = window
         self.meters = meters
-        self.stream = stream
         self.is_main = is_main
 
     def state(self) -> dict[str, Any]:
@@ -106,8 +103,6 @@ class Healing:
         self.meters().reset()
         # Those are of the group: ranks of one group may heal from different ones.
         counters.elastic, window.agreed_reference = elastic, reference
-        seed, index = self.stream()
-        seed_streams(derive_seed(seed, "healed", counters.train.global_step, index))
         if self.is_main:
             logger.info("Healed from another replica group at step %d.", counters.train.global_step)
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from danling.checkpoints import CheckpointSettings, FileCheckpointManager
 from danling.checkpoints.policy import is_history
 from danling.checkpoints.torch_files import FORMAT_VERSION
-from danling.data import BatchSource, preserved_random_state
+from danling.data import BatchSource
 from danling.training import loader_states
 from danling.utils.protocols import ReductionDomain
 
@@ -116,7 +114,6 @@ class OwnPositions:
         leaves_out: Whether the loader of a split is left out of what is loaded.
         world: All ranks of the group.
         data_rank: Returns which share of the data this rank reads.
-        device: Where the run draws random numbers, which loading leaves as they were.
     """
 
     def __init__(
@@ -130,7 +127,6 @@ class OwnPositions:
         leaves_out: Callable[[str], bool],
         world: ReductionDomain,
         data_rank: Callable[[], int],
-        device: torch.device,
     ) -> None:
         self.checkpoints = checkpoints
         self.sources = sources
@@ -140,7 +136,6 @@ class OwnPositions:
         self.leaves_out = leaves_out
         self.world = world
         self.data_rank = data_rank
-        self.device = device
 
     def save(self) -> None:
         """Save the loader states that belong to the state that is saved next."""
@@ -163,10 +158,9 @@ class OwnPositions:
         if found is None:
             return
         states, saved_at = found
-        with preserved_random_state(self.device):
-            for split, source in self.sources().items():
-                if split not in states or self.leaves_out(split) or not (source.is_rank_local or saved_at == step):
-                    continue
-                own = self.share(split, states[split])
-                if own is not None:
-                    source.load_state_dict(own)
+        for split, source in self.sources().items():
+            if split not in states or self.leaves_out(split) or not (source.is_rank_local or saved_at == step):
+                continue
+            own = self.share(split, states[split])
+            if own is not None:
+                source.load_state_dict(own)

@@ -48,7 +48,7 @@ class ReplicatedUpdate:
 
     Args:
         groups: What is agreed on with the other groups.
-        remember: Returns what takes the micro-batches of the next update back: gradients, window, buffers, random streams.
+        remember: Returns what takes the micro-batches of the next update back: gradients, window, buffers.
         statistics: Returns the running means and variances of normalisation, which every forward changes.
         begin_alike: Called at step 0 with whether this rank was given the state of another group; makes the ranks of this group equal
             and returns whether any of them was.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danling.data import PLACEHOLDER, Batch, BatchSource, can_glance, glanced, preserved_random_state
+from danling.data import PLACEHOLDER, Batch, BatchSource, can_glance, glanced
 from danling.distributed import all_arrive
 from danling.metrics import Meters, MetricSet, as_number
 from danling.utils.names import canonical_name
@@ -38,12 +38,10 @@ class Evaluation:
     """What the evaluations of one run share: the mode in which they are made, and what watches their batches.
 
     Args:
-        device: The device of the model, whose random streams are kept.
         is_main: Whether this process says in the log which weights are evaluated.
     """
 
-    def __init__(self, device: torch.device, *, is_main: bool = True) -> None:
-        self._device = device
+    def __init__(self, *, is_main: bool = True) -> None:
         self._is_main = is_main
         self._announced = False
         self._between: BetweenBatches | None = None
@@ -67,25 +65,20 @@ class Evaluation:
         model: nn.Module,
         bare: nn.Module,
         *,
-        seed: int,
         equalize: Callable[[], None],
         averaged: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> Iterator[None]:
-        """Put the bare model into evaluation mode, with averaged weights where there are any, and streams of its own.
-
-        On exit the mode of the model, its weights and the random streams are what they were.
+        """Put the bare model into evaluation mode, with averaged weights where there are any; on exit both are what they were.
 
         Args:
             model: The model as training has it, in the wrapper of its stack.
             bare: The model out of its wrapper, whose forward would be a collective that a rank with fewer batches misses.
-            seed: Seed of the random streams inside.
             equalize: Makes the buffers the same on all ranks.
             averaged: Returns the context in which the model has its averaged weights.
         """
         was_training = model.training
         equalize()
         with ExitStack() as stack:
-            stack.enter_context(preserved_random_state(self._device, seed=seed))
             if averaged is not None:
                 stack.enter_context(averaged())
                 # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.

@@ -20,6 +20,7 @@ from .batches import count_samples, note_batch
 from .evaluation import Evaluation, EvaluationSums, Trial, checked_figures, even_out, try_one_batch
 from .forward import EvaluationForward
 from .graphs import nodes_of_graphs
+from .keys import RandomKeys
 from .predictions import gather_predictions, split_by_sample
 from .weighing import BatchWeights
 
@@ -51,6 +52,7 @@ class EvaluatedRun:
 
     Attributes:
         placement: The ranks that share data, reductions and forwards with this one.
+        keys: Seeds the random streams for each batch.
         weights: Weighs batches.
         meters: Returns the meters that a step may add to.
         metrics: Returns what is computed beside the loss.
@@ -61,6 +63,7 @@ class EvaluatedRun:
     """
 
     placement: Placement
+    keys: RandomKeys
     weights: BatchWeights
     meters: Callable[[], Meters]
     metrics: Callable[[], MetricSet]
@@ -208,7 +211,8 @@ class Evaluator:
         with meters.aside():
             with self._entered(split, "evaluate"):
                 batches = islice(self._pass_over(source or self._sources.of(split)), limit)
-                sums.add_all(self._paced(self.evaluation.between(split, batches)))
+                paced = self._paced(self.evaluation.between(split, batches))
+                sums.add_all(self._keyed("evaluate", split, paced))
             sums.totals.merge(meters)
         return sums
 
@@ -220,12 +224,17 @@ class Evaluator:
         yield from batches
         source.rewind()
 
+    def _keyed(self, mode: EvaluationMode, split: str, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._run.keys.begin_batch(mode, split, batch.place)
+            yield batch
+
     # Before the first update
 
     def try_once(self, splits: Iterable[str], judge: Callable[[str, Trial], None]) -> None:
         """Evaluate one batch of each split, once in a run, so that an error in evaluation shows before training begins.
 
-        Random streams, meters and buffers are restored. Splits whose loader can be iterated only once are left out.
+        Meters and buffers are restored. Splits whose loader can be iterated only once are left out.
 
         Args:
             splits: The splits.
@@ -257,6 +266,7 @@ class Evaluator:
             data: Its batch.
         """
         with self._entered("", mode), torch.no_grad():
+            self._run.keys.begin_batch(mode, "", (self._run.placement.data.rank,))
             return call(self._hooks.to_device(data))
 
     # Predictions
@@ -269,7 +279,7 @@ class Evaluator:
         """
         with self._entered(split, "infer"):
             batches = self._paced(self._pass_over(self._sources.of(split)))
-            mine = [self._predict(split, batch) for batch in batches]
+            mine = [self._predict(split, batch) for batch in self._keyed("infer", split, batches)]
         return self.forward.shared(gather_predictions(mine, self._run.placement.data))
 
     def stream(self, split: str) -> Iterator[Any]:
@@ -289,6 +299,7 @@ class Evaluator:
         """
         for batch in self._pass_over(self._sources.of(split)):
             with self._entered(split, "infer"):
+                self._run.keys.begin_batch("infer", split, batch.place)
                 predictions = self._predict(split, batch)
             yield predictions
 

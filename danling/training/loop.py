@@ -11,6 +11,7 @@ from danling.reporting import Reporter
 
 from .boundaries import Boundaries, Boundary
 from .evaluation import checked_figures
+from .keys import RandomKeys
 from .outcome import UpdateOutcome
 from .results import RunResults
 from .safeguard import keeping_trained
@@ -87,6 +88,7 @@ class TrainingLoop:
 
     Args:
         run: What is trained, evaluated and saved, and how long.
+        keys: Seeds the random streams where a pass begins.
         updates: Returns the outcomes of the updates of what is left of a pass, made as they are asked for.
         pass_is_over: Returns whether a pass over a split is known to have no batch left; called on all ranks.
         session: Knows whether the training is to stop.
@@ -115,6 +117,7 @@ class TrainingLoop:
         self,
         run: LoopHooks,
         *,
+        keys: RandomKeys,
         updates: Callable[[str], Iterator[UpdateOutcome]],
         pass_is_over: Callable[[str], bool],
         session: TrainingSession,
@@ -130,6 +133,7 @@ class TrainingLoop:
         self.data_ended = False
         self._last_split: str | None = None
         self._run = run
+        self._keys = keys
         self._updates = updates
         self._pass_is_over = pass_is_over
         self._save_if_failing = save_if_failing
@@ -188,6 +192,7 @@ class TrainingLoop:
         self.has_jumped = False
         for split in splits:
             if not self._is_trained(split):
+                self._begin_pass(split)
                 self._keep(split, self._run.train_epoch(split))
             if self._is_interrupted():
                 return False
@@ -224,6 +229,7 @@ class TrainingLoop:
             splits: Splits to train on.
         """
         self.has_jumped = False
+        self._begin_pass(split)
         metrics = train_epoch()
         self._keep(split, metrics)
         if not self._is_interrupted():
@@ -281,6 +287,7 @@ class TrainingLoop:
         for split in splits:
             if self._is_trained(split):
                 continue
+            self._begin_pass(split)
             for outcome in self._updates(split):
                 is_over = self._after_step(splits, split, outcome, evaluated)
                 if is_over or self._session.stop_reason:
@@ -321,6 +328,9 @@ class TrainingLoop:
         self._save_if_due(step, final=final)
 
     # Both
+
+    def _begin_pass(self, split: str) -> None:
+        self._keys.begin_pass(split, self._run.source(split).epoch)
 
     def jumps_out_of(self, split: str) -> bool:
         """Note whether a state that was taken over stands behind the pass over a split."""

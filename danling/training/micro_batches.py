@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,15 +15,25 @@ from danling.reporting import Reporter
 from .batch_loss import BatchLoss
 from .batches import note_batch, peek_target
 from .carry import map_carry
+from .keys import RandomKeys
 from .passes import PassAgreement
+from .recompute import Recompute
 from .reduction import GradientReduction
 from .retry import MemoryRetry
-from .rollback import CountsMicroSteps
 from .session import TrainingSession
 from .weighing import BatchWeights
 from .window import Window
 
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
 logger = logging.getLogger("danling")
+
+
+class CountsMicroSteps(Protocol):
+    """What counts the micro-batches of a run."""
+
+    micro_step: int
 
 
 class Progress(Protocol):
@@ -86,6 +96,7 @@ class MicroBatches:
 
     Args:
         hooks: What the user may have overridden.
+        keys: Seeds the random streams for each of them.
         window: The window that they are counted in.
         weights: Weighs them.
         loss: Is told what a `train_step` of the user's returned; `None` where it is the library's, which asks for the loss.
@@ -93,6 +104,7 @@ class MicroBatches:
         session: Is told that a step is under way.
 
     Attributes:
+        recompute: Refuses batches that a step has changed, where they may be run again; `None` where they are not.
         audit: Looks at the samples; `None` where nobody does.
         recorder: Records the first updates; `None` where nobody does.
         split: The split that is trained on; empty for batches that no loop has read.
@@ -102,6 +114,7 @@ class MicroBatches:
         self,
         hooks: MicroBatchHooks,
         *,
+        keys: RandomKeys,
         window: Window,
         weights: BatchWeights,
         loss: BatchLoss | None,
@@ -109,11 +122,13 @@ class MicroBatches:
         session: TrainingSession,
     ) -> None:
         self._hooks = hooks
+        self._keys = keys
         self._window = window
         self._weights = weights
         self._loss = loss
         self._reporter = reporter
         self._session = session
+        self.recompute: Recompute | None = None
         self.audit: SampleAuditor | None = None
         self.recorder: BatchRecorder | None = None
         self.split = ""
@@ -128,6 +143,9 @@ class MicroBatches:
         hooks, window, reporter = self._hooks, self._window, self._reporter
         if window.count == 0:
             hooks.reduction.begin(first=window.is_first)
+        if self.recompute is not None:
+            self.recompute.check(batch.data)
+        self._keys.begin_micro_batch(batch.data, batch.place, window.count)
         data = hooks.to_device(batch.data)
         if self.recorder is not None:
             data = self.recorder.took(batch.data, data, counts=batch.samples != 0)
@@ -234,15 +252,9 @@ class RetriedForwards:
     Args:
         forwards: Runs them.
         retry: Takes them back on all ranks.
-        window: The window that they are counted in.
-        several: Whether several ranks make updates together.
-        alike: Gives all ranks the same buffers, where a forward would do so otherwise; `None` where none would.
-        remember: Returns what puts back what a forward writes to.
-        zero: Drops the gradient.
+        runner: The runner.
+        recompute: Takes micro-batches back.
         hold_at_most: Has micro-batches of at most so many samples read from now on.
-        reporter: Counts the tokens and the operations.
-        step: Returns the updates committed.
-        speaks: Whether this process logs.
     """
 
     def __init__(
@@ -250,28 +262,16 @@ class RetriedForwards:
         forwards: WindowForwards,
         retry: MemoryRetry,
         *,
-        window: Window,
-        several: bool,
-        alike: Callable[[], None] | None,
-        remember: Callable[[], Callable[[], None]],
-        zero: Callable[[], None],
+        runner: TorchRunner,
+        recompute: Recompute,
         hold_at_most: Callable[[int], None],
-        reporter: Reporter,
-        step: Callable[[], int],
-        speaks: bool,
     ) -> None:
         self.agreement = forwards.agreement
         self._forwards = forwards
         self._retry = retry
-        self._window = window
-        self._several = several
-        self._alike = alike
-        self._remember = remember
-        self._zero = zero
+        self._runner = runner
+        self._recompute = recompute
         self._hold_at_most = hold_at_most
-        self._reporter = reporter
-        self._step = step
-        self._speaks = speaks
 
     def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
@@ -281,43 +281,29 @@ class RetriedForwards:
             batches: What is left of the pass on this rank.
             consumed: Is filled with the micro-batches.
         """
-        loader = source.loader
+        runner, loader = self._runner, source.loader
         held = loader.held_at_once if isinstance(loader, DataLoader) else 0
         make = partial(self._forwards.run, source, batches, consumed)
         if held == 0:
             return make()
-        return self._retry.run(make, held=held, prepare=self._prepare, remember=self._remembered, shrink=self._shrink)
-
-    def _prepare(self, held: int) -> None:
-        """Do before an update what ranks otherwise do together within it: all of them have to come through it alone."""
-        if self._alike is not None:
-            self._alike()
-        if self._window.agreed_reference is None and self._several:
-            self._window.agreed_reference = float(held)
-
-    def _remembered(self) -> Callable[[], None]:
-        """Return what takes the micro-batches of the next update back."""
-        telemetry, flops = self._reporter.telemetry, self._reporter.flops
-        assert telemetry is not None
-        put_back, tokens, counts_next = self._remember(), telemetry.tokens, flops.counts_next
-
-        def take_back() -> None:
-            self._window.reset()
-            self._zero()
-            put_back()
-            telemetry.tokens, flops.counts_next = tokens, counts_next
-
-        return take_back
-
-    def _shrink(self, held: int, samples: int) -> None:
-        """Go on with smaller micro-batches, and say so."""
-        self._hold_at_most(samples)
-        if self._speaks:
+        # What ranks otherwise do together within an update comes before it: each of them has to come through it alone.
+        if runner.preparation.broadcasts_buffers:
+            runner.broadcast_buffers()
+        if runner.window.agreed_reference is None and runner.placement.optimizer.size > 1:
+            runner.window.agreed_reference = float(held)
+        if held == 1:
+            # Nothing is left to halve: the user gets the error with its traceback.
+            return make()
+        if self._retry.attempt(make, self._recompute.remember()):
+            return True
+        self._hold_at_most(held // 2)
+        if runner.is_main_process:
             logger.warning(
                 "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
                 "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
-                self._step() + 1,
+                runner.state.train.global_step + 1,
                 held,
-                samples,
-                samples,
+                held // 2,
+                held // 2,
             )
+        return False

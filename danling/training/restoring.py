@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
 from danling.config import RunnerConfig
-from danling.data.rank_streams import RankStreams
 from danling.distributed import Placement
 from danling.reporting import format_number
 
 from . import loader_states
-from .run_state import RunState, check_same_run, check_streams, warn_of_compilation
+from .run_state import RunState, check_same_run, warn_of_compilation
 
 logger = logging.getLogger("danling")
 
@@ -72,12 +71,10 @@ class RunRestorer:
 
     Args:
         run: The run.
-        streams: Its random streams.
     """
 
-    def __init__(self, run: RestoredRun, streams: RankStreams) -> None:
+    def __init__(self, run: RestoredRun) -> None:
         self._run = run
-        self._streams = streams
 
     def restore(self, directory: Path) -> None:
         """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
@@ -129,8 +126,7 @@ class RunRestorer:
             payload: The contents of the checkpoint.
 
         Raises:
-            CheckpointMismatch: If the configurations differ in a setting that changes the result, a pass would have another length, or
-                other random numbers would be drawn.
+            CheckpointMismatch: If the configurations differ in a setting that changes the result, or a pass would have another length.
         """
         run, excluded = self._run, self._run.run_state.excluded
         differences = run.config_differences(payload)
@@ -140,16 +136,6 @@ class RunRestorer:
         check_same_run(differences, excluded)
         if run.placement.optimizer.rank == 0:
             warn_of_compilation(run.config.compile_differences(payload.get("runner", {})))
-        if run.placement.keeps_streams:
-            kept, _ = excluded.apply({"state": payload.get("state", {})}, section="state")
-            state = kept.get("state", {})
-            layout = state.get("elastic", {}).get("streams")
-            if self._streams.would_differ(layout, state.get("rng", {})):
-                check_streams(layout, self._streams.layout, inexact=self.goes_on_inexactly())
-
-    def goes_on_inexactly(self) -> bool:
-        """Whether state that cannot be divided over another number of ranks starts anew, with a warning, instead of being refused."""
-        return self._run.placement.keeps_streams and bool(self._run.config.parallel.allow_degree_change)
 
 
 def best_left_behind(

@@ -27,40 +27,6 @@ class MemoryRetry:
         self.device = device
         self.ran_out = ran_out
 
-    def run(
-        self,
-        make: Callable[[], object],
-        *,
-        held: int,
-        prepare: Callable[[int], None],
-        remember: Callable[[], Callable[[], None]],
-        shrink: Callable[[int, int], None],
-    ) -> bool:
-        """Make the micro-batches of an update; if memory ran out on any rank, halve their size. Call on all ranks.
-
-        Args:
-            make: Makes all micro-batches of this rank, without communication.
-            held: Samples that a rank holds at once.
-            prepare: Called with `held` before the update; does what ranks otherwise do together during it.
-            remember: Returns a function that undoes the changes of `make`.
-            shrink: Called with the number of samples held so far and the number to hold from now on.
-
-        Returns:
-            Whether they were made; `False` where they are to be read again in smaller ones.
-
-        Raises:
-            Exception: What `make` raises, including that memory ran out if one sample is already the size.
-        """
-        prepare(held)
-        if held == 1:
-            # Nothing is left to halve: the user gets the error with its traceback.
-            make()
-            return True
-        if self.attempt(make, remember()):
-            return True
-        shrink(held, held // 2)
-        return False
-
     def attempt(self, make: Callable[[], object], take_back: Callable[[], None]) -> bool:
         """Return whether all ranks succeeded; if one did not, undo the changes on all. Call on all ranks.
 

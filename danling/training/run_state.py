@@ -361,28 +361,3 @@ def warn_of_compilation(differences: Sequence[str]) -> None:
             "The run goes on, but not bitwise as it would have: other code is compiled than that which made the checkpoint (%s).",
             "; ".join(differences),
         )
-
-
-def check_streams(stored: Mapping[str, int], now: Mapping[str, int], *, inexact: bool) -> None:
-    """Refuse a run that would draw its random numbers otherwise than the one that was stored.
-
-    Args:
-        stored: What had random streams of its own, and how many of it.
-        now: Likewise, in this run.
-        inexact: Go on with other numbers, with a warning.
-
-    Raises:
-        CheckpointMismatch: If it may not.
-    """
-    change = f"{_described(stored)}, now {_described(now)}"
-    if not inexact:
-        raise CheckpointMismatch(
-            "Expected the degrees that the checkpoint was made with: its run has drawn random numbers (dropout, or in its datasets), "
-            f"which others would draw otherwise. Received: stored {change}. Restore them, or set parallel.allow_degree_change=true to "
-            "go on with other numbers."
-        )
-    logger.warning("parallel.allow_degree_change: not exactly the run that was stored: %s.", change)
-
-
-def _described(streams: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={number}" for name, number in streams.items())

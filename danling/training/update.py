@@ -16,6 +16,7 @@ from danling.utils.protocols import SteppedOptimizer, SteppedSchedule
 
 from .decision import UpdateDecision
 from .ema import EMA
+from .keys import RandomKeys
 from .outcome import UNCOMMITTED, CountsSkips, UpdateOutcome, count_skip, no_gradient
 from .precision import Precision
 from .preparation import ModelPreparation
@@ -140,6 +141,7 @@ class UpdateStep:
 
     Args:
         run: What is asked, and what advances.
+        keys: Seeds the random streams for the step of the optimizer.
         window: The window.
         sync: Sums it over the ranks.
         norms: Compares the norm of each gradient between the ranks; `None` where they may differ.
@@ -168,6 +170,7 @@ class UpdateStep:
         self,
         run: UpdateHooks,
         *,
+        keys: RandomKeys,
         window: Window,
         sync: StepSync,
         norms: GradientNorms | None = None,
@@ -191,6 +194,7 @@ class UpdateStep:
         self.judge: Callable[[StepTotals], Judged | None] = self._judged
         self.recorder: UpdateRecorder | None = None
         self._run = run
+        self._keys = keys
         self._session = session
         self._preparation = preparation
         self._look = look
@@ -265,7 +269,8 @@ class UpdateStep:
                 window.is_first = False
                 self._look()
             run.clip_gradients(grad_norm)
-            run.optimizer_step()
+            with self._keys.updating():
+                run.optimizer_step()
         return Judged(agreed, grad_norm, reason)
 
     def _conclude(self, outcome: UpdateOutcome) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.data import PLACEHOLDER, Batch, BatchSource, preserved_random_state
+from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.data.collation import collate
 
 from .batches import count_samples, criterion_setting, peek_target
+from .keys import preserved_streams
 from .targets import unweighed
 
 logger = logging.getLogger("danling")
@@ -101,7 +102,7 @@ class BatchWeights:
             device: The device whose random streams are kept too.
         """
         if self.targetless is None and self._learns:
-            with preserved_random_state(device), suppress(Exception):
+            with preserved_streams(device), suppress(Exception):
                 sample = dataset[0]
                 # What is neither is made into a batch by its library, and only that tells.
                 told = isinstance(sample, (Tensor, Mapping, list, tuple))

@@ -28,7 +28,7 @@ LISTS = [
     ({"forward_communicates": True}, ("shard", "context", "pipeline", "tensor", "expert", "expert_tensor")),
     ({"counts_loss": True}, ("replicate", "shard", "context", "pipeline")),
     ({"counts_loss": False}, ("tensor", "expert", "expert_tensor")),
-    ({"own_rng_stream": True}, ("replicate", "shard", "context", "pipeline")),
+    ({"own_noise": True}, ("context",)),
 ]
 
 

@@ -70,8 +70,8 @@ class Member(Held):
         source = self.given[split]
         source.commit([batch for batch, _ in zip(source.batches(), range(batches))])
 
-    def join(self, put_back: Any = None) -> ReplicaMember:
-        return join_replica_groups(self, remember_forwards=lambda: put_back or (lambda: None))  # type: ignore[arg-type]
+    def join(self) -> ReplicaMember:
+        return join_replica_groups(self, remember=lambda: lambda: None)  # type: ignore[arg-type]
 
 
 class _Sources(dict[str, BatchSource]):
@@ -105,18 +105,6 @@ def test_a_group_that_heals_has_what_the_other_one_trains_with(lighthouse: None,
     # A split that is only evaluated, the scale of its losses and what it has counted are its own.
     assert behind.given["val"].consumed == 0 and behind.window.agreed_reference == 2.0
     assert not behind.meters.averages()
-
-
-def test_an_update_that_is_not_made_leaves_no_gradient_and_an_empty_window(lighthouse: None, tmp_path: Path) -> None:
-    put_back: list[str] = []
-    run = Member(tmp_path)
-    member = run.join(lambda: put_back.append("forwards"))
-    take_back = member.update.remember()
-    run.train_step(torch.ones(2, 1))
-    run.window.weight = 2.0
-    assert run.model.weight.grad is not None
-    take_back()
-    assert run.model.weight.grad is None and not run.window.weight and put_back == ["forwards"]
 
 
 class WholeOnEveryRank(ModelPreparation):

@@ -20,6 +20,7 @@ from danling.reporting import Reporter
 from danling.runners.assembly import TorchParts
 from danling.runners.state import RunnerState
 from danling.training import LocalReduction, PassAgreement, Precision, TrainingSession, Window
+from danling.training.keys import RandomKeys
 from danling.training.preparation import ModelPreparation
 from danling.training.saving import RunSaver
 
@@ -54,6 +55,7 @@ class Held:
         self.workspace = SimpleNamespace(dir=directory)
         self.reduction = LocalReduction(self.optimizer, self.named_parameters)
         self._session = TrainingSession()
+        self._keys = RandomKeys(self)  # type: ignore[arg-type]
         self._reporter = Reporter(is_main=True, world_size=1, seconds_between_lines=0)
         self._data = RunData(self)  # type: ignore[arg-type]
         self.sources = self._data.sources

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.keys import own_keys
 from support.metrics import Largest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,6 +55,7 @@ class Run:
         self.infer_step = forward.infer
         run = EvaluatedRun(
             placement=Placement(data=domain, optimizer=domain, metrics=domain),
+            keys=own_keys(),
             weights=BatchWeights(),
             meters=lambda: self.meters,
             metrics=lambda: self.metrics,
@@ -75,7 +77,7 @@ class Run:
             self,
             run=run,
             sources=places,
-            evaluation=Evaluation(CPU),
+            evaluation=Evaluation(),
             forward=forward,
             entered=self.enter,
             paced=lambda batches: batches,

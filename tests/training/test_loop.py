@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.keys import own_keys
 
 from danling.metrics import ScoreBoard
 from danling.reporting import Reporter
@@ -82,6 +83,7 @@ class Told:
         )
         self.loop = TrainingLoop(
             self,  # type: ignore[arg-type]
+            keys=own_keys(self.session),
             updates=self.updates,
             pass_is_over=lambda split: self.passes[split].done == self.passes[split].updates,
             session=self.session,

@@ -1,4 +1,4 @@
-"""Micro-batches by themselves: what is done around a `train_step`, and an update whose memory ran out."""
+"""Micro-batches by themselves: what is done around a `train_step`, and where a window closes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.keys import own_keys
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from danling.data import Batch, BatchSource, DataLoader
+from danling.data import Batch, BatchSource
 from danling.distributed import LocalDomain
 from danling.reporting import Reporter
-from danling.training import BatchWeights, MemoryRetry, PassAgreement, TrainingSession, Window
-from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
+from danling.training import BatchWeights, PassAgreement, TrainingSession, Window
+from danling.training.micro_batches import MicroBatches, WindowForwards
 
 CPU = torch.device("cpu")
 
@@ -49,6 +49,7 @@ class Made:
         self.holds = holds
         self.batches = MicroBatches(
             self,  # type: ignore[arg-type]
+            keys=own_keys(self.session),
             window=self.window,
             weights=BatchWeights(),
             loss=observed,
@@ -156,32 +157,3 @@ def test_a_loader_that_knows_where_an_update_closes_is_believed() -> None:
     consumed: list[Batch] = []
     window_of(made, size=lambda: 1).run(source, closings, consumed)
     assert [reduces for _, reduces, _ in made.seen] == [False, True] and len(consumed) == 2
-
-
-def test_an_update_that_ran_out_of_memory_is_made_again_in_smaller_micro_batches() -> None:
-    made = Made(holds=2)
-    dataset = TensorDataset(torch.arange(8.0))
-    loader = DataLoader(dataset, batch_size=4)
-    source = BatchSource(loader, split="train", seed=0)
-    asked: list[Any] = []
-    retried: Forwards = RetriedForwards(
-        window_of(made, reduces_later=True),
-        MemoryRetry(made.domain, CPU, lambda error: isinstance(error, OutOfMemory)),
-        window=made.window,
-        several=True,
-        alike=lambda: asked.append("alike"),
-        remember=lambda: lambda: asked.append("put back"),
-        zero=lambda: asked.append("zero"),
-        hold_at_most=asked.append,
-        reporter=made.reporter,
-        step=lambda: 0,
-        speaks=False,
-    )
-    assert loader.held_at_once == 4
-    assert not retried.run(source, source.batches(), [])
-    assert asked == ["alike", "zero", "put back", 2]
-    assert made.window.count == 0 and made.tokens == 0.0 and made.window.agreed_reference == 4.0
-    # What comes through is left for one reduction afterwards.
-    made.holds = 4
-    assert retried.run(source, source.batches(), [])
-    assert [(data, reduces) for data, reduces, _ in made.seen] == [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)]

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointMismatch, CheckpointNotFound
 from danling.config import RunnerConfig
-from danling.data.rank_streams import RankStreams
 from danling.distributed import LocalDomain
 from danling.training.restoring import RunRestorer, best_left_behind
 from danling.training.run_state import RunState
@@ -40,18 +38,11 @@ class Begun:
             skip=lambda source, error: self.latest.remove(source),
         )
         self.run_state = RunState([], [], excluded=lambda: None)
-        self.placement: Any = SimpleNamespace(keeps_streams=False, optimizer=LocalDomain())
+        self.placement: Any = SimpleNamespace(optimizer=LocalDomain())
         self.dataloaders: dict[str, Any] = {}
         self.train_splits: list[str] = []
         self.differences: list[str] = []
-        streams = RankStreams(
-            place=lambda: 0,
-            number=lambda: 1,
-            layout=lambda: {"data": 2},
-            seed=lambda: 1,
-            device=lambda: torch.device("cpu"),
-        )
-        self.restorer = RunRestorer(self, streams)
+        self.restorer = RunRestorer(self)
 
     def load_checkpoint(self, checkpoint: str | Path) -> None:
         self.asked.append(f"load {checkpoint}")
@@ -115,21 +106,6 @@ def test_what_verifies_and_cannot_be_read_is_skipped_for_an_older_one(error: typ
     assert Begun(latest="b a", failing=2, error=error, auto_resume=True).restore()[-1] == "refuse lost"
     with pytest.raises(error):
         Begun(failing=1, error=error, resume="a").restore()  # one that was named is loaded or refused
-
-
-def test_other_random_numbers_are_refused_unless_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    # A stream that is not where it began: the forward has drawn.
-    payload = {"state": {"elastic": {"streams": {"data": 4}}, "rng": {"0": {"torch": torch.zeros(2)}}}}
-    begun = Begun()
-    begun.restorer.check(payload)  # its streams are nobody's concern
-    begun.placement = SimpleNamespace(keeps_streams=True, optimizer=LocalDomain())
-    assert not begun.restorer.goes_on_inexactly()
-    with pytest.raises(CheckpointMismatch):
-        begun.restorer.check(payload)
-    begun.config.parallel.allow_degree_change = True
-    with caplog.at_level(logging.WARNING, "danling"):
-        begun.restorer.check(payload)
-    assert begun.restorer.goes_on_inexactly() and caplog.messages
 
 
 def test_a_best_that_lies_elsewhere_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,6 @@ from danling.training.run_state import (
     check_given,
     check_payload,
     check_same_run,
-    check_streams,
     in_order,
 )
 
@@ -139,14 +138,6 @@ def test_settings_that_are_meant_to_differ_may() -> None:
     assert "optim.lr:" not in str(refused.value)
     # The size of an update follows from several keys, and to name one of them is enough.
     check_same_run(lines, ExcludedFromLoading(["runner.optim.lr", "runner.dataloader.batch_size"]))
-
-
-def test_streams_of_another_layout(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(CheckpointMismatch, match="stored data=4, now data=2, tensor=2"):
-        check_streams({"data": 4}, {"data": 2, "tensor": 2}, inexact=False)
-    with caplog.at_level("WARNING", logger="danling"):
-        check_streams({"data": 4}, {"data": 2}, inexact=True)
-    assert "data=4, now data=2" in caplog.text
 
 
 def test_the_one_reader_of_what_a_load_leaves_out() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.keys import own_keys
 from torch import Tensor, nn
 
 from danling.distributed import LocalDomain, StepSync, StepTotals
@@ -38,6 +39,7 @@ class Run:
         self.asked: list[str] = []
         self.update = UpdateStep(
             self,
+            keys=own_keys(self.session),
             window=self.window,
             sync=StepSync(LocalDomain(), CPU),
             session=self.session,

@@ -1,0 +1,184 @@
+"""Random numbers by place: the streams are seeded where a pass, a micro-batch, an optimizer step or an evaluation begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from danling.data import derive_seed, mix_seed, seed_streams
+from danling.utils.tensors import is_sharded
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from danling.runners.base_runner import BaseRunner
+
+try:
+    import numpy
+except ImportError:
+    numpy = None  # type: ignore[assignment]
+
+
+class RandomKeys:
+    """Seeds the streams of torch, NumPy, `random` and the device by the place of what is computed next.
+
+    A key is made of the seed of the run and of where the run is, never of a state that a stream was left in. So a resumed run draws
+    what the uninterrupted one draws, and noise does not depend on the rank that draws it. `docs/guides/data.md` has the table of keys.
+
+    Args:
+        runner: Its seed, counters and place among the ranks are read when a key is made.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        self._runner = runner
+        self.key = 0
+        """Key of the open micro-batch or of the batch that is evaluated."""
+        self._phase = 0
+        self._places: dict[int, tuple[int, ...]] = {}
+        self.in_update = False
+        """Whether an optimizer step of the runner is under way."""
+
+    # Training
+
+    def between_updates(self) -> None:
+        """Seed where a run begins or is restored, and after an evaluation: `(seed, "pass", updates attempted)`."""
+        self._seed(mix_seed(_base(self._runner.seed, "pass"), self._runner.state.train.attempted))
+
+    def begin_pass(self, split: str, number: int) -> None:
+        """Seed where a pass begins, or goes on after a restore: `(seed, "pass", split, pass)`."""
+        self._seed(mix_seed(_base(self._runner.seed, "pass", split), number))
+
+    def begin_micro_batch(self, data: object, place: tuple[int, ...], ordinal: int) -> None:
+        """Seed for a micro-batch: `(seed, "train", updates attempted, *place)`, and the replica group.
+
+        Args:
+            data: The batch. One that the closure of an optimizer step computes again gets its key again.
+            place: `Batch.place`; empty is that of a batch that no loader has given: the rank and `ordinal`.
+            ordinal: Number of the micro-batch in its window, from 0.
+        """
+        placement = self._runner.placement
+        if ordinal == 0:
+            self._places.clear()
+        place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
+        self._places[id(data)] = place
+        key = mix_seed(_base(self._runner.seed, "train"), self._runner.state.train.attempted)
+        for index in (placement.replica_group[0], *place, *placement.forward_place):
+            key = mix_seed(key, index)
+        self.key, self._phase = key, 0
+        self._seed(key)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Seed torch's streams for the step of the runner's optimizer, which is made inside: `(seed, "update", updates attempted)`.
+
+        The key is the same on ranks that hold copies of what is stepped.
+        """
+        self._seed_update(0, self._runner.placement.update_place)
+        self.in_update = True
+        try:
+            yield
+        finally:
+            self.in_update = False
+
+    def see_early_steps(self, closers: ExitStack) -> None:
+        """Seed for each step of another optimizer that a user makes within `train_step`, and for what follows in the micro-batch.
+
+        Args:
+            closers: Ends it.
+        """
+        session = self._runner._session
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if session.in_step:
+                shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])
+                self._seed_update(self._phase + 1, self._runner.placement.update_place if shards else ())
+
+        def after(*_: Any) -> None:
+            if session.in_step:
+                self._phase += 1
+                self._seed(mix_seed(self.key, self._phase))
+
+        closers.callback(register_optimizer_step_pre_hook(before).remove)
+        closers.callback(register_optimizer_step_post_hook(after).remove)
+
+    def _seed_update(self, phase: int, place: tuple[int, ...]) -> None:
+        key = mix_seed(_base(self._runner.seed, "update"), self._runner.state.train.attempted)
+        for index in (phase, *place):
+            key = mix_seed(key, index)
+        torch.default_generator.manual_seed(key)
+        device = self._runner.device
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(key)
+
+    # Evaluation
+
+    def begin_batch(self, verb: str, split: str, place: tuple[int, ...]) -> None:
+        """Seed for a batch that is evaluated or predicted: `(seed, verb, split, updates attempted, *place)`."""
+        key = mix_seed(_base(self._runner.seed, verb, split), self._runner.state.train.attempted)
+        for index in (*place, *self._runner.placement.forward_place):
+            key = mix_seed(key, index)
+        self.key = key
+        self._seed(key)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate inside: afterwards training goes on from its place; outside of a training the streams are what they were before."""
+        if not self._runner._session.running:
+            with preserved_streams(self._runner.device):
+                yield
+            return
+        try:
+            yield
+        finally:
+            self.between_updates()
+
+    def _seed(self, key: int) -> None:
+        seed_streams(key, self._runner.device)
+
+
+@lru_cache(maxsize=256)
+def _base(*parts: int | str) -> int:
+    return derive_seed(*parts)
+
+
+def remember_streams(device: torch.device) -> Callable[[], None]:
+    """Return what puts the streams of torch, NumPy, `random` and a device into the state that they are in now.
+
+    Args:
+        device: The device.
+    """
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    of_device = None if module is None else module.get_rng_state(device)
+
+    def put_back() -> None:
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_python)
+        if numpy is not None and of_numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if module is not None:
+            module.set_rng_state(of_device, device)
+
+    return put_back
+
+
+@contextmanager
+def preserved_streams(device: torch.device) -> Iterator[None]:
+    """Put the streams of torch, NumPy, `random` and a device back on exit.
+
+    Args:
+        device: The device.
+    """
+    put_back = remember_streams(device)
+    try:
+        yield
+    finally:
+        put_back()

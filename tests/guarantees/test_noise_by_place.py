@@ -1,0 +1,406 @@
+"""Random numbers are a function of place: which ones are drawn follows from the sample, the update and the phase, and from nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.keys import own_keys
+from support.processes import run_processes
+from support.toys import differences, whole_state
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import danling as dl
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    """Points that know their number."""
+
+    def __init__(self, size: int) -> None:
+        self.points = torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input": self.points[index], "target": index % 3, "index": index}
+
+
+def draw() -> tuple[list[float], float, float]:
+    """Draw from all streams of the host: a dropout mask, NumPy's and Python's."""
+    return F.dropout(torch.ones(40), 0.5).tolist(), float(np.random.rand()), random.random()
+
+
+def settings(root: Path, **changes: Any) -> dict[str, Any]:
+    return {"seed": 4, "log": False, "dir": str(root), "optim": {"type": "adamw", "lr": 1e-2}, "epochs": 2, **changes}
+
+
+class Drawing(dl.Runner):
+    """Writes down what each micro-batch draws, by the update and the numbers of its samples."""
+
+    def __init__(self, config: Mapping[str, Any], size: int = 36) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": Numbered(size)}
+        self.drawn: dict[tuple[int, ...], Any] = {}
+
+    def train_step(self, data: Any) -> Any:
+        """Draw, then train as usual."""
+        key = (self.state.train.attempted, *data["index"].tolist())
+        assert key not in self.drawn
+        self.drawn[key] = draw()
+        return super().train_step((data["input"], data["target"]))
+
+
+# However samples are divided
+
+
+def drawn_by(config: dict[str, Any]) -> Any:
+    with Drawing(config) as runner:
+        runner.train()
+        return runner.drawn
+
+
+@pytest.mark.timeout(300)
+def test_noise_belongs_to_the_samples_however_they_are_divided(tmp_path: Path) -> None:
+    found = []
+    for number, (world_size, accum_steps) in enumerate([(1, 6), (2, 3), (3, 2)]):
+        loader = {"global_batch_size": 12, "micro_batch_size": 2}
+        config = settings(tmp_path / str(number), dataloader=loader)
+        ranks = run_processes(drawn_by, config, world_size=world_size)
+        assert all(len(drawn) == 2 * 3 * accum_steps for drawn in ranks)
+        found.append({key: value for drawn in ranks for key, value in drawn.items()})
+    assert len(found[0]) == 2 * 36 // 2
+    assert found[0] == found[1] == found[2]
+    # Never the same twice.
+    masks = [tuple(mask) for mask, _, _ in found[0].values()]
+    assert len(set(masks)) == len(masks)
+
+
+def test_a_skipped_update_repeats_no_number(tmp_path: Path) -> None:
+    # The scale of float16 begins far too high, so that the first updates overflow.
+    config = settings(tmp_path, precision="fp16", skip_nonfinite_grad=True, dataloader={"batch_size": 6})
+    with Drawing(config) as runner:
+        runner.criterion = lambda pred, target: 20 * F.cross_entropy(pred, target)
+        runner.train()
+        assert runner.train_state.skipped_updates > 1 and runner.train_state.global_step > 1
+        assert len({tuple(mask) for mask, _, _ in runner.drawn.values()}) == len(runner.drawn) == 12
+
+
+# Wherever a user draws
+
+
+class DrawingEverywhere(Drawing):
+    """Draws in overrides, what it trains with depends on it."""
+
+    def __init__(self, config: Mapping[str, Any], stop_at: int | None = None) -> None:
+        super().__init__(config)
+        self.stop_at = stop_at
+        self.critic = nn.Linear(3, 1)
+        self.optimizer = dl.optim.JointOptimizer(
+            torch.optim.SGD(self.model[0].parameters(), lr=0.1), torch.optim.SGD(self.model[2].parameters(), lr=0.1)
+        )
+        self.datasets["val"] = Numbered(7)
+        self.scale = 1.0
+
+    def train_epoch(self, split: str = "train") -> Any:
+        """Draw what the pass is trained with."""
+        self.scale = 1 + sum(draw()[1:]) + float(torch.rand(()))
+        return super().train_epoch(split)
+
+    def train_step(self, data: Any) -> Any:
+        """Scale the input."""
+        return super().train_step({**data, "input": data["input"] * self.scale})
+
+    def step(self) -> Any:
+        """Add noise to the gradient, and stop where it is told."""
+        if self.state.train.global_step + 1 == self.stop_at:
+            self.stop()
+        # Ranks draw by their samples here, and must add the same.
+        seed = self.world.broadcast_object(int(torch.randint(2**31, ())) + int(sum(draw()[1:]) * 2**20))
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.unwrapped_model.parameters():
+            parameter.grad += 1e-2 * torch.randn(parameter.shape, generator=generator)
+        return super().step()
+
+    def optimizer_step(self) -> None:
+        """Step one after the other, with noise between."""
+        first, second = self.optimizer.optimizers
+        first.step()
+        with torch.no_grad():
+            for parameter in self.unwrapped_model.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter)
+        second.step()
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Draw, which training must not notice."""
+        draw()
+        return super().evaluate_step((data["input"], data["target"]))
+
+
+def train_everywhere(config: dict[str, Any], stop_at: int | None) -> Any:
+    with DrawingEverywhere(config, stop_at) as runner:
+        runner.train()
+        return runner.train_state.global_step, whole_state(runner)
+
+
+def train_all(config: dict[str, Any], root: str, stops: list[int | None], resume: bool) -> list[Any]:
+    return [
+        train_everywhere({**config, "dir": f"{root}/{k}", "auto_resume": resume}, None if resume else k) for k in stops
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_draws_in_overrides_are_those_of_an_uninterrupted_run(world_size: int, tmp_path: Path) -> None:
+    config = settings(tmp_path, dataloader={"batch_size": 12 // world_size, "drop_last": False})
+    del config["optim"]
+    whole = run_processes(train_everywhere, {**config, "dir": f"{tmp_path}/whole"}, None, world_size=world_size)
+    last = whole[0][0]
+    assert last == 6
+    stops = list(range(1, last))
+    stopped = run_processes(train_all, config, str(tmp_path), stops, False, world_size=world_size)
+    resumed = run_processes(train_all, config, str(tmp_path), stops, True, world_size=world_size)
+    for rank in range(world_size):
+        assert [step for step, _ in stopped[rank]] == stops
+        for k, (_, state) in zip(stops, resumed[rank]):
+            assert differences(state, whole[rank][1]) == [], f"stopped at {k}"
+
+
+def test_an_evaluation_changes_no_number_of_training(tmp_path: Path) -> None:
+    with Drawing(settings(tmp_path / "a", dataloader={"batch_size": 6})) as runner:
+        runner.train()
+        alone, weights = runner.drawn, runner.model[0].weight.detach().clone()
+    with DrawingBetween(settings(tmp_path / "b", dataloader={"batch_size": 6})) as runner:
+        runner.train()
+        assert runner.drawn == alone and torch.equal(runner.model[0].weight, weights)
+        assert len(runner.seen) == 6 and runner.seen == sorted(runner.seen)
+        before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        first, second = (runner.evaluate("val"), runner.noises.copy()), (runner.evaluate("val"), runner.noises[-2:])
+        assert first[1][-2:] == second[1]  # after as many updates, the same
+        after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+class DrawingBetween(Drawing):
+    """Evaluates in the middle of a pass."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.datasets["val"] = Numbered(7)
+        self.seen: list[int] = []
+        self.noises: list[Any] = []
+
+    def step(self) -> Any:
+        """Evaluate after every other update."""
+        outcome = super().step()
+        if self.train_state.global_step % 2 == 0:
+            self.seen.append(self.train_state.global_step)
+            self.evaluate("val")
+        return outcome
+
+    def evaluate_step(self, data: Any) -> Any:
+        """Write down what is drawn."""
+        self.noises.append(draw())
+        return super().evaluate_step((data["input"], data["target"]))
+
+
+# In optimizers
+
+
+class Langevin(torch.optim.Optimizer):
+    """Adds noise to each step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step, and draw for what this rank holds."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                noise = torch.randn(local.shape)
+                self.state[parameter]["noise"] = noise
+                grad = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                local.add_(grad, alpha=-group["lr"]).add_(noise, alpha=1e-2)
+
+
+class Sampling(Drawing):
+    """Trains with noise in the optimizer, and with a second one that steps within `train_step`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.optimizer = Langevin(self.model.parameters())
+        self.own = torch.zeros(3, requires_grad=True)
+        self.second = Langevin([self.own])
+        self.phases: list[list[float]] = []
+
+    def train_step(self, data: Any) -> Any:
+        """Step the second optimizer in the middle, with a gradient that all ranks share."""
+        self.own.grad = torch.ones(3)
+        self.phases.append(torch.rand(2).tolist())
+        self.second.step()
+        self.phases.append(torch.rand(2).tolist())
+        return super().train_step(data)
+
+
+def sampled_by(config: dict[str, Any]) -> Any:
+    with Sampling(config) as runner:
+        runner.train()
+        held = [p.to_local() if hasattr(p, "to_local") else p for p in runner.unwrapped_model.parameters()]
+        noise = [runner.optimizer.state[parameter]["noise"] for parameter in runner.unwrapped_model.parameters()]
+        values = [[value.detach().tolist() for value in each] for each in (held, noise)]
+        return [*values, runner.own.tolist(), runner.phases]
+
+
+@pytest.mark.timeout(200)
+def test_noise_in_an_optimizer_is_equal_on_copies_and_differs_on_shards(tmp_path: Path) -> None:
+    config = settings(tmp_path / "copies", dataloader={"batch_size": 6}, epochs=1)
+    del config["optim"]
+    copies = run_processes(sampled_by, config, world_size=2)
+    assert copies[0][:3] == copies[1][:3]
+    # What the samples are trained with is not.
+    assert copies[0][3] != copies[1][3]
+    # Each phase of each micro-batch draws others.
+    drawn = [tuple(phase) for found in copies for phase in found[3]]
+    assert len(set(drawn)) == len(drawn) == 2 * 2 * 3
+    sharded = {**config, "dir": str(tmp_path / "shards"), "stack": "parallel", "parallel": {"axes": {"shard": 2}}}
+    shards = run_processes(sampled_by, sharded, world_size=2)
+    assert shards[0][1][0] != shards[1][1][0] and shards[0][2] == shards[1][2]
+
+
+class Searching(Drawing):
+    """Evaluates its loss several times in a step, as a line search does."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.noises: list[Any] = []
+        self.batches: list[Any] = []
+
+    def train_step(self, data: Any) -> Any:
+        """Write down the noise."""
+        if not self._keys.in_update:
+            self.batches.append(data)
+        self.noises.append(torch.rand(3).tolist())
+        return dl.TorchRunner.train_step(self, (data["input"], data["target"]))
+
+    def optimizer_step(self) -> None:
+        """Compute the micro-batches of the window again."""
+        for batch in self.batches:
+            self.train_step(batch)
+        self.batches.clear()
+        super().optimizer_step()
+
+
+def test_a_closure_that_computes_a_micro_batch_again_draws_the_same(tmp_path: Path) -> None:
+    config = settings(tmp_path, dataloader={"batch_size": 6}, accum_steps=2, steps=2, epochs=None)
+    with Searching(config) as runner:
+        runner.train()
+        first, second = runner.noises[:4], runner.noises[4:]
+        assert first[:2] == first[2:] and second[:2] == second[2:]
+        assert len({tuple(noise) for noise in runner.noises}) == 4
+
+
+# Schedules and recomputed activations
+
+
+class Staged(nn.Module):
+    """A stage that writes down what it draws."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.linear = name, nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Drop some, twice."""
+        return inputs + F.dropout(self.linear(F.dropout(inputs, 0.5, self.training)), 0.5, self.training)
+
+
+class Layered(dl.Runner):
+    """Layers over a pipeline, or whole."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(
+            nn.Linear(4, 6), nn.ModuleList([Staged("a"), Staged("b")])[0], Staged("c"), nn.Linear(6, 3)
+        )
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": list(zip(Numbered(16).points, torch.arange(16) % 3))}
+
+
+def layered(config: dict[str, Any]) -> Any:
+    with Layered(config) as runner:
+        runner.train()
+        return {name: parameter.detach().clone() for name, parameter in runner.named_parameters()}
+
+
+@pytest.mark.timeout(300)
+def test_neither_the_schedule_nor_recomputed_activations_change_a_number(tmp_path: Path) -> None:
+    found = []
+    for number, (schedule, again) in enumerate([("1F1B", False), ("GPipe", False), ("1F1B", True)]):
+        parallel = {
+            "axes": {"pipeline": 2},
+            "pipeline_schedule": schedule,
+            "pipeline_microbatch_size": 2,
+            "activation_checkpointing": again,
+        }
+        fsdp = {"blocks": ["Staged"]} if again else {}
+        config = settings(
+            tmp_path / str(number), stack="parallel", parallel=parallel, fsdp=fsdp, dataloader={"batch_size": 8}
+        )
+        config["optim"] = {"type": "sgd", "lr": 0.1}
+        config["checkpoint"] = {"load_only": True}
+        found.append(run_processes(layered, config, world_size=2))
+    for rank in range(2):
+        first = found[0][rank]
+        assert first
+        for other in found[1:]:
+            assert differences(other[rank], first) == []
+
+
+# Statistics
+
+
+def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream() -> None:
+    number, width = 100_000, 16
+    keys = own_keys()
+    keyed, plain = torch.empty(number, width), torch.empty(number, width)
+    for place in range(number):
+        keys.begin_micro_batch(None, (place,), 0)
+        keyed[place] = F.dropout(torch.ones(width), 0.5) / 2
+    torch.manual_seed(1)
+    for place in range(number):
+        plain[place] = F.dropout(torch.ones(width), 0.5) / 2
+    powers = 2 ** torch.arange(8.0)
+    for masks in (keyed, plain):
+        deviation = 0.5 / number**0.5
+        assert (masks.mean(0) - 0.5).abs().max() < 4.5 * deviation
+        centred = masks - 0.5
+        for lag in (1, 2, 7):
+            neighbours = (centred[lag:] * centred[:-lag]).mean(0) * 4
+            assert neighbours.abs().max() < 4.5 / number**0.5
+        # Of 256 patterns in the first eight elements: 255 degrees of freedom, whose deviation is 22.6.
+        counts = torch.bincount((masks[:, :8] @ powers).long(), minlength=256).double()
+        assert abs(float(((counts - number / 256) ** 2 / (number / 256)).sum()) - 255) < 4.5 * 22.6
+    # 32 bits of a key are read, so that of 10^5 masks of 16 elements most patterns come, and keys repeat about once.
+    assert len({tuple(row) for row in keyed[:, :].tolist()}) > 50_000
+
+
+def test_keys_of_one_update_are_those_of_no_other() -> None:
+    keys = own_keys()
+    found = []
+    for attempted in range(300):
+        keys._runner.state.train.global_step = attempted
+        for place in range(100):
+            keys.begin_micro_batch(None, (place,), 0)
+            found.append(keys.key)
+    assert len(set(found)) == len(found)
