@@ -132,10 +132,10 @@ def test_nothing_of_it_is_called_in_an_update_when_it_is_off(tmp_path: Path) -> 
 
 
 LATE: dict[str, Any] = {
-    "kinds": ("weight", "moment", "gradient", "stream"),
+    "kinds": ("weight", "moment", "gradient"),
     "instants": ("after backward", "clip", "step", "after step", "end"),
 }
-VISIBLE: dict[str, Any] = {"kinds": ("weight", "moment", "buffer", "stream", "batch", "loss")}
+VISIBLE: dict[str, Any] = {"kinds": ("weight", "moment", "buffer", "batch", "loss")}
 """What is no gradient, of which an engine shows the ranks only a share, and that late."""
 STACKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ddp": ({}, {}),

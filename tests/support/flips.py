@@ -21,14 +21,14 @@ from .toys import NoisyPoints
 STATE = ("weight", "moment", "buffer")
 KINDS: Mapping[str, tuple[str, ...]] = {
     "fetch": STATE,
-    "forward": (*STATE, "batch", "stream"),
-    "loss": (*STATE, "batch", "stream", "loss"),
+    "forward": (*STATE, "batch"),
+    "loss": (*STATE, "batch", "loss"),
     "backward": ("gradient",),
-    "after backward": (*STATE, "batch", "stream", "gradient"),
-    "clip": (*STATE, "gradient", "stream"),
-    "step": (*STATE, "gradient", "stream"),
-    "after step": (*STATE, "gradient", "stream"),
-    "end": (*STATE, "stream"),
+    "after backward": (*STATE, "batch", "gradient"),
+    "clip": (*STATE, "gradient"),
+    "step": (*STATE, "gradient"),
+    "after step": (*STATE, "gradient"),
+    "end": STATE,
 }
 """What may flip at each instant: before it is used for the last time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,19 +69,6 @@ def flip_bit(tensor: Tensor, draw: random.Random, *, counts: bool = False) -> No
     view = flat.view(_BITS[part.element_size()])
     bit = draw.randrange(bits // 2 if counts else 0, bits)
     view[number] ^= (1 << bit) - (1 << bits if part.element_size() > 1 and bit == bits - 1 else 0)
-
-
-def flip_stream(draw: random.Random) -> None:
-    """Flip one bit of a random stream of the process: of one of its words behind the first, of which not all bits are used."""
-    if draw.random() < 0.5:
-        state = torch.default_generator.get_state()
-        state[24 + 8 * draw.randrange(1, 624) + draw.randrange(4)] ^= 1 << draw.randrange(8)
-        torch.default_generator.set_state(state)
-        return
-    version, words, gauss = random.getstate()
-    place = draw.randrange(1, 624)
-    changed = (*words[:place], words[place] ^ (1 << draw.randrange(32)), *words[place + 1 :])
-    random.setstate((version, changed, gauss))
 
 
 STRIKERS: dict[int, Striker] = {}
@@ -150,10 +137,7 @@ class Striker:
             return
         flip.struck = True
         draw = random.Random(f"{self.seed}, {flip.step}, {flip.kind}")
-        if flip.kind == "stream":
-            flip_stream(draw)
-        else:
-            flip_bit(draw.choice(self.tensors(flip.kind)), draw, counts=instant == "backward")
+        flip_bit(draw.choice(self.tensors(flip.kind)), draw, counts=instant == "backward")
 
     def tensors(self, kind: str) -> list[Tensor]:
         """Return the live tensors of a kind."""
@@ -305,7 +289,7 @@ class Heard(logging.Handler):
 
 
 def state_of(runner: Flipped) -> dict[str, Tensor]:
-    """Return weights, buffers, moments and the random stream of torch of a run."""
+    """Return weights, buffers and moments of a run."""
     moments = {
         f"moment/{name}/{key}": local_part(value).clone()
         for name, parameter in runner.named_parameters()
@@ -314,7 +298,7 @@ def state_of(runner: Flipped) -> dict[str, Tensor]:
     }
     weights = {f"weight/{n}": local_part(p.detach()).clone() for n, p in runner.named_parameters()}
     buffers = {f"buffer/{n}": b.clone() for n, b in runner.unwrapped_model.named_buffers()}
-    return {**weights, **buffers, **moments, "stream": torch.default_generator.get_state()}
+    return {**weights, **buffers, **moments}
 
 
 def settings(root: Any, **more: Any) -> dict[str, Any]:
