@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Recompute:
     """Takes the micro-batches of an update back, so that they can be run again.
 
-    What they change is put back: buffers, meters, counters, what is carried, the window and its gradient. Batches are not copied: a step that has
-    written to its batch cannot be run again, which is refused.
+    What they change is put back: buffers, meters, counters, what is carried, the window and its gradient. Batches are not copied: a
+    step that has written to its batch cannot be run again, which is refused.
 
     Args:
         runner: The runner.
