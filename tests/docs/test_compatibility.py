@@ -37,6 +37,13 @@ def test_extras_for_linux_alone_are_named() -> None:
     assert "The extras `deepspeed`, `torchft` and `mooncake` install their packages on Linux only." in PAGE
 
 
+def test_malicious_releases_of_lightning_are_refused_by_every_extra() -> None:
+    asked = [specifiers for name, specifiers in re.findall(r'"((?:pytorch-)?lightning)([^"]*)"', PROJECT)]
+    assert asked and all("!=2.6.2" in specifiers and "!=2.6.3" in specifiers for specifiers in asked)
+    assert pinned("pytorch-lightning") not in ("2.6.2", "2.6.3")
+    assert "pytorch-lightning 2.6.2 and 2.6.3" in PAGE
+
+
 def test_version_and_formats_are_those_of_the_sources() -> None:
     assert f"This is {danling.__version__}, an alpha" in PAGE
     assert f"Today's, and so far the only one, is **{FORMAT_VERSION}**." in PAGE
