@@ -41,6 +41,24 @@ def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, require
     return [problem for problem in found if problem is not None]
 
 
+def oversized(path: Path, size: int) -> str | None:
+    """Return in which way the records of an archive are larger than the file, as compressed ones and those that overlap; `None` in none.
+
+    Args:
+        path: The file.
+        size: Its bytes.
+    """
+    try:
+        with _opened(path) as file, ZipFile(file) as archive:
+            records = archive.infolist()
+    except Exception as error:
+        return f"which is no whole archive ({error})"
+    if any(record.compress_type != ZIP_STORED for record in records):
+        return "whose records are compressed, which torch never does"
+    total = sum(record.file_size for record in records)
+    return f"whose records have {total} bytes and the file {size}" if total > size else None
+
+
 def _opened(source: Path | BinaryIO) -> AbstractContextManager[BinaryIO]:
     return os.fdopen(storage.open_regular(source), "rb") if isinstance(source, Path) else nullcontext(source)
 

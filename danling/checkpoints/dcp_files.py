@@ -38,7 +38,7 @@ from .reuse import Reuse
 from .shard_index import INDEX, ShardIndex, from_metadata, to_metadata
 from .stock_metadata import read_index
 from .target_store import SUMS
-from .torch_files import check_format
+from .torch_files import check_format, check_values
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"(?:\d+)?__(\d+)_\d+\.distcp")
@@ -221,7 +221,9 @@ def read_target(
             raise CheckpointDamaged(
                 f"Expected a readable checkpoint. Received: {path}: {reason}. Use another checkpoint."
             ) from None
-    return nest({**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data)
+    payload = nest({**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data)
+    check_values(payload, path)
+    return payload
 
 
 def save_target(

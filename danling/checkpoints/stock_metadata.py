@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import pickletools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from . import storage
 from .errors import CheckpointDamaged
 from .shard_index import INDEX, Chunk, Extent, ShardIndex, TensorEntry, ValueEntry, path_of, string, whole
+
+
+_LARGEST_TUPLE = 100_000
 
 
 class _Part:
@@ -153,9 +157,35 @@ def read_stock_metadata(path: Path) -> ShardIndex:
         raise CheckpointDamaged(f"Expected the metadata of a sharded checkpoint. Received: {path}, which is no file.")
     try:
         with os.fdopen(storage.open_regular(path), "rb") as file:
+            _refuse_large_tuples(file)
+            file.seek(0)
             return _index(_Unpickler(file).load())
     except Exception as error:
         raise CheckpointDamaged(f"Expected the metadata of a sharded checkpoint. Received: {path}: {error}") from error
+
+
+def _refuse_large_tuples(file: BinaryIO) -> None:
+    """Refuse a tuple with more than 100,000 values: as a key it is hashed, and one that holds another twice, level by level, for ever."""
+    stack: list[int | None] = []
+    memo: dict[Any, int | None] = {}
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "MARK":
+            stack.append(None)
+        elif operation.name.endswith("GET"):
+            stack.append(memo.get(argument, 1))
+        elif operation.name.endswith("PUT") or operation.name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        else:
+            size = 1
+            for kind in reversed(operation.stack_before):
+                if kind is pickletools.stackslice:
+                    while (value := stack.pop()) is not None:
+                        size += value
+                elif kind is not pickletools.markobject:
+                    size += stack.pop() or 0
+            if operation.name.startswith("TUPLE") and size > _LARGEST_TUPLE:
+                raise ValueError(f"it has a tuple of more than {_LARGEST_TUPLE:,} values")
+            stack += [size] * len(operation.stack_after)
 
 
 def _index(metadata: Any) -> ShardIndex:

@@ -373,6 +373,15 @@ def open_regular(path: Path) -> int:
     raise CheckpointDiskError(f"Expected a file at {path}. Received: what lies there {absence(path)}. Move it away.")
 
 
+def file_size(path: Path) -> int:
+    """Return the bytes of a regular file, which can be opened."""
+    handle = open_regular(path)
+    try:
+        return os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
 def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
     """Yield the contents of a regular file; each piece is gone when the next one comes."""
     buffer = memoryview(bytearray(size))

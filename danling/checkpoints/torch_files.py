@@ -10,13 +10,24 @@ from zipfile import is_zipfile
 
 import torch
 
-from .archive import is_archive
+from . import storage
+from .archive import is_archive, oversized
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
 from .file_store import SUMS, verify_alone
 from .outline import Outline, tensors_in, without_tensors
 
 FORMAT_VERSION = 1
 """`format_version` of what is written, and the newest one that can be read."""
+
+_DEEPEST, _MOST_VALUES = 200, 20_000_000
+_MAPPINGS = (
+    "runner",
+    "model",
+    "ema",
+    "ema.weights",
+    "state",
+    *(f"state.{name}" for name in ("train", "elastic", "scores", "results")),
+)
 
 
 def read_file(path: Path, *, mmap: bool = False) -> Any:
@@ -26,15 +37,59 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
         CheckpointDamaged: If torch cannot read it.
         CheckpointDiskError: If the file system does not let it.
     """
+    size = storage.file_size(path)
     try:
         # The older format of torch.save is no zip file, and can only be read whole.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zipfile(path))
+        is_zip = is_zipfile(path)
+        if is_zip and (problem := oversized(path, size)):
+            raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}, {problem}.")
+        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
+        check_values(payload, path, size=size)
+        return payload
+    except CheckpointDamaged:
+        raise
     except OSError as error:
         raise disk_error("read", path, error) from error
     except Exception as error:
         raise CheckpointDamaged(
             f"Expected a file of torch.save. Received: {path}, {_why_unreadable(path, error)}"
         ) from error
+
+
+def check_values(payload: object, path: Path, *, size: int | None = None) -> None:
+    """Refuse values over which no reader could walk: a few bytes of a pickle stand for any number of them.
+
+    Args:
+        payload: The values.
+        path: Where they were read.
+        size: Bytes of the file, which no tensor may exceed.
+
+    Raises:
+        CheckpointDamaged: If they are nested deeper than 200 levels or without end, more than 20,000,000, or a tensor repeats its few
+            elements to more bytes than the file has.
+    """
+    level = {id(payload): (payload, 1)}  # each value once, with how often it comes
+    count = 0
+    for _ in range(_DEEPEST):
+        below: dict[int, tuple[Any, int]] = {}
+        for value, times in level.values():
+            if isinstance(value, torch.Tensor):
+                wanted = value.numel() * value.element_size()
+                if size is not None and wanted > max(size, value.untyped_storage().nbytes()):
+                    raise CheckpointDamaged(
+                        f"Expected tensors that are in the file. Received: {path}, in which one has {wanted} bytes and the file {size}."
+                    )
+            elif isinstance(value, (dict, list, tuple)):
+                count += times * len(value)
+                for inner in value.values() if isinstance(value, dict) else value:
+                    if isinstance(inner, (torch.Tensor, dict, list, tuple)):
+                        below[id(inner)] = (inner, times + below.get(id(inner), (None, 0))[1])
+        if count > _MOST_VALUES:
+            raise CheckpointDamaged(f"Expected at most {_MOST_VALUES:,} values. Received: {path}, with more.")
+        level = below
+        if not level:
+            return
+    raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
@@ -72,6 +127,12 @@ def check_format(payload: Any, path: Path) -> dict[str, object]:
             f"Expected a checkpoint of format_version {FORMAT_VERSION} or older. Received: {path} of format_version {version}. Update "
             "danling to read it."
         )
+    for name in _MAPPINGS:
+        value: Any = payload
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None and not isinstance(value, Mapping):
+            raise CheckpointDamaged(f"Expected a mapping as {name}. Received: {path} with {type(value).__name__}.")
     return dict(payload)
 
 
@@ -120,5 +181,7 @@ def read_outline(path: Path) -> Outline:
     """Return what is in a file of `torch.save`, of this library or of another program; see `Backend.read_outline`."""
     check_foreign(path, "size")
     payload = read_file(path, mmap=True)
+    if is_own(payload):
+        payload = check_format(payload, path)
     plain = without_tensors(payload) if isinstance(payload, Mapping) else {}
     return Outline("file" if is_own(payload) else "torch file", path, list(tensors_in(payload)), plain)

@@ -179,6 +179,11 @@ def read_weights(
         # The payload has only what was asked for.
         held = sorted(payload if is_engine_target(target) else read_contents(found).sections())
         raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {held}.")
+    for name, value in (*model.items(), *(averaged or {}).items()):
+        if not isinstance(name, str) or not hasattr(value, "untyped_storage"):
+            raise CheckpointMismatch(
+                f"Expected tensors by name as weights. Received: {found} with {str(name)[:80]!r} of {type(value).__name__}."
+            )
     if "frozen" in payload:
         raise CheckpointMismatch(
             f"Expected all weights of the model for --format hf, since from_pretrained makes up what is missing. Received: {found}, which "

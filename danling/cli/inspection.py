@@ -53,17 +53,18 @@ def run(options: argparse.Namespace) -> int:
         print_table(("tensor", "dtype", "shape", "size", "pieces"), lines)
     if options.config:
         print()
-        for name, value in flatten(contents.plain.get("runner", {}), keeps_empty=True).items():
+        settings = contents.plain.get("runner", {}) if contents.is_own else {}
+        for name, value in flatten(settings, keeps_empty=True).items():
             print(f"{as_text(name)}: {as_text(value)}")
     return OK
 
 
 def describe(contents: Outline) -> dict[str, Any]:
     """Return what is known of a checkpoint in a few plain values; what is not known is left out."""
-    state = contents.plain.get("state", {})
+    state = contents.plain.get("state", {}) if contents.is_own else {}
     scores = state.get("scores") or {}
     facts = {
-        "format_version": contents.plain.get("format_version"),
+        "format_version": contents.plain.get("format_version") if contents.is_own else None,
         **(contents.record or {}),
         "world_size": state.get("elastic", {}).get("world_size"),
         "samples": state.get("train", {}).get("samples"),
@@ -76,8 +77,11 @@ def describe(contents: Outline) -> dict[str, Any]:
 def _last_result(results: dict[str, Any]) -> str | None:
     if not results:
         return None
-    index = max(results, key=int)
-    figures = flatten(results[index], keeps_empty=True)
+    try:
+        index = max(results, key=int)
+        figures = flatten(results[index], keeps_empty=True)
+    except (ValueError, TypeError, AttributeError):
+        return None
     return f"at {index}: " + ", ".join(
         f"{name.replace('.', '/', 1)} {as_text(value)}" for name, value in figures.items()
     )

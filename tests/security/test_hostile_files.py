@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.recorded import bounded
 
 from danling.cli.main import main
 from danling.config.files import read_settings
@@ -22,15 +23,7 @@ from danling.stream.refs import SampleRef, TensorSpec
 from danling.utils.files import read_text
 from danling.utils.nesting import parse_json, parse_yaml
 
-SECONDS, MEMORY = 30, 2 << 30
-
-
-def danling(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, which has 2 GiB of memory."""
-    limits = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({MEMORY}, {MEMORY})); "
-    program = f"{limits}import sys; from danling.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, timeout=SECONDS, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+SECONDS = 30
 
 
 def run_at(path: Path) -> Path:
@@ -92,7 +85,7 @@ def test_a_hostile_file_costs_its_run_a_line_and_others_nothing(tmp_path: Path, 
     whole, broken = run_at(tmp_path / "whole"), run_at(tmp_path / "broken")
     spoil(broken / file)
     for words in (["runs", tmp_path], ["plot", tmp_path, "-o", tmp_path / "report.html"]):
-        done = danling(*words)
+        done = bounded(*words)
         assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr
         if words[0] == "runs":
             assert done.returncode == (0 if file == "results.json" else 1)
@@ -108,7 +101,7 @@ def test_metrics_with_figures_of_401_digits_keep_their_other_lines(tmp_path: Pat
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": 8, "train/loss": {DIGITS}}}\n{{"step": 9, "train/loss": 1.0}}\n')
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [7, 9]
-    assert danling("plot", run, "-o", tmp_path / "curve.png").returncode == 0
+    assert bounded("plot", run, "-o", tmp_path / "curve.png").returncode == 0
 
 
 def test_a_file_with_an_impossible_date_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,12 +222,12 @@ def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
         ["verify", run],
         [f"no{evil}"],
     ):
-        done = danling(*words)
+        done = bounded(*words)
         assert "Traceback" not in done.stderr, done.stderr
         shown = done.stdout + done.stderr
         assert shown and not any(sign in shown for sign in "\x1b\x07\x9b\u202e"), (words, shown)
-    assert "\\x1b[2J" in danling("runs", tmp_path).stdout
-    assert "\nrow" not in danling("runs", tmp_path, "--all-settings").stdout
+    assert "\\x1b[2J" in bounded("runs", tmp_path).stdout
+    assert "\nrow" not in bounded("runs", tmp_path, "--all-settings").stdout
 
 
 # Streams

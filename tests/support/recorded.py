@@ -31,6 +31,14 @@ def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int
         return Path(runner.workspace.dir)
 
 
+def bounded(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command `danling` in a process with 2 GiB of memory and half a minute."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))"
+    program = f"{limit}; import sys; from danling.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+
+
 def danling(*arguments: str | Path, timeout: float = 100.0, warm: bool = False) -> subprocess.CompletedProcess[str]:
     """Run the command `danling` in a process of its own, to its end.
 
