@@ -20,7 +20,6 @@ from . import storage
 from .errors import CheckpointDamaged
 from .shard_index import INDEX, Chunk, Extent, ShardIndex, TensorEntry, ValueEntry, path_of, string, whole
 
-
 _LARGEST_TUPLE = 100_000
 
 
