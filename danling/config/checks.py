@@ -1,15 +1,17 @@
-"""Combinations and choices that a configuration is checked for."""
+"""Checks of values and of combinations of settings."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .hints import ENGINE_KEYS, slip_of
-from .memory_policy import read_memory_policy
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
+
 
 _SMALLEST_PART = 5 << 20
 
@@ -96,3 +98,65 @@ def _check_batches(config: RunnerConfig) -> None:
             from danling.data.batching import check_sizes  # only here, since torch takes its time
 
             check_sizes(section, place)
+
+
+_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
+
+
+def seconds_of(key: str, limit: float | str) -> float:
+    """Return a span of time in seconds.
+
+    Args:
+        key: The setting, for the message.
+        limit: Seconds, as a number or a text, or `MM:SS` or `HH:MM:SS`.
+
+    Raises:
+        ValueError: If it is none of these, or not above 0.
+    """
+    clock = _CLOCK.match(limit) if isinstance(limit, str) else None
+    try:
+        seconds = (
+            float(limit)
+            if clock is None
+            else sum(float(part or 0) * unit for part, unit in zip(clock.groups(), (3600, 60, 1)))
+        )
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"Expected {key} to be seconds or 'HH:MM:SS'. Received: {key}={limit!r}.")
+    return seconds
+
+
+POLICIES = ("default", "budget", "recompute")
+
+
+def read_memory_policy(policy: str | None) -> tuple[str, float]:
+    """Return the kind of a memory policy, one of `POLICIES`, and the share of the activations that it keeps: 1 unless it is a budget.
+
+    Args:
+        policy: `None` or `"default"`, `"budget:<x>"` with 0 < x < 1, or `"recompute"`.
+
+    Raises:
+        ValueError: If it is none of these. A budget of 0 is refused: torch computes random operations such as dropout again under it,
+            which gives wrong gradients. Offloading is refused: no graph of torch does it.
+    """
+    kind, colon, share = (policy or "default").partition(":")
+    if kind in ("default", "recompute") and not colon:
+        return kind, 1.0
+    try:
+        budget = float(share) if kind == "budget" else math.nan
+    except ValueError:
+        budget = math.nan
+    if 0 < budget < 1:
+        return kind, budget
+    reason = ""
+    if budget == 0:
+        reason = " Under a budget of 0 torch draws dropout anew in the backward, which gives wrong gradients; 'recompute' keeps little."
+    elif kind == "offload":
+        reason = " Nothing is offloaded: 'recompute' keeps little in memory."
+    elif budget == 1:
+        reason = " A budget of 1 is 'default'."
+    raise ValueError(
+        f"Expected compile.memory_policy to be 'default', 'budget:<x>' with 0 < x < 1, or 'recompute'. Received: "
+        f"compile.memory_policy={policy!r}.{reason}"
+    )

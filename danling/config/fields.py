@@ -1,4 +1,4 @@
-"""What is declared about a configuration key: its type, its bounds, its default, and the text that explains it."""
+"""Declared keys of a configuration: type, bounds, default and help text. The only module that imports chanfig."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from chanfig import Config
+from chanfig import Config as Config
+from chanfig import FlatDict as FlatDict
+from chanfig.io import YamlLoader as YamlLoader
+from chanfig.utils import Null as Null
 
 MISSING = object()
 _RESERVED = frozenset(
@@ -83,6 +86,11 @@ class Field:
         return _problem(value, self.hint)
 
 
+def of_chanfig(kind: type) -> bool:
+    """Whether chanfig defines a class."""
+    return kind.__module__.partition(".")[0] == "chanfig"
+
+
 @cache
 def fields_of(cls: type) -> dict[str, Field]:
     """Return the keys that a configuration class and its bases declare, in order of declaration.
@@ -96,7 +104,7 @@ def fields_of(cls: type) -> dict[str, Field]:
     """
     fields: dict[str, Field] = {}
     for owner in reversed(cls.__mro__):
-        if owner is object or owner is dict or owner.__module__.split(".")[0] == "chanfig":
+        if owner is object or owner is dict or of_chanfig(owner):
             continue
         for name, text in inspect.get_annotations(owner).items():
             if not name.startswith("_") and "ClassVar" not in str(text):
@@ -145,7 +153,7 @@ def help_texts(cls: type) -> Mapping[str, str]:
     """Return the docstring under each field of a class and its bases, as one line each; empty where there is no source."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
-        if owner is not object and owner is not dict and owner.__module__.split(".")[0] != "chanfig":
+        if owner is not object and owner is not dict and not of_chanfig(owner):
             texts.update(_own_help_texts(owner))
     return types.MappingProxyType(texts)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from chanfig.io import YamlLoader
 
 from danling.utils.files import read_text
 from danling.utils.nesting import check_yaml, parse_json
+
+from .fields import YamlLoader
 
 FORMATS = (".yaml", ".yml", ".json", ".toml")
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from chanfig import Config
-
 from danling.utils.secrets import hide_secrets
 from danling.utils.suggest import did_you_mean
 
-from .fields import fields_of
+from .fields import Config, fields_of
 
 _NAMES = {
     "accum_steps": (

@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from chanfig import Config, FlatDict
-from chanfig.utils import Null
 from typing_extensions import Never
 
 from danling.utils.suggest import did_you_mean
 
-from .fields import MISSING, Field, conform, describe, fields_of, members_of
+from .fields import MISSING, Config, Field, FlatDict, Null, conform, describe, fields_of, members_of, of_chanfig
 from .identity import digest, plain
 
 _INTERNAL = frozenset(
@@ -422,8 +420,7 @@ def hides_method(cls: type, name: str) -> bool:
 def fresh(value: Any) -> Any:
     """Return `value` with its containers copied, so that a configuration shares none with its source."""
     if isinstance(value, FlatDict):
-        known = value.__class__.__module__.split(".")[0] == "chanfig"
-        return plain_mapping(value) if known or type(value) is Section else copy.deepcopy(value)
+        return plain_mapping(value) if of_chanfig(type(value)) or type(value) is Section else copy.deepcopy(value)
     if isinstance(value, Mapping):
         return plain_mapping(value)
     return type(value)(map(fresh, value)) if type(value) in (list, tuple, set) else value

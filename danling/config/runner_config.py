@@ -8,30 +8,26 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from chanfig.utils import Null
 
 from danling.utils.notebook import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 from danling.utils.warn import warn_user
 
 from . import identity
-from .checks import check_sections
-from .durations import seconds_of
+from .checks import check_sections, seconds_of
 from .effects import settings_without_effect
-from .fields import fields_of
+from .fields import Null, fields_of
 from .files import as_mapping, read_settings, strict_json
 from .foreign import describe_received, place_of, refusal
-from .help import help_text, usage_errors
 from .hints import slip_of
 from .node import Section, fresh
-from .older import OLDER_KEYS, read_older, read_precision, warn_older
 from .own import OwnKeys
-from .parse import parse_into
-from .stacks import has_file_section, stack_named
+from .parse import help_text, parse_into, usage_errors
+from .stacks import OLDER_KEYS, has_file_section, read_older, read_precision, stack_named, warn_older
 from .top_level import TopLevelConfig
 
 
@@ -423,3 +419,26 @@ def _usual() -> dict[str, Any]:
     """Return the library's defaults as plain values, which the caller does not change."""
     usual: dict[str, Any] = RunnerConfig().plain()
     return usual
+
+
+def continued(
+    stored: Mapping[str, Any], given: Mapping[str, object] | None, config_class: type[RunnerConfig]
+) -> RunnerConfig:
+    """Return the configuration of a run that goes on: the stored one, with what the caller gives over it.
+
+    Secrets in the stored one, which an older version wrote down, are those of the run that made it, and are left out.
+
+    Args:
+        stored: What is obeyed of the stored configuration.
+        given: What overrides it.
+        config_class: Class of the configuration, unless `given` is a configuration itself, whose class it then has.
+    """
+    known = without_secrets(stored, stored.get("secret_keys") or ())
+    if isinstance(given, RunnerConfig):
+        own = deepcopy(given)
+        own.merge(known)
+    else:
+        own = config_class(known)
+    own.claim(known)  # the run that is gone on with has trained with them
+    own.merge(given.changed() if isinstance(given, RunnerConfig) else dict(given or {}))
+    return own

@@ -20,6 +20,7 @@ from .schema import (
     GcConfig,
     HeartbeatConfig,
     MlflowConfig,
+    Nested,
     OptimConfig,
     ParallelConfig,
     ProfilingConfig,
@@ -27,7 +28,6 @@ from .schema import (
     TrackioConfig,
     WandbConfig,
 )
-from .user_types import Nested
 
 
 class TopLevelConfig(WatchedSection):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from danling.config.memory_policy import read_memory_policy
+from danling.config.checks import read_memory_policy
 
 PASS_VERSION = 1
 """To be counted up with every change of `keep_random_operations`. The pass is no part of the keys of torch's caches, so that code of an

@@ -27,7 +27,7 @@ from danling.checkpoints.reading import obeyed, stored_seed
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
 from danling.config.imposed import impose
-from danling.config.stored import continued
+from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.run_data import RunData

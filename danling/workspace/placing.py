@@ -13,7 +13,7 @@ import yaml
 from danling.checkpoints import CheckpointMismatch
 from danling.checkpoints.ownership import newest_record, stored_settings
 from danling.config import RunnerConfig, identity
-from danling.config.updates import update_sizes
+from danling.config.identity import update_sizes
 from danling.utils.files import read_text
 from danling.utils.nesting import parse_yaml
 from danling.utils.notebook import in_notebook

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from danling.config.durations import seconds_of
+import danling
+from danling.config.checks import seconds_of
 from danling.config.files import as_mapping
 from danling.config.identity import overlay
 from danling.config.own import OwnKeys
@@ -66,3 +68,11 @@ def test_nested_settings_go_over_others_key_by_key() -> None:
     base: dict[str, Any] = {"a": {"b": 1, "c": 2}, "d": 3}
     overlay(base, {"a": {"c": 4}, "d": {"e": 5}})
     assert base == {"a": {"b": 1, "c": 4}, "d": {"e": 5}}
+
+
+def test_one_module_imports_chanfig() -> None:
+    package = Path(danling.__file__).parent
+    importing = [
+        path for path in package.rglob("*.py") if re.search(r"^\s*(from|import) chanfig", path.read_text(), re.M)
+    ]
+    assert [str(path.relative_to(package)) for path in importing] == ["config/fields.py"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from danling.config import RunnerConfig
-from danling.config.stored import continued
+from danling.config.runner_config import continued
 
 
 class Own(RunnerConfig):
