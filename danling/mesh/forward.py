@@ -41,7 +41,7 @@ class MeshForward(EvaluationForward):
             data: This rank's share of the batch, on the device.
         """
         pipeline = self.pipeline()
-        if pipeline is None:
+        if pipeline is None or self.model().is_answering:
             with loss_context(self.topology):
                 pred, loss = super().evaluate(data)
             return whole_tensors(pred), loss

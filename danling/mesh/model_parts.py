@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 class ModelParts(nn.Module):
     """The parts of a model that one rank holds, under the names of the whole model.
 
-    Not to be called: the pipeline schedule calls the parts.
+    The pipeline schedule calls the parts. A step of the runner that calls the whole model gets what `answering` says.
 
     Args:
         parts: Modules that have no parameter in common.
@@ -21,6 +22,72 @@ class ModelParts(nn.Module):
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self._answer: Callable[..., Any] | None = None
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a step is run whose call of the model is answered."""
+        return self._answer is not None
+
+    def inputs_of(self, step: Callable[[Any], Any], data: object) -> tuple[Any, ...]:
+        """Return what a step calls the model with; the step is left there.
+
+        Args:
+            step: The step.
+            data: Its batch.
+
+        Raises:
+            ValueError: If it does not call the model, or with keywords.
+        """
+        with self._answering(_leave):
+            try:
+                step(data)
+            except _ModelCalled as call:
+                if call.keywords:
+                    raise ValueError(
+                        "Expected self.model to be called with tensors by position in a pipeline. Received: the keywords "
+                        f"{', '.join(call.keywords)}, which stages in the middle would need too. Call self.model(tensor, ...), and pass "
+                        "on from stage to stage what a later one needs."
+                    ) from None
+                return call.arguments
+        raise ValueError(
+            "Expected a step that calls self.model in a pipeline. Received: one that returned without. Call self.model once with the "
+            "tensors of the batch, or train on another axis than `pipeline`."
+        )
+
+    def output_is(self, step: Callable[[Any], Any], data: object, output: Any) -> Any:
+        """Run a step whose call of the model returns `output`, and return what the step returns.
+
+        Args:
+            step: The step.
+            data: Its batch.
+            output: What the last stage has computed for it.
+
+        Raises:
+            ValueError: If the step calls the model more than once, or not at all.
+        """
+        calls = 0
+
+        def answer(*_: Any, **__: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise _called(calls)
+            return output
+
+        with self._answering(answer):
+            returned = step(data)
+        if not calls:
+            raise _called(calls)
+        return returned
+
+    @contextmanager
+    def _answering(self, answer: Callable[..., Any]) -> Iterator[None]:
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all parts."""
@@ -45,11 +112,31 @@ class ModelParts(nn.Module):
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a part of a model is called by the schedule, with what the part before it returned."""
-        raise RuntimeError(
-            "Expected the model of a pipeline to be called by its schedule. Received: a direct call. Use the default `train_step`, "
-            "`evaluate_step` and `infer_step`."
-        )
+        """Return the answer for a step; refuse any other call, since a part needs what the part before it returned."""
+        if self._answer is None:
+            raise RuntimeError(
+                "self.model cannot be called here in a pipeline: its schedule calls the stages. Call it in `train_step` or "
+                "`evaluate_step`, and use the default `infer_step`."
+            )
+        return self._answer(*args, **kwargs)
+
+
+class _ModelCalled(BaseException):
+    """Leaves a step at its call of the model. No `Exception`: a step may catch those."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: tuple[str, ...]) -> None:
+        self.arguments, self.keywords = arguments, keywords
+
+
+def _leave(*args: Any, **kwargs: Any) -> Any:
+    raise _ModelCalled(args, tuple(kwargs))
+
+
+def _called(calls: int) -> ValueError:
+    return ValueError(
+        f"Expected a step that calls self.model once in a pipeline, whose schedule has computed the output. Received: {calls} calls. "
+        "Put what needs several forwards into the model's `forward`, or train on another axis than `pipeline`."
+    )
 
 
 def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:

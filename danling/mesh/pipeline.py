@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,12 +169,23 @@ class Pipeline:
 
     # One batch
 
+    def cut_of(self, samples: int) -> Cut:
+        """Return how a batch of so many samples is cut."""
+        return cut_batch(
+            samples,
+            size=self.microbatch_size,
+            number=self.n_microbatches,
+            schedule=self.schedule,
+            ranks=self.domain.size,
+            stages=self.num_stages,
+        )
+
     def open(self, inputs: object) -> Cut:
         """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline.
 
         Args:
             inputs: The input of the batch on the rank with the first stage, a tensor or a tuple of tensors with samples in dimension
-                0; not read elsewhere.
+                0, or the error that there is none by; not read elsewhere.
 
         Returns:
             How the batch is cut, the same on all ranks.
@@ -191,15 +202,9 @@ class Pipeline:
         ).tolist()
         samples, self._known, self._key = (int(value) for value in header)
         if samples == _REFUSED:
-            raise ValueError(self.domain.broadcast_object(wrong, source=self.rank_of_stage[0]))
-        cut = cut_batch(
-            samples,
-            size=self.microbatch_size,
-            number=self.n_microbatches,
-            schedule=self.schedule,
-            ranks=self.domain.size,
-            stages=self.num_stages,
-        )
+            told = self.domain.broadcast_object(wrong, source=self.rank_of_stage[0])
+            raise inputs if isinstance(inputs, Exception) else ValueError(told)
+        cut = self.cut_of(samples)
         if self._known < 0:
             self._signatures.append(self.domain.broadcast_object(signature, source=self.rank_of_stage[0]))
             self._known = len(self._signatures) - 1
@@ -210,20 +215,30 @@ class Pipeline:
     def _signature(self, args: tuple[Tensor, ...]) -> tuple[Any, int]:
         return tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
 
-    def chunks(self, values: object) -> list[object]:
-        """Return a nested value of tensors, cut as the open batch is; repeated at the end where micro-batches weigh nothing.
+    def chunks(self, values: object, cut: Cut) -> list[object]:
+        """Return a nested value of tensors for each micro-batch with samples.
 
         Args:
             values: Tensors with samples in dimension 0, nested in tuples, lists and mappings; anything else is handed on.
+            cut: How they are cut.
         """
-        leaves, spec = pytree.tree_flatten(values)
-        size, real = self._cut.size, self._cut.real
-        cut = [
+        leaves, spec = pytree.tree_flatten(dict(values) if isinstance(values, Mapping) else values)
+        size = cut.size
+        parts = [
             [leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
-            for i in range(real)
+            for i in range(cut.real)
         ]
-        chunks = [pytree.tree_unflatten(part, spec) for part in cut]
-        return chunks + [chunks[0]] * (self._cut.number - real)
+        return [pytree.tree_unflatten(part, spec) for part in parts]
+
+    def seed_step(self, place: int, *, opened: bool) -> None:
+        """Seed for a step of the runner, alike on the first stage, which runs it before the batch is open, and on the last one.
+
+        Args:
+            place: Place of its micro-batch in the batch.
+            opened: Whether the batch is open.
+        """
+        key = self._key if opened else self._own_key()
+        seed_streams(mix_seed(mix_seed(key, self.num_stages + 1), place), self.device)
 
     def train(self, loss: LossFunction) -> Any:
         """Run forward and backward of the open batch. Call on all ranks of the pipeline.
@@ -383,6 +398,8 @@ def _described(part: nn.Module) -> str:
 
 def _wrong_inputs(inputs: object) -> str | None:
     """Return what is wrong with the input of a pipeline, `None` if nothing is."""
+    if isinstance(inputs, Exception):
+        return f"Expected the first stage to find the input of the batch. Received: {type(inputs).__name__}: {inputs}"
     args = _as_args(inputs)
     if args and all(isinstance(arg, Tensor) and arg.ndim for arg in args):
         return None

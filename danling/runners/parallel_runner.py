@@ -39,6 +39,7 @@ from danling.mesh.recomputation import recompute_blocks, recomputes
 from danling.mesh.reduction import MeshReduction, loss_context
 from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
+from danling.training.batches import call_model, count_samples
 from danling.training.model_states import ModelStates
 
 from .torch_runner import TorchRunner
@@ -64,6 +65,9 @@ class ParallelRunner(TorchRunner):
     topology: Topology
     parallel_context: ParallelContext
     preparation: MeshPreparation
+    pipeline: Pipeline | None = None
+    _handed_on: list[Tensor] | None = None
+    """Scaled losses of the open pipeline micro-batch; `None` where a backward runs at once."""
 
     # Place
 
@@ -446,48 +450,109 @@ class ParallelRunner(TorchRunner):
         return loss_context(self.topology)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
-        """Run one micro-batch forward and backward, through the schedule in a pipeline. See `TorchRunner.train_step`.
+        """Run one micro-batch forward and backward. See `TorchRunner.train_step`.
 
-        Called on all ranks.
-
-        Returns:
-            The prediction and the loss; in a pipeline they are on the ranks with the last stage, others get `(None, 0)`.
+        In a pipeline the runner calls this method, or your override, on the last stage: once for each micro-batch of the schedule, and
+        `self.model` then returns what the stages have computed. On the first stage it runs as far as the call of `self.model`, to find the
+        input; on other stages it does not run. Called alone, on all ranks, it returns the output of the whole batch and its loss on the
+        ranks with the last stage, `(None, 0)` elsewhere.
         """
         if self.pipeline is None:
             return super().train_step(data)
-        inputs = unpack_batch(data)[0] if self.stage_plan.has_first else None
-        self.pipeline.open(inputs)
-        self.window.expect_no_loss()  # the loss comes with the last stage
+        # The contexts of forward and backward are around the schedule.
+        inputs, target = unpack_batch(data)
+        pred = call_model(self.model, inputs)
+        loss = self.compute_loss(pred, target)
+        self.backward(loss)
+        return pred, loss
+
+    def _run_train_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        pipeline, window, weight = self.pipeline, self.window, self.window.current
+        if pipeline is None:
+            return step(data)
+        pipeline.open(self._inputs(step, data))
+        window.expect_no_loss()  # the loss comes with the last stage
         shares = self._shares(data) if self.stage_plan.has_last else []
-        losses: list[Tensor] = []
+        before = window.loss
 
         def loss_of(output: Any, place: int) -> Tensor:
-            target, self.window.current = shares[place]
-            loss = self.compute_loss(output, target)
-            scaled = self.window.scale(loss)
-            losses.append(loss.detach() * self.window.current)
-            return scaled if self.precision.scaler is None else self.precision.scaler.scale(scaled)
+            if place >= len(shares):
+                return _nothing_of(output, self.device)  # padding
+            chunk, window.current = shares[place]
+            self._handed_on = []
+            pipeline.seed_step(place, opened=True)
+            self.model.output_is(step, chunk, output)
+            if len(self._handed_on) != 1:
+                raise ValueError(
+                    "Expected `train_step` to call `self.backward(loss)` once in a pipeline. Received: "
+                    f"{len(self._handed_on)} calls. Add up the losses before, and replace `loss.backward()`."
+                )
+            return self._handed_on[0]
 
-        weight = self.window.current
-        with self.train_context() or nullcontext(), self.forward_context() or nullcontext():
-            pred = self.pipeline.train(loss_of)
-        if not losses:
-            return None, torch.zeros((), device=self.device)
-        return pred, torch.stack(losses).sum() / (weight or 1.0)
+        try:
+            with self.train_context() or nullcontext(), self.forward_context() or nullcontext():
+                pred = pipeline.train(loss_of)
+        finally:
+            self._handed_on, window.current = None, weight
+        if self.carry is not None:
+            raise ValueError(
+                "self.carry cannot be used in a pipeline, whose schedule runs parts of a batch. Train on another axis than `pipeline`."
+            )
+        averaged_over = 1.0 if window.sum_reduced else weight or 1.0
+        return pred, torch.as_tensor((window.loss - before) / averaged_over, dtype=torch.float32, device=self.device)
+
+    def _back_propagate(self, scaled: Tensor) -> None:
+        if self._handed_on is None:
+            super()._back_propagate(scaled)
+        else:
+            self._handed_on.append(scaled)  # the schedule runs the backward
+
+    def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        if self.pipeline is None or not self._overrides("evaluate_step"):
+            return step(data)
+        self.pipeline.open(self._inputs(step, data, whole=True))
+        with self.forward_context() or nullcontext():
+            output = self.pipeline.evaluate()
+        if not self.stage_plan.has_last:
+            return None, None
+        self.pipeline.seed_step(0, opened=True)
+        return self.model.output_is(step, data, output)
+
+    def _inputs(self, step: Callable[[Any], Any], data: Any, *, whole: bool = False) -> Any:
+        """Return what a step calls the model with on the first stage, found for each pipeline micro-batch, or the error that it raises."""
+        if not self.stage_plan.has_first:
+            return None
+        pipeline, samples, found = self.pipeline, count_samples(data), []
+        assert pipeline is not None
+        try:
+            chunks = [data] if whole else pipeline.chunks(data, pipeline.cut_of(samples))
+            for place, chunk in enumerate(chunks):
+                pipeline.seed_step(place, opened=False)
+                found.append(self.model.inputs_of(step, chunk))
+            if not all(isinstance(value, Tensor) and value.ndim for inputs in found for value in inputs):
+                return found[0]  # which is refused
+            inputs = tuple(torch.cat(values) for values in zip(*found, strict=True))
+            if any(len(value) != samples for value in inputs):
+                shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+                raise ValueError(
+                    f"Expected self.model to be called with {samples} samples in dimension 0, as the batch has. Received: shapes {shapes}. "
+                    "Reshape in the model's `forward`."
+                )
+            return inputs
+        except Exception as error:
+            return error
 
     def _shares(self, data: Any) -> list[tuple[Any, Any]]:
-        """Return target and weight of each pipeline micro-batch; together they weigh what the batch does."""
+        """Return data and weight of each pipeline micro-batch; together they weigh what the batch does."""
         assert self.pipeline is not None
         total = self.window.current
-        chunks = self.pipeline.chunks(data)
-        real = self.pipeline.cut.real
-        weights = [self.batch_weight(chunk, peek_target(chunk)) for chunk in chunks[:real]]
+        chunks = self.pipeline.chunks(data, self.pipeline.cut)
+        weights = [self.batch_weight(chunk, peek_target(chunk)) for chunk in chunks]
         added = sum(weights)
         if not isinstance(total, Tensor) and not isinstance(added, Tensor) and added != total:
             # A weight that is no sum over samples, or padding, which weighs nothing.
             weights = [weight * total / added if added else 0.0 for weight in weights]
-        weights += [0.0] * (len(chunks) - real)
-        return [(peek_target(chunk), weight) for chunk, weight in zip(chunks, weights)]
+        return list(zip(chunks, weights, strict=True))
 
     # Evaluation and inference
 
@@ -510,6 +575,14 @@ class ParallelRunner(TorchRunner):
         self.model = self.ema = self.optimizer = self.scheduler = None
         self.pipeline = None
         self.__dict__.pop("reduction", None)
+
+
+def _nothing_of(output: Any, device: torch.device) -> Tensor:
+    """Return a loss without a gradient of an output, such as that of a micro-batch that fills a schedule up."""
+    leaves = [
+        leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    return sum((leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=device))
 
 
 def _returned_nothing(hook: str, what: str, received: Any) -> ValueError:

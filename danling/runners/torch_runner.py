@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -568,7 +568,18 @@ class TorchRunner(BaseRunner):
         scaled = self.window.scale(loss)
         if self.precision.scaler is not None:
             scaled = self.precision.scaler.scale(scaled)
+        self._back_propagate(scaled)
+
+    def _back_propagate(self, scaled: Tensor) -> None:
         self.reduction.backward(scaled, last=self.window.reduces)
+
+    def _run_train_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """Call a `train_step` with a micro-batch of the window; a stack may call it in another way."""
+        return step(data)
+
+    def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """Call an `evaluate_step`; a stack may call it in another way."""
+        return step(data)
 
     def step(self) -> UpdateOutcome:
         """Close the window: agree on its weight and whether it is finite, scale the gradient, and decide the update. Called on all ranks.

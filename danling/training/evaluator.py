@@ -30,6 +30,9 @@ EvaluationMode = Literal["evaluate", "infer"]
 class EvaluationHooks(Protocol):
     """The hooks of a run that an evaluation calls. They are looked up each time, since a user may override them."""
 
+    def _run_evaluate_step(self, step: Callable[[Any], Any], data: object) -> object:
+        """Call a step the way the stack calls it."""
+
     def evaluate_step(self, data: object) -> object:
         """Return the prediction of a batch and its loss."""
 
@@ -194,7 +197,7 @@ class Evaluator:
 
         def evaluate_step(data: object) -> object:
             try:
-                return hooks.evaluate_step(data)
+                return hooks._run_evaluate_step(hooks.evaluate_step, data)
             except Exception as error:
                 note_batch(error, "evaluate_step", split, data)
                 raise
@@ -267,7 +270,8 @@ class Evaluator:
         """
         with self._entered("", mode), torch.no_grad():
             self._run.keys.begin_batch(mode, "", (self._run.placement.data.rank,))
-            return call(self._hooks.to_device(data))
+            moved = self._hooks.to_device(data)
+            return self._hooks._run_evaluate_step(call, moved) if mode == "evaluate" else call(moved)
 
     # Predictions
 

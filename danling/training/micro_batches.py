@@ -64,6 +64,9 @@ class MicroBatchHooks(Protocol):
     def train_step(self, data: object) -> object:
         """Run forward and backward of a batch on the device."""
 
+    def _run_train_step(self, step: Callable[[Any], Any], data: object) -> object:
+        """Call a step the way the stack calls it."""
+
     def to_device(self, data: object) -> object:
         """Return the data of a batch on the device."""
 
@@ -133,13 +136,15 @@ class MicroBatches:
         self.recorder: BatchRecorder | None = None
         self.split = ""
 
-    def run(self, batch: Batch, step: Callable[[object], object] | None = None) -> None:
+    def run(self, batch: Batch) -> None:
         """Run forward and backward of a micro-batch of the open window.
 
         Args:
             batch: The batch, as its source gave it.
-            step: What is called in the place of `train_step`.
         """
+        self._run(batch, self._hooks.train_step)
+
+    def _run(self, batch: Batch, step: Callable[[Any], object]) -> object:
         hooks, window, reporter = self._hooks, self._window, self._reporter
         if window.count == 0:
             hooks.reduction.begin(first=window.is_first)
@@ -155,15 +160,19 @@ class MicroBatches:
         window.begin_microbatch(weight, samples)
         if reporter.telemetry is not None and batch.samples != 0:
             reporter.telemetry.tokens += hooks.count_tokens(batch.data)
-        step = step or hooks.train_step
+        returned: list[object] = []
+
+        def call() -> None:
+            returned.append(hooks._run_train_step(step, data))
+
         self._session.in_step = True
         try:
             if reporter.flops.counts_next and samples:
-                reporter.flops.count(partial(step, data), samples)
+                reporter.flops.count(call, samples)
             else:
-                returned = step(data)
+                call()
                 if self._loss is not None:
-                    self._loss.observe_returned(returned, peek_target(data))
+                    self._loss.observe_returned(returned[0], peek_target(data))
         except Exception as error:
             note_batch(error, "train_step", self.split, data)
             raise
@@ -174,6 +183,7 @@ class MicroBatches:
         if self.recorder is not None:
             self.recorder.ran()
         hooks.state.train.micro_step += 1
+        return returned[0]
 
     def run_alone(self, step: Callable[[Any], Any], data: object) -> object:
         """Run a batch that no loop has read, and return what its step returned.
@@ -182,9 +192,7 @@ class MicroBatches:
             step: The step.
             data: The batch.
         """
-        returned: list[object] = []
-        self.run(Batch(data, None, None), lambda moved: returned.append(step(moved)))
-        return returned[0]
+        return self._run(Batch(data, None, None), step)
 
 
 class Forwards(Protocol):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from danling.mesh import Topology
 from danling.mesh.forward import MeshForward, whole_tensors
+from danling.mesh.model_parts import ModelParts
 from danling.mesh.pipeline import Pipeline
 from danling.mesh.stages import StagePlan, resolve_schedule
 
@@ -67,9 +68,10 @@ def divided_and_staged() -> dict[str, Any]:
         schedule=kind,
         microbatch_size=2,
         n_microbatches=None,
+        key=lambda: 0,
         device=CPU,
     )
-    forward = forward_of(mine, topology, stages, pipeline)
+    forward = forward_of(ModelParts([mine]), topology, stages, pipeline)
     with torch.no_grad():
         pred, loss = forward.evaluate((INPUTS, TARGETS))
         predicted = forward.infer((INPUTS, TARGETS))

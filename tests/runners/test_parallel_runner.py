@@ -505,7 +505,7 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "options", "words"),
     [
-        (train_keywords, (), ["stage 0", "by position", "dict"]),
+        (train_keywords, (), ["by position", "keywords"]),
         (train_broken, ("averages", 1), ["stage 0 of 2", "samples in dimension 0"]),
         (train_broken, ("averages", 4), ["stage 1 of 2", "samples in dimension 0"]),
     ],

@@ -107,6 +107,9 @@ class Run:
     def batch_weight(self, data: Any, target: Any) -> float:
         return float(len(target))
 
+    def _run_evaluate_step(self, step: Any, data: Any) -> Any:
+        return step(data)
+
     def evaluate_step(self, data: Any) -> Any:
         assert not torch.is_grad_enabled()
         self.meters.update({"seen": 1.0})
