@@ -163,7 +163,7 @@ def test_a_disk_that_takes_half_a_line_loses_no_row(tmp_path: Path, kind: str) -
     program = """
 import errno, resource, sys
 from pathlib import Path
-from danling.audit.record import DigestFile, DigestLine
+from danling.audit.digests import DigestFile, DigestLine
 from danling.reporting.trackers import JsonlTracker
 file, kind = Path(sys.argv[1]), sys.argv[2]
 lines = JsonlTracker(file) if kind == "metrics" else DigestFile(file, resume_step=0)
