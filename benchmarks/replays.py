@@ -1,4 +1,4 @@
-"""What updates cost that are made again: the time of a checked update beside that of another one, and its share at an interval.
+"""What updates cost whose gradient is computed again: the time of a checked update against that of another one, and its share at an interval.
 
     python benchmarks/replays.py                          # GPT-2 (124 M) on a GPU; 1 block of it on the CPU
     python benchmarks/replays.py --layers 12 --samples 8 --interval 100
@@ -83,7 +83,6 @@ def main() -> None:
             runner.train()
             ended = runner.ended
     taken = {number: ended[number - 1] - ended[number - 2] for number in range(3, len(ended) + 1)}
-    # The state is copied when the update before has ended, which the time of the checked one has in it.
     checked = statistics.median(seconds for number, seconds in taken.items() if number % every == 0)
     plain = statistics.median(seconds for number, seconds in taken.items() if number % every)
     shown = {

@@ -358,11 +358,9 @@ class AuditConfig(ClosedSection):
     digest_interval: PositiveInt | None = None
     """Updates between digests of samples, loss, weights and optimizer state in digests.jsonl, compared between replicas; none: never."""
     replay_interval: PositiveInt | None = None
-    """Updates between those that are made again and compared bitwise before and after the optimizer steps; none: never."""
+    """Updates between those whose gradient is computed again and compared bitwise before the optimizer steps; none: never."""
     replays: PositiveInt = 1
-    """How often such an update is made again."""
-    heal: bool = False
-    """Go on with what most attempts at such an update agree on, instead of ending the run where one of them differs."""
+    """How often such a gradient is computed again."""
     gradient_spread: PositiveFloat | None = 1e-3
     """Largest relative difference between ranks that hold copies in the norm of a gradient, compared in the collective of the next update;
     none: not compared."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -168,43 +168,6 @@ def _as_list(tensors: Any) -> Sequence[Tensor]:
 
 def _offloads(optimizer: object) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
-
-
-def remember_gradients(engine: Any) -> Callable[[], None]:
-    """Remember the gradient of the window of an engine under ZeRO 1, and what it counts; return what puts both back.
-
-    Args:
-        engine: The engine.
-    """
-    optimizer = engine.optimizer
-    counted = [(holder, _numbers(holder)) for holder in (engine, optimizer)]
-    groups = dict(optimizer.averaged_gradients)
-    shares = [(share, share.clone()) for share in gradient_shares(engine)]
-
-    def put_back() -> None:
-        discard_gradients(engine)
-        if shares:
-            optimizer.averaged_gradients.update(groups)
-            for share, value in shares:
-                share.copy_(value)
-        for holder, numbers in counted:
-            vars(holder).update(numbers)
-
-    return put_back
-
-
-def remember_counts(engine: Any) -> Callable[[], None]:
-    """Remember what an engine counts, and return what puts it back.
-
-    Args:
-        engine: The engine.
-    """
-    numbers = _numbers(engine)
-    return lambda: vars(engine).update(numbers)
-
-
-def _numbers(holder: object) -> dict[str, object]:
-    return {name: value for name, value in vars(holder).items() if isinstance(value, (bool, int, float))}
 
 
 def discard_gradients(engine: Any) -> None:

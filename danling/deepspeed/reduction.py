@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -133,31 +133,6 @@ class EngineReduction(LocalReduction):
         """Drop the gradient that the engine holds."""
         self._shares = []
         engines.discard_gradients(self.engine)
-
-    @property
-    def is_reduced_by_backward(self) -> bool:
-        """Whether the engine has several ranks, whose gradients it averages."""
-        return self.domain.size > 1
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's share of the gradient."""
-        if not self.is_divided:
-            yield from super().named_gradients()
-            return
-        for number, share in enumerate(engines.gradient_shares(self.engine)):
-            yield f"share.{number}", share
-
-    def remember(self) -> Callable[[], None]:
-        """Remember the gradient that the engine holds and what it counts, and return what puts them back."""
-        if self.is_divided:
-            return engines.remember_gradients(self.engine)
-        gradients, counts = super().remember(), engines.remember_counts(self.engine)
-
-        def put_back() -> None:
-            gradients()
-            counts()
-
-        return put_back
 
     def nonfinite(self) -> list[str]:
         """Return the names of the first parameters whose gradient is not finite."""

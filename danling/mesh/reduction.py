@@ -69,11 +69,6 @@ class MeshReduction(LocalReduction):
             set_gradient_sync(self.model, self.gradient_sync, last=last)
         return loss_context(self.topology)
 
-    @property
-    def is_reduced_by_backward(self) -> bool:
-        """Whether FSDP2 reduces."""
-        return self.topology.axes.degree("shard") > 1
-
     def complete(self) -> None:
         """Sum the gradient over the ranks with other samples or positions, where the backward has not."""
         self.copies.sum_gradients()

@@ -158,7 +158,7 @@ class TorchParts:
             reporter=runner._reporter,
             session=runner._session,
         )
-        if runner.fault_tolerance is not None:
+        if runner.fault_tolerance is not None or runner.config.audit.replay_interval is not None:
             micro_batches.recompute = self.recompute
         self.audits.see_samples(micro_batches)
         return micro_batches
@@ -169,13 +169,12 @@ class TorchParts:
         return self.audits.around(self._forwards())
 
     def _forwards(self) -> Forwards:
-        runner, retry, run = self.runner, self.wrapping.memory_retry, self.micro_batches.run
-        replay = self.audits.replay
+        runner, retry = self.runner, self.wrapping.memory_retry
         forwards = WindowForwards(
             agreement=runner.build_agreement(),
             window=runner.window,
             size=runner._data.plan.undivided,
-            run=run if replay is None else lambda batch: replay.witness.run(batch, run),
+            run=self.micro_batches.run,
             reduces_later=retry is not None,
         )
         if retry is None:

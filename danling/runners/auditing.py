@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danling.audit.layout_record import LayoutRecorder, RecordSettings
 from danling.audit.replay import UpdateReplay
-from danling.audit.replayed import ReplayedAudit, ReplayedForwards, SeenSamples
 from danling.audit.update_audit import Until, UpdateAudit
 from danling.training.micro_batches import Forwards, MicroBatches
 from danling.training.update import UpdateStep
-
-from .replaying import build_replay
 
 if TYPE_CHECKING:
     from .assembly import TorchParts
@@ -30,11 +27,6 @@ class AuditParts:
     def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
         self.runner = runner
         self._parts = parts
-
-    @cached_property
-    def replay(self) -> UpdateReplay | None:
-        """What makes updates again and compares them; `None` unless that is configured."""
-        return build_replay(self.runner, self._parts) if self.runner.config.audit.replay_interval is not None else None
 
     @cached_property
     def updates(self) -> UpdateAudit | None:
@@ -60,9 +52,6 @@ class AuditParts:
             update.sync.riders.append(self.updates)
         if target is not None:
             update.audit = Until(runner, target, self.updates)
-        if self.replay is not None:
-            update.audit = ReplayedAudit(self.replay, update.audit)
-            update.judge = partial(self.replay.judged, update.judge)
 
     def see_samples(self, micro_batches: MicroBatches) -> None:
         """Let what runs single micro-batches tell of their samples.
@@ -71,8 +60,6 @@ class AuditParts:
             micro_batches: What runs them.
         """
         micro_batches.audit, micro_batches.recorder = self.updates, self.recorder
-        if self.replay is not None:
-            micro_batches.audit = SeenSamples(self.replay.witness, self.updates)
 
     def around(self, forwards: Forwards) -> Forwards:
         """Return what runs the micro-batches of an update, as one that can be made again where that is asked for.
@@ -80,4 +67,6 @@ class AuditParts:
         Args:
             forwards: What runs them.
         """
-        return forwards if self.replay is None else ReplayedForwards(forwards, self.replay)
+        if self.runner.config.audit.replay_interval is None:
+            return forwards
+        return UpdateReplay(self.runner, forwards, self._parts.recompute)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from danling.audit.replayed import armed, stepped
 from danling.audit.rerun import AuditResult, Retraining
 from danling.checkpoints import CheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
@@ -136,18 +135,15 @@ class TrainingDriver:
         source, forwards = runner.source(split), self.parts.forwards
         runner._bind_reduction()
         self.parts.micro_batches.split = split
-        replay, timed = self.parts.audits.replay, runner._reporter.timed
-        if replay is not None:
-            replay.begin()
         return updates_of_pass(
             source,
             agreement=forwards.agreement,
-            timed=timed if replay is None else lambda batches: armed(timed(batches), replay),
+            timed=runner._reporter.timed,
             begin=lambda: runner.on_pass_start(split),
             state_replaced=self.takes_state_over if runner.fault_tolerance is not None else None,
             is_over=partial(self.parts.loop.jumps_out_of, split),
             run=partial(forwards.run, source),
-            step=runner.step if replay is None else stepped(runner.step, replay),
+            step=runner.step,
         )
 
     def takes_state_over(self) -> bool:

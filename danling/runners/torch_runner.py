@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from danling.audit.layout_check import CheckOptions, check_this_program
 from danling.audit.layout_report import LayoutReport
+from danling.audit.replay import check_replay
 from danling.audit.rerun import AuditResult
 from danling.checkpoints import exclude, read_model
 from danling.checkpoints.pretrained import (
@@ -63,7 +64,6 @@ from danling.utils.names import canonical_name
 
 from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
-from .replaying import check_replay
 from .replica_groups import join_replica_groups
 
 logger = logging.getLogger("danling")

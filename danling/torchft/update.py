@@ -218,19 +218,6 @@ class ReplicatedReduction:
         """See `GradientReduction.nonfinite`."""
         return self.inner.nonfinite()
 
-    @property
-    def is_reduced_by_backward(self) -> bool:
-        """See `GradientReduction.is_reduced_by_backward`."""
-        return self.inner.is_reduced_by_backward
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `GradientReduction.named_gradients`."""
         return self.inner.named_gradients()
-
-    def seen_before_reduction(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `GradientReduction.seen_before_reduction`."""
-        return self.inner.seen_before_reduction()
-
-    def remember(self) -> Callable[[], None]:
-        """See `GradientReduction.remember`."""
-        return self.inner.remember()

@@ -72,10 +72,6 @@ class UpdateDecision:
             return "overflow" if scales else "nonfinite"
         raise self.error(step, own_nonfinite, named())
 
-    def forget(self) -> None:
-        """Forget the check that is left to be done, of an update that is made again."""
-        self._pending = None
-
     def raise_pending(self) -> None:
         """Check the last update now, if that is still to be done. Call on all ranks.
 

@@ -153,26 +153,6 @@ def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], l
     return names
 
 
-def remember_gradients(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Remember gradients, and return what puts them back: into the same tensors, which a wrapper may look at.
-
-    Args:
-        parameters: Each once.
-    """
-    kept = [(p, p.grad, None if p.grad is None else local_part(p.grad.detach()).clone()) for p in parameters]
-
-    def put_back() -> None:
-        for parameter, gradient, value in kept:
-            if gradient is not None and value is not None and value.layout is torch.strided:
-                with torch.no_grad():
-                    local_part(gradient).copy_(value)
-                parameter.grad = gradient
-            else:
-                parameter.grad = None if value is None else value.clone()
-
-    return put_back
-
-
 def normalization_statistics(model: nn.Module) -> list[Tensor]:
     """Return the running means and variances of normalisation in a model, which every forward changes."""
     found = []

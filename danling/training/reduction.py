@@ -19,7 +19,6 @@ from .gradients import (
     clip_by_value,
     gradients_of,
     nonfinite_parameters,
-    remember_gradients,
     scale_gradients,
     total_norm,
 )
@@ -101,18 +100,8 @@ class GradientReduction(Protocol):
 
     # What an update that is made again asks for
 
-    @property
-    def is_reduced_by_backward(self) -> bool:
-        """Whether a backward leaves a gradient that comes from several ranks."""
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank holds of the gradient, by name."""
-
-    def seen_before_reduction(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by name whose gradient is that of this rank when autograd has accumulated it, and is reduced afterwards."""
-
-    def remember(self) -> Callable[[], None]:
-        """Remember the gradient as it is, and return what puts it back."""
 
 
 class LocalReduction:
@@ -226,11 +215,6 @@ class LocalReduction:
         """Return the names of the first parameters whose gradient is not finite."""
         return nonfinite_parameters(self.named_parameters())
 
-    @property
-    def is_reduced_by_backward(self) -> bool:
-        """Whether a backward leaves a gradient that comes from several ranks: not here."""
-        return False
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients by name, also of parameters that nobody but the optimizer has."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
@@ -238,15 +222,6 @@ class LocalReduction:
         for parameter in (*(p for _, p in self.named_parameters()), *others):
             if parameter.grad is not None:
                 yield names.setdefault(id(parameter), f"optimizer.{len(names)}"), parameter.grad
-
-    def seen_before_reduction(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing: no backward reduces."""
-        return iter(())
-
-    def remember(self) -> Callable[[], None]:
-        """Remember the gradient as it is, and return what puts it back."""
-        held = {id(p): p for p in (*self.parameters, *(p for _, p in self.named_parameters()))}
-        return remember_gradients(held.values())
 
 
 class DDPReduction(LocalReduction):
@@ -281,16 +256,6 @@ class DDPReduction(LocalReduction):
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context in which gradients stay on this rank, but for the last micro-batch."""
         return _NO_CONTEXT if last else self.model.no_sync()
-
-    @property
-    def is_reduced_by_backward(self) -> bool:
-        """Whether the wrapper reduces something."""
-        return any(True for _ in self.seen_before_reduction())
-
-    def seen_before_reduction(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what the wrapper reduces."""
-        left = {id(parameter) for parameter in self.unreduced()}
-        return ((name, p) for name, p in self.named_parameters() if p.requires_grad and id(p) not in left)
 
     def complete(self) -> None:
         """Average what the backward has not reduced."""

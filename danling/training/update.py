@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
-from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 
 from danling.distributed import GradientNorms, StepSync, StepTotals
@@ -117,11 +115,6 @@ class Judged:
     grad_norm: Tensor
     reason: str | None
 
-    def digests(self) -> dict[str, Tensor | int]:
-        """Return what says whether two attempts at an update came to the same: 0-dim int64, or integers."""
-        norm = torch.as_tensor(self.grad_norm, dtype=torch.float64).detach().reshape(())
-        return {"norm of the gradient": norm.view(torch.int64), "decision": crc32((self.reason or "").encode())}
-
 
 class UpdateRecorder(Protocol):
     """What records the first updates; see `danling.audit.layout_record`. Called on all ranks."""
@@ -162,7 +155,6 @@ class UpdateStep:
         tells_place: Whether the schedule is told the number of the update then.
         rates: Learning rates of the update that is logged next: those it was made with.
         audit: Looks at the state after updates; `None` where nobody does.
-        judge: Completes the gradient, decides the update and applies it; `None` where replica groups take it back.
         recorder: Records the first updates; `None` where nobody does.
     """
 
@@ -191,7 +183,6 @@ class UpdateStep:
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
         self.audit: Auditor | None = None
-        self.judge: Callable[[StepTotals], Judged | None] = self._judged
         self.recorder: UpdateRecorder | None = None
         self._run = run
         self._keys = keys
@@ -221,7 +212,7 @@ class UpdateStep:
             nonfinite=window.nonfinite,
             requests=session.local_requests(),
         )
-        judged = self.judge(totals)
+        judged = self._judged(totals)
         if judged is None:
             # The update is made again with the same batches, and the requests with it.
             session.request(*totals.requests)

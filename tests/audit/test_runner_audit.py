@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.flips import Flipped, settings
+from support.checked import Checked, settings
 from support.processes import run_processes
 
 SETTINGS = {"audit.replay_interval": None, "steps": 9, "checkpoint.load_only": False, "checkpoint.interval": 3}
 
 
-class Disturbed(Flipped):
+class Disturbed(Checked):
     """A run whose gradient is another one at update 5, where that is switched on."""
 
     disturbs = False
@@ -31,7 +31,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_stretch_that_is_trained_again_is_the_stored_one_and_the_run_goes_on_as_it_was(tmp_path: Path) -> None:
-    with Flipped(settings(tmp_path / "run", **SETTINGS)) as runner:
+    with Checked(settings(tmp_path / "run", **SETTINGS)) as runner:
         runner.train()
         before, stream = files(tmp_path / "run"), torch.default_generator.get_state()
         for stretch, steps in (((), (6, 9)), ((3, 6), (3, 6)), ((0, 3), (0, 3))):
@@ -58,7 +58,7 @@ def test_one_that_parts_says_what_differs_and_where(tmp_path: Path) -> None:
 
 def audited(root: str) -> tuple[bool, int]:
     """Train and audit on several ranks."""
-    with Flipped(settings(root, **SETTINGS)) as runner:
+    with Checked(settings(root, **SETTINGS)) as runner:
         runner.train()
         found: Any = runner.audit(3, 9)
         return found.is_same, found.end.step
@@ -68,7 +68,7 @@ def test_on_two_ranks_all_are_told(tmp_path: Path) -> None:
     assert run_processes(audited, str(tmp_path), world_size=2) == [(True, 9), (True, 9)]
 
 
-class Asking(Flipped):
+class Asking(Checked):
     """A runner that is made of more than its configuration."""
 
     def __init__(self, config: dict[str, Any], *, width: int) -> None:

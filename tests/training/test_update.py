@@ -15,7 +15,7 @@ from danling.metrics import Meters
 from danling.training import NonFiniteError, Precision, TrainingSession, UpdateOutcome, Window
 from danling.training.preparation import ModelPreparation
 from danling.training.reduction import LocalReduction
-from danling.training.update import Judged, UpdateStep
+from danling.training.update import UpdateStep
 
 CPU = torch.device("cpu")
 
@@ -184,12 +184,3 @@ def test_samples_that_are_counted_on_a_device_are_read_when_they_are_asked_for()
     assert run.state.train.samples == 6
     run.update.read_samples()  # there is nothing left
     assert run.state.train.samples == 6
-
-
-def test_attempts_that_end_in_other_ways_have_other_digests() -> None:
-    totals = StepTotals(1.0, 1.0, 1.0, 0.0, frozenset())
-    found = [
-        Judged(totals, torch.tensor(1.0), reason).digests()["decision"] for reason in (None, "overflow", "overturn")
-    ]
-    assert len({int(each) for each in found}) == 3
-    assert Judged(totals, torch.tensor(1.0), "overflow").digests()["decision"] == found[1]
