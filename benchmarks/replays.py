@@ -1,4 +1,4 @@
-"""What updates cost whose gradient is computed again: the time of a checked update against that of another one, and its share at an interval.
+"""What computing the gradient of an update again costs: the time of a checked update against another one, and its share at an interval.
 
     python benchmarks/replays.py                          # GPT-2 (124 M) on a GPU; 1 block of it on the CPU
     python benchmarks/replays.py --layers 12 --samples 8 --interval 100
