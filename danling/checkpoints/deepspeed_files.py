@@ -7,8 +7,8 @@ of classes. To put divided states together, DeepSpeed's own converters are calle
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ from danling.utils.names import canonical_name
 
 from . import storage
 from .engine_pickles import read_engine_file, require_trust
-from .errors import CheckpointError
+from .errors import CheckpointDamaged, CheckpointError
 from .outline import Outline, tensors_in, without_tensors
 from .target_store import RUNNER_FILE
 from .torch_files import check_format, read_file
@@ -186,8 +186,19 @@ def read_engine_target(path: Path, *, sections: Iterable[str] | None = None, tru
     if "model" not in payload and (sections is None or "model" in sections):
         payload["model"] = consolidated_weights(path, trust=trust)
         if "engine" in payload and (sections is None or "optimizer" in sections):
-            payload["optimizer"] = consolidated_optimizer(path, payload["engine"], trust=trust)
+            with _as_an_engine_writes(path):
+                payload["optimizer"] = consolidated_optimizer(path, payload["engine"], trust=trust)
     return {name: value for name, value in payload.items() if sections is None or name in sections}
+
+
+@contextmanager
+def _as_an_engine_writes(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"Expected the files of an engine. Received: {path}, with another content: {error!r}."
+        ) from error
 
 
 def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor]:
@@ -203,8 +214,9 @@ def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor
         CheckpointDamaged: If a file cannot be read.
     """
     if not any(path.glob("*_optim_states.pt")):
-        module = read_engine_file(path / _WHOLE_MODEL, trust=trust)["module"]
-        return {canonical_name(name): tensor for name, tensor in module.items()}
+        whole = read_engine_file(path / _WHOLE_MODEL, trust=trust)
+        with _as_an_engine_writes(path):
+            return {canonical_name(name): tensor for name, tensor in whole["module"].items()}
     require_trust(trust, path)
     _require_deepspeed(path)
     convert = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint

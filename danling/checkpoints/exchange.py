@@ -142,6 +142,11 @@ def _canonical(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    strange = next((name for name, tensor in weights.items() if not isinstance(tensor, Tensor)), None)
+    if strange is not None:
+        raise CheckpointMismatch(
+            f"Expected tensors to export. Received: {str(strange)[:80]!r} with {type(weights[strange]).__name__}. Use another checkpoint."
+        )
     sharded = next((name for name, tensor in weights.items() if is_sharded(tensor)), None)
     if sharded is not None:
         raise CheckpointError(

@@ -79,8 +79,14 @@ def read_config(source: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointNotFound: If there is none.
         CheckpointDamaged: If it cannot be read, or a file has another size than was written.
+        CheckpointMismatch: If it holds no configuration.
     """
-    return dict(read_sections(source, ["runner"])["runner"])
+    config = read_sections(source, ["runner"]).get("runner")
+    if not isinstance(config, Mapping):
+        raise CheckpointMismatch(
+            f"Expected a checkpoint with the configuration of a run. Received: {source}, without one."
+        )
+    return dict(config)
 
 
 def stored_seed(directory: Path, asked: str | Path | None) -> int | None:

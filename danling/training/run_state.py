@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.errors import CheckpointError, CheckpointMismatch
 from danling.checkpoints.exclusion import USERS_OWN, ExcludedFromLoading
 
 logger = logging.getLogger("danling")
@@ -199,7 +199,7 @@ class RunState:
         """
         for part in self._components.values():
             if part.optional or (part.exists() and part.name in payload):
-                part.set(payload.get(part.name, {}), excluded)
+                _restore(part, payload.get(part.name, {}), excluded)
 
     def names(self) -> list[str]:
         """Return the names of the components that a full checkpoint of this run cannot lack."""
@@ -235,7 +235,20 @@ class RunState:
         """
         for part in self._progress.values():
             if part.exists() and (part.name in state or part.default is not None):
-                part.set(state[part.name] if part.name in state else part.default and part.default(), frozenset())
+                stored = state[part.name] if part.name in state else part.default and part.default()
+                _restore(part, stored, frozenset())
+
+
+def _restore(part: StatePart, state: Any, excluded: Collection[str]) -> None:
+    try:
+        part.set(state, excluded)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointMismatch(
+            f"Expected a checkpoint whose {part.name} this run can restore. Received: {type(error).__name__}: {error}. Use another "
+            "checkpoint, or leave that part out with checkpoint.exclude_from_loading."
+        ) from error
 
 
 def in_order(payload: Mapping[str, object]) -> dict[str, Any]:

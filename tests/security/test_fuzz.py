@@ -1,5 +1,8 @@
 """Random damage to checkpoints of every kind, on every road: nothing wrong is loaded, nothing hangs, no error is without a name.
 
+Forged checkpoints, whose sums are right and whose contents are hostile, are as many: what is in them may be loaded, but no file outside is
+touched, nothing takes 60 seconds or 2 GB, and no error is without a name.
+
 `make fuzz N=10000` tries so many; `FUZZ_SEED` begins elsewhere. A case is named by its number, which is what its choices are drawn from.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import resource
 import shutil
 import signal
 from collections import Counter
@@ -20,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
-from support.fuzz import spoil
+from support.fuzz import forge, spoil
 from support.recorded import record_run
 from support.toys import TracingRunner, differences
 
@@ -35,11 +39,13 @@ from danling.checkpoints import (
 )
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.reading import read_payload
+from danling.checkpoints.storage import hash_file
 from danling.cli.contents import read_contents
 from danling.cli.main import main
 from danling.distributed import LocalDomain
 
-CASES, SEED, SECONDS = int(os.environ.get("FUZZ_CASES", "150")), int(os.environ.get("FUZZ_SEED", "0")), 60
+CASES, SEED = int(os.environ.get("FUZZ_CASES", "150")), int(os.environ.get("FUZZ_SEED", "0"))
+SECONDS, BYTES = 60, 2 << 30
 
 
 class Original:
@@ -145,6 +151,35 @@ ROADS: dict[str, tuple[int, Callable[[Original, Path, str], Any]]] = {
 """How often each is taken, and what it does."""
 
 
+def _of_url(*words: str) -> Callable[[Original, Path, str], Any]:
+    """Put the directory where a store has it, and call a command with its URL."""
+
+    def road(original: Original, directory: Path, name: str) -> Any:
+        store = directory.parent / "bucket"
+        copy = Path(shutil.copytree(directory, store / "line" / "id" / "checkpoints"))
+        (copy / "objects").mkdir()
+        for file in copy.glob("*.pth"):
+            shutil.copy(file, copy / "objects" / hash_file(file))
+        url = f"file://{store}/line/id/checkpoints/{name}"
+        code = main([word.format(url=url, out=directory.parent / "out.pth") for word in words])
+        assert code in (0, 1, 2, 3), code
+        return {}
+
+    return road
+
+
+def _inspect_all(original: Original, directory: Path, name: str) -> Any:
+    assert main(["inspect", str(directory / name), "--config", "--tensors"]) in (0, 1, 2)
+    return {}
+
+
+URL_ROADS = {
+    "export of a URL": (6, _of_url("export", "{url}", "{out}", "--force")),
+    "inspect of a URL": (1, _of_url("inspect", "{url}", "--tensors")),
+    "verify of a URL": (1, _of_url("verify", "{url}")),
+}
+
+
 @contextmanager
 def no_hang(case: int) -> Iterator[None]:
     def late(*arguments: Any) -> None:
@@ -239,3 +274,80 @@ def test_random_damage(originals: list[Original], tmp_path: Path, capsys: pytest
         print(f"\n{CASES} damaged checkpoints: {dict(ends.most_common())}")
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10]])
     assert ends["refused"] > CASES // 10 and ends["right"] > 0
+
+
+# Forged checkpoints
+
+
+def _snapshot(root: Path) -> dict[str, tuple[int, int, int] | bytes]:
+    """Return what lies around the directory of a case: contents of files, and what tells that one was replaced."""
+    around = [
+        path for path in sorted(root.rglob("*")) if path.is_file() and "case" not in path.relative_to(root).parts[:1]
+    ]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, hash(path.read_bytes())) for path in around}
+
+
+def _memory(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith(f"{field}:")).split()[1]) << 10
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Refuse more than 2 GB on top of what there is, and fail where as much was asked for."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + BYTES, limits[1]))
+    try:
+        yield
+    except Exception as error:
+        seen: BaseException | None = error
+        while seen is not None:
+            assert not isinstance(seen, MemoryError) and "allocate memory" not in str(seen), f"2 GB: {seen!r}"
+            seen = seen.__cause__ or seen.__context__
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.timeout(0)
+def test_forged_checkpoints(originals: list[Original], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("danling").setLevel(logging.CRITICAL)
+    (tmp_path / "around" / "below").mkdir(parents=True)
+    victim = tmp_path / "victim.txt"
+    for file in (victim, tmp_path / "around" / "below" / victim.name):
+        file.write_text("somebody's work")
+    ends: Counter[str] = Counter()
+    failures: list[str] = []
+    roads = {**ROADS, **URL_ROADS, "inspect": (3, _inspect_all), "a run": (4, _run)}
+    weights = [weight for weight, _ in roads.values()]
+    try:
+        for case in range(SEED, SEED + CASES):
+            random = Random(f"forged {case}")
+            original = random.choice(originals)
+            place = tmp_path / "case"
+            directory = Path(shutil.copytree(original.directory, place / original.directory.name))
+            forged = forge(directory, random, victim)
+            road, name = random.choices(list(roads), weights)[0], random.choice(original.names)
+            if original.kind == "alone":
+                road = {"auto_resume": "pretrained"}.get(road, "inspect" if road in URL_ROADS else road)
+            before = _snapshot(tmp_path)
+            try:
+                with no_hang(case), bounded_memory():
+                    roads[road][1](original, directory, name)
+                ends["read"] += 1
+            except (CheckpointError, ValueError, FileNotFoundError) as error:
+                ends["refused"] += 1
+                if not str(error).startswith("Expected "):
+                    failures.append(f"case {case}: {original.kind}, {forged}, {road} of {name}: no name: {error!r}")
+            except Exception as error:
+                failures.append(f"case {case}: {original.kind}, {forged}, {road} of {name}: {error!r}")
+            if _snapshot(tmp_path) != before:
+                failures.append(f"case {case}: {original.kind}, {forged}, {road} of {name}: touched what lies outside")
+            shutil.rmtree(place)
+            capsys.readouterr()
+    finally:
+        logging.getLogger("danling").setLevel(logging.NOTSET)
+    with capsys.disabled():
+        print(f"\n{CASES} forged checkpoints: {dict(ends.most_common())}")
+    assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10]])
+    assert ends["refused"] > CASES // 10 and ends["read"] > 0
