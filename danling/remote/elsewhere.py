@@ -47,7 +47,9 @@ class RunElsewhere:
         settings = RemoteSettings(
             part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
         )
-        return open_store(url, settings=settings, credentials=self._credentials)
+        store = open_store(url, settings=settings, credentials=self._credentials)
+        store.starting = True
+        return store
 
     def runs(self, family: str, id: str) -> list[str]:
         """Return the names of the runs of an id that the store of the run has; none without a store. May be called on one rank.
@@ -111,6 +113,8 @@ class RunElsewhere:
         """Copy what the run goes on from; see `RunMirror.begin`. Called on all ranks."""
         if self._mirror is not None:
             self._mirror.begin()
+            # From now on an upload that fails is tried again in the background, and training goes on.
+            self._mirror.run.store.starting = False
 
     def figures(self, step: int) -> Mapping[str, Mapping[str, float]]:
         """Return what is logged of the copy, by group; nothing without one.

@@ -13,12 +13,16 @@ would hang. It says so instead. A `RemoteStore` may be pickled; a spawned proces
 from __future__ import annotations
 
 import importlib
+import logging
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -27,6 +31,8 @@ from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, Rem
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+logger = logging.getLogger("danling")
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "https", "http", "file", "memory")
 """Schemes of the URLs that name a store."""
@@ -52,6 +58,9 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _SKEWED = ("RequestTimeTooSkewed", "Request date header too old")
 """Of S3 and Google Cloud, and of Azure."""
 _RETRY_SECONDS = 20
+STARTING_SECONDS = 30.0
+"""How long a run that starts repeats a request, beyond the retries of the client."""
+_PAUSE_SECONDS = 0.5
 _user: int | None = None
 """The process that has used the client; the threads of obstore do not survive a fork."""
 
@@ -142,12 +151,14 @@ class RemoteStore:
         url: The URL, without a slash at its end; keys are relative to it.
         settings: How the store is asked.
         bare_tags: Whether the store compares entity tags without their quotes.
+        starting: Whether a request that cannot be answered now is repeated for up to `STARTING_SECONDS`. A run does so until it trains.
     """
 
     def __init__(self, url: str, *, settings: RemoteSettings, credentials: Credentials | None = None) -> None:
         self.url = url.rstrip("/")
         self.settings = settings
         self.bare_tags = False
+        self.starting = False
         self._credentials = credentials
         self._opened: ObjectStore | None = None
         check_url(url)
@@ -166,15 +177,18 @@ class RemoteStore:
         """
         settings = self.settings
         several = (len(content) if isinstance(content, bytes) else content.stat().st_size) > settings.part_size
-        with self._asking("put", key) as store:
-            _obstore().put(
+        self._ask(
+            "put",
+            key,
+            lambda store: _obstore().put(
                 store,
                 key,
                 content,
                 use_multipart=several,
                 chunk_size=settings.part_size,
                 max_concurrency=_PARTS_AT_ONCE,
-            )
+            ),
+        )
 
     def put_if_absent(self, key: str, content: bytes) -> Tag:
         """Store a small object where there is none. Its contents must differ from anybody else's: see below.
@@ -212,8 +226,13 @@ class RemoteStore:
 
     def _put_on_condition(self, key: str, content: bytes, mode: Any, refused: type[RemoteError]) -> Tag:
         try:
-            with self._asking("put", key, refused=refused) as store:
-                return Tag.of(_obstore().put(store, key, content, mode=mode, use_multipart=False))
+            found = self._ask(
+                "put",
+                key,
+                lambda store: _obstore().put(store, key, content, mode=mode, use_multipart=False),
+                refused=refused,
+            )
+            return Tag.of(found)
         except RemoteDenied:
             raise
         except RemoteError as error:
@@ -240,9 +259,13 @@ class RemoteStore:
         Raises:
             RemoteMissing: If there is none.
         """
-        with self._asking("get", key) as store:
+
+        def read(store: ObjectStore) -> tuple[bytes, Tag]:
             found = _obstore().get(store, key)
             return bytes(found.bytes()), Tag.of(found.meta)
+
+        content, tag = self._ask("get", key, read)
+        return content, tag
 
     def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
         """Yield the contents of an object piece by piece; a large one need not fit into memory.
@@ -254,9 +277,9 @@ class RemoteStore:
         Raises:
             RemoteMissing: If there is none.
         """
-        with self._asking("get", key) as store:
-            for piece in _obstore().get(store, key).stream(min_chunk_size=size):
-                yield memoryview(piece)
+        stream = self._ask("get", key, lambda store: _obstore().get(store, key).stream(min_chunk_size=size))
+        while (piece := self._ask("get", key, lambda _: next(stream, None), patient=False)) is not None:
+            yield memoryview(piece)
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Return parts of an object.
@@ -270,9 +293,9 @@ class RemoteStore:
         """
         if not ranges:
             return []
-        with self._asking("get", key) as store:
-            starts, lengths = zip(*ranges)
-            return [memoryview(part) for part in _obstore().get_ranges(store, key, starts=starts, lengths=lengths)]
+        starts, lengths = zip(*ranges)
+        parts = self._ask("get", key, lambda store: _obstore().get_ranges(store, key, starts=starts, lengths=lengths))
+        return [memoryview(part) for part in parts]
 
     def head(self, key: str) -> RemoteObject:
         """Return what a listing would say of an object.
@@ -280,8 +303,7 @@ class RemoteStore:
         Raises:
             RemoteMissing: If there is none.
         """
-        with self._asking("look at", key) as store:
-            return _object(_obstore().head(store, key))
+        return _object(self._ask("look at", key, lambda store: _obstore().head(store, key)))
 
     def directories(self, prefix: str = "") -> list[str]:
         """Return the names directly below a prefix that have further keys below them, sorted.
@@ -289,8 +311,8 @@ class RemoteStore:
         Args:
             prefix: Prefix, without a slash at its end; the empty one is the URL of the store.
         """
-        with self._asking("list", prefix) as store:
-            found = _obstore().list_with_delimiter(store, prefix or None)["common_prefixes"]
+        found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
+        found = found["common_prefixes"]
         return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
 
     def list(self, prefix: str = "", *, after: str | None = None) -> Iterator[RemoteObject]:
@@ -300,9 +322,15 @@ class RemoteStore:
             prefix: Prefix, without a slash at its end; the empty one lists all.
             after: Begin after this key.
         """
-        with self._asking("list", prefix) as store:
-            for page in _obstore().list(store, prefix or None, offset=after, chunk_size=_PAGE):
-                yield from (_object(entry) for entry in page)
+
+        def begin(store: ObjectStore) -> tuple[Any, Any]:
+            pages = iter(_obstore().list(store, prefix or None, offset=after, chunk_size=_PAGE))
+            return pages, next(pages, None)
+
+        pages, page = self._ask("list", prefix, begin)
+        while page:
+            yield from (_object(entry) for entry in page)
+            page = self._ask("list", prefix, lambda _: next(pages, None), patient=False)
 
     def delete(self, keys: str | Iterable[str]) -> None:
         """Remove objects, one after the other in the order given; those that are gone already are no error.
@@ -311,8 +339,8 @@ class RemoteStore:
             keys: Key, or keys.
         """
         for key in [keys] if isinstance(keys, str) else keys:
-            with suppress(RemoteMissing), self._asking("delete", key) as store:
-                _obstore().delete(store, key)
+            with suppress(RemoteMissing):
+                self._ask("delete", key, partial(_delete, key=key))
 
     def _client(self) -> ObjectStore:
         global _user
@@ -330,24 +358,45 @@ class RemoteStore:
                 ) from error
         return self._opened
 
-    @contextmanager
-    def _asking(
-        self, operation: str, key: str, *, refused: type[RemoteError] = RemoteUnavailable
-    ) -> Iterator[ObjectStore]:
-        """Let errors of the client become those of this library."""
+    def _ask(
+        self,
+        operation: str,
+        key: str,
+        call: Callable[[ObjectStore], Any],
+        *,
+        refused: type[RemoteError] = RemoteUnavailable,
+        patient: bool = True,
+    ) -> Any:
+        """Return what a call of the client returns; its errors become those of this library."""
         global _user
-        store = self._client()
+        store, end = self._client(), math.inf
         _user = os.getpid()
-        try:
-            yield store
-        except (RemoteError, GeneratorExit):
-            raise
-        except Exception as error:
-            raise _error_of(error, operation, f"{self.url}/{key}".rstrip("/"), refused) from error
+        while True:
+            try:
+                return call(store)
+            except RemoteError:
+                raise
+            except Exception as error:
+                told = _error_of(error, operation, f"{self.url}/{key}".rstrip("/"), refused)
+                if not (patient and self.starting and isinstance(told, RemoteUnavailable)) or time.monotonic() > end:
+                    raise told from error
+                if end == math.inf:
+                    end = time.monotonic() + STARTING_SECONDS
+                    logger.warning(
+                        "%s does not answer as it should, and is asked again for up to %.0f s: %s",
+                        self.url,
+                        STARTING_SECONDS,
+                        _first_line(error),
+                    )
+                time.sleep(_PAUSE_SECONDS)
 
 
 _PARTS_AT_ONCE = 4
 _PAGE = 1000
+
+
+def _delete(store: ObjectStore, key: str) -> None:
+    _obstore().delete(store, key)
 
 
 def _obstore() -> Any:

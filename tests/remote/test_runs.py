@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.remote import RemoteDenied, RemoteError
+from danling.remote import RemoteDenied, RemoteError, RemoteUnavailable
 
 
 class Toy(dl.TorchRunner):
@@ -106,6 +107,32 @@ def test_a_store_that_may_not_be_written_is_told_before_training(proxy: FaultPro
         Toy(config("ftp://host/runs", tmp_path))
 
 
+def test_a_store_that_is_busy_at_the_start_is_asked_again_with_one_line(
+    proxy: FaultProxy, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Toy(config(url, tmp_path / "one")) as runner:
+        runner.train()
+    # On another machine, so that the resume begins in the store.
+    busy = proxy.answer(503, "SlowDown")
+    healing = threading.Timer(2.0, proxy.heal)
+    healing.start()
+    with caplog.at_level("INFO", "danling"), Toy(config(url, tmp_path / "two", epochs=4, auto_resume=True)) as again:
+        again.train()
+        assert again.state.train.global_step == 32
+    healing.join()
+    told = [record.message for record in caplog.records if "is asked again for up to 30 s" in record.message]
+    assert busy.hit >= 2 and len(told) == 1 and "503" in told[0]
+
+
+def test_a_store_that_stays_busy_ends_the_start(
+    proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("danling.remote.store.STARTING_SECONDS", 1.0)
+    proxy.answer(503, "SlowDown")
+    with pytest.raises(RemoteUnavailable, match="503"):
+        Toy(config(url, tmp_path))
+
+
 def test_denied_in_the_middle_training_goes_on_and_the_end_fails(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     runner = Toy(config(url, tmp_path))
     proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
@@ -180,6 +207,7 @@ def test_machines_without_a_common_disk_number_their_runs_as_one(url: str, tmp_p
 
 SCRIPT = """
 import sys
+import threading
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from remote.test_runs import Toy, config
