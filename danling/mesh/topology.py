@@ -124,8 +124,8 @@ class Topology:
             reads_data=reads_data,
             counts_loss=counts_loss,
             counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
-            forward_place=tuple(self.coordinate[axis] for axis in axes_with(own_noise=True)),
-            update_place=tuple(self.coordinate[axis] for axis in divided),
+            forward_place=tuple(self.coordinate[axis] for axis in self.active(*axes_with(own_noise=True))),
+            update_place=tuple(self.coordinate[axis] for axis in self.active(*divided)),
         )
 
 

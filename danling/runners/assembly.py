@@ -141,8 +141,6 @@ class TorchParts:
                 device=runner.device,
             ),
             own_loss=runner._overrides("compute_loss"),
-            own_weight=runner._overrides("batch_weight"),
-            speaks=runner.is_main_process,
         )
 
     @cached_property
@@ -154,7 +152,6 @@ class TorchParts:
             keys=runner._keys,
             window=runner.window,
             weights=self.weights,
-            loss=self.loss if runner._overrides("train_step") else None,
             reporter=runner._reporter,
             session=runner._session,
         )
@@ -229,7 +226,7 @@ class TorchParts:
         return update
 
     def look_at_gradients(self) -> None:
-        """Name what is trained and got no gradient, and let all ranks weigh alike where a model returns its loss."""
+        """Name what is trained and got no gradient."""
         runner = self.runner
         optimized = runner.preparation.optimized_parameters(runner.optimizer)
         mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
@@ -237,7 +234,6 @@ class TorchParts:
         names = ungraded_names(mine, trained, runner.world)
         if names and runner.is_main_process:
             logger.warning("%s", ungraded(names))
-        self.loss.agree(runner.world.gather_objects)
 
     # Evaluation
 

@@ -31,7 +31,6 @@ def build_evaluator(runner: TorchRunner, parts: TorchParts) -> Evaluator:
         meters=lambda: runner.meters,
         metrics=lambda: parts.metrics,
         sums_loss=lambda: parts.sums_loss,
-        undecided=lambda: parts.loss.undecided,
         together=lambda: runner.preparation.evaluates_together,
         written=lambda: written_by_forward(
             runner.unwrapped_model, parts.wrapping.criterion_tensors("buffers"), getattr(runner.ema, "weights", None)

@@ -14,7 +14,7 @@ from danling.utils.warn import warn_user
 
 SETTABLE = frozenset(
     {"model", "ema", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics", "meters", "config"}
-    | {"carry"}
+    | {"carry", "shifts_labels"}
 )
 """Components, which the library takes over as they were set."""
 

@@ -88,6 +88,8 @@ class TorchRunner(BaseRunner):
     stack = "ddp"
     compilation: Compilation | None = None
     """What was compiled; `None` unless `compile.enable`."""
+    shifts_labels: bool | None = None
+    """Whether the loss that the model returns compares each position with the label of the next one; `None` is what its class tells."""
     fault_tolerance: ReplicaMember | None = None
     """This process's replica group among the others; `None` unless `ft.enabled`."""
 
@@ -760,7 +762,7 @@ class TorchRunner(BaseRunner):
                 self.criterion(given, target) if target is not None else criterion_loss(self.criterion, given, None)
             )
             return loss
-        return self._parts.loss.of_model(pred, target, training=self.mode == "train")
+        return self._parts.loss.of_model(pred)
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
         """Return the loss of an evaluated batch, computed as in training; `None` if it has none. Called on all ranks.

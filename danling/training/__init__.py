@@ -35,7 +35,6 @@ from .gradients import (
     scale_gradients,
     total_norm,
 )
-from .label_shift import LabelShift
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .outputs import model_loss, prediction_of
 from .passes import PassAgreement, updates_of_pass
@@ -63,7 +62,6 @@ __all__ = [
     "EvaluationSums",
     "GradientReduction",
     "GradientWatch",
-    "LabelShift",
     "LocalReduction",
     "MemoryRetry",
     "NonFiniteError",

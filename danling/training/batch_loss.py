@@ -2,80 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from .batches import model_weight
-from .label_shift import LabelShift
-from .outputs import model_loss, prediction_of
+from .batches import aligned_labels, model_weight
+from .outputs import model_loss
+from .targets import shifts_labels
 from .weighing import BatchWeights
-from .window import Window
 
-logger = logging.getLogger("danling")
-
-
-class LossHooks(Protocol):
-    """What is asked of a run for the loss of a batch. It is looked up anew each time, since a user may override or replace it."""
-
-    @property
-    def criterion(self) -> Any:
-        """The criterion, or `None`."""
-
-    @property
-    def unwrapped_model(self) -> object:
-        """The model out of the wrapper of its stack."""
-
-    @property
-    def window(self) -> Window:
-        """The window of micro-batches."""
-
-    def compute_loss(self, pred: object, target: object) -> Tensor:
-        """Return the loss of a prediction."""
-
-    def batch_weight(self, data: object, target: object) -> float | Tensor:
-        """Return what the loss of a batch is averaged over."""
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 
 class BatchLoss:
     """The loss that a model returns by itself, and which batches have a loss at all.
 
     Args:
-        run: What is asked.
+        runner: The runner.
         weights: Remembers whether the batches to train on come with a target.
-        glance: Looks for a target in the data to train on, where nobody has seen a batch of it.
+        glance: Looks for a target in the data to train on, where no batch of it was seen.
         own_loss: Whether `compute_loss` is the user's own.
-        own_weight: Whether `batch_weight` is the user's own.
-        speaks: Whether this process warns.
-
-    Attributes:
-        shift: What is known of the labels that the loss of the model counts.
     """
 
     def __init__(
-        self,
-        run: LossHooks,
-        *,
-        weights: BatchWeights,
-        glance: Callable[[], None],
-        own_loss: bool = False,
-        own_weight: bool = False,
-        speaks: bool = True,
+        self, runner: TorchRunner, *, weights: BatchWeights, glance: Callable[[], None], own_loss: bool = False
     ) -> None:
-        self.shift = LabelShift()
         self.own_loss = own_loss
-        self._run = run
+        self._runner = runner
         self._weights = weights
         self._glance = glance
-        self._is_looked_at = not (own_loss or own_weight)
-        self._speaks = speaks
-
-    @property
-    def undecided(self) -> bool:
-        """Whether it is still to be found out which labels the loss of the model counts."""
-        return self.shift.is_open and self._run.criterion is None
 
     def weight(self, data: object, target: object) -> float | Tensor:
         """Return what the loss that the model computes is averaged over.
@@ -83,17 +41,34 @@ class BatchLoss:
         Args:
             data: The batch.
             target: Its target, or `None`.
-        """
-        model = self._run.unwrapped_model
-        return model_weight(model, target, data, shifts=self.shift.shifts(model))
 
-    def of_model(self, pred: object, target: object, *, training: bool) -> Tensor:
-        """Return the loss that the model put into its prediction; the open micro-batch is weighed anew by what that tells.
+        Raises:
+            ValueError: If the weight matters and nothing says whether the model shifts its labels.
+        """
+        runner = self._runner
+        told = runner.shifts_labels
+        shifts = shifts_labels(runner.unwrapped_model) if told is None else told
+        if shifts is None and not self.own_loss and _is_of_positions(target) and aligned_labels(data) is None:
+            self._refuse_unknown()
+        return model_weight(runner.unwrapped_model, target, data, shifts=bool(shifts))
+
+    def _refuse_unknown(self) -> None:
+        """Refuse labels of which it is not known whether they are shifted, where the weight of a micro-batch changes the gradient."""
+        runner = self._runner
+        ranks = max(runner.placement.data_replicas, runner.placement.metrics.size)
+        if runner.mode == "train" and (ranks > 1 or runner.accum_steps > 1 or runner.window.count):
+            raise ValueError(
+                "Expected to know whether the loss that the model returns compares each position with its own label or with the next one: "
+                f"micro-batches are weighed by the labels that count. Received: a {type(runner.unwrapped_model).__name__}, which does not "
+                f"say, with accum_steps={runner.accum_steps} on {ranks} ranks. Set `shifts_labels` to True or False on the runner or the "
+                "model, or override `batch_weight(data, target)`."
+            )
+
+    def of_model(self, pred: object) -> Tensor:
+        """Return the loss that the model put into its prediction.
 
         Args:
             pred: What the model returned.
-            target: The target of the batch, or `None`.
-            training: Whether the batch is a micro-batch of the window.
 
         Raises:
             ValueError: If there is none.
@@ -104,11 +79,6 @@ class BatchLoss:
                 f"Expected a criterion, or a model that returns a loss. Received: criterion=None and a prediction of type "
                 f"{type(pred).__name__}. Assign `self.criterion`, or override `compute_loss`."
             )
-        if self.undecided and self._observe(pred, found, target) and training:
-            window = self._run.window
-            # Padding stays without weight.
-            if window.count and window.current:
-                window.reweigh(self._run.batch_weight(None, target))
         return found
 
     def of_evaluated(self, pred: object, target: object) -> Tensor | None:
@@ -121,54 +91,24 @@ class BatchLoss:
             pred: What the model returned.
             target: The target of the batch, or `None`.
         """
-        criterion = self._run.criterion
+        criterion = self._runner.criterion
         has_loss = self.own_loss or criterion is not None
         if target is None:
             targetless = self._trains_targetless()
             has_loss = self.own_loss if targetless is None else targetless and has_loss
         if has_loss:
-            return self._run.compute_loss(pred, target)
-        found = model_loss(pred) if criterion is None else None
-        if found is not None and self.undecided:
-            self._observe(pred, found, target)
-        return found
+            return self._runner.compute_loss(pred, target)
+        return model_loss(pred) if criterion is None else None
 
     def _trains_targetless(self) -> bool | None:
-        """Whether the batches to train on come without a target, `None` where nobody can tell before the first one."""
+        """Whether the batches to train on come without a target, `None` before the first one where that cannot be told."""
         if self._weights.targetless is None:
             self._glance()
         return self._weights.targetless
 
-    def observe_returned(self, returned: Any, target: Any) -> None:
-        """Look at what a step of the user's returned, which has not asked for the loss.
 
-        Args:
-            returned: What it returned, usually the prediction and the loss.
-            target: The target of the batch, or `None`.
-        """
-        found = model_loss(returned[0]) if isinstance(returned, tuple) and returned else None
-        if found is not None and self._is_looked_at and self.undecided:
-            self.shift.observe_afterwards(found, prediction_of(returned[0]), target)
-            self._complain()
-
-    def agree(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """Weigh alike on all ranks where a model returns its loss, whatever the first batch of each of them told.
-
-        Args:
-            gather: Returns the value of every rank.
-        """
-        if self._run.criterion is None and self.shift.agree(gather(self.shift.answer)):
-            self._complain()
-
-    def _observe(self, pred: object, loss: Tensor, target: object) -> bool:
-        """Return whether another weight of the batch follows from the loss that the model gave it."""
-        if not self._is_looked_at:
-            self.shift.is_open = False
-            return False
-        changes = self.shift.observe(loss, prediction_of(pred), target)
-        self._complain()
-        return changes
-
-    def _complain(self) -> None:
-        if self.shift.complaint is not None and self._speaks:
-            logger.warning("%s", self.shift.complaint)
+def _is_of_positions(target: object) -> bool:
+    """Whether a target holds an integer for each position of each sample, as the labels of a language model do."""
+    if not isinstance(target, Tensor) or target.ndim != 2:
+        return False
+    return not (target.is_floating_point() or target.dtype == torch.bool)

@@ -206,7 +206,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
 
     `CrossEntropyLoss` and `NLLLoss` divide by the (class-weighted) count of targets other than `ignore_index`
     (https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html); element-wise losses by the number of
-    elements; anything else, and a batch without a target tensor, counts samples.
+    elements; your own function or module, the integer targets other than its `ignore_index`, which is -100 where it has none; anything
+    else, and a batch without a target tensor, counts samples.
 
     Args:
         criterion: The loss module or callable, or `None`.
@@ -226,6 +227,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         ignore_index, class_weight = (criterion_setting(criterion, name) for name in ("ignore_index", "weight"))
     if isinstance(class_weight, Tensor) and _weighs_classes(criterion):
         return _class_weight(target, class_weight, ignore_index)
+    if ignore_index is None and _is_of_user(criterion):
+        ignore_index = IGNORED_LABEL
     return _count(target, ignore_index)
 
 
@@ -245,15 +248,32 @@ def model_weight(model: object, target: object, data: object, *, shifts: bool | 
     Returns:
         A float, or a 0-dim tensor on the device of the labels, which is not synchronized with the host.
     """
-    aligned = data.get(_ALIGNED) if isinstance(data, Mapping) else None
-    if isinstance(aligned, Tensor):
+    aligned = aligned_labels(data)
+    if aligned is not None:
         return _count(aligned, IGNORED_LABEL)
     if not isinstance(target, Tensor):
         return float(count_samples(data))
     if target.is_floating_point():
         return float(target.numel())
-    shifted = counted_labels(target, shifts=shifts_labels(model) if shifts is None else shifts)
+    shifted = counted_labels(target, shifts=bool(shifts_labels(model) if shifts is None else shifts))
     return _count(shifted, IGNORED_LABEL)
+
+
+def aligned_labels(data: object) -> Tensor | None:
+    """Return the labels that a batch has shifted already, itself or in the mapping under its key `input`; `None` where it has none."""
+    for _ in range(2):
+        if isinstance(data, Mapping):
+            aligned = data.get(_ALIGNED)
+            if isinstance(aligned, Tensor):
+                return aligned
+            data = data.get("input")
+    return None
+
+
+def _is_of_user(criterion: object) -> bool:
+    """Whether a criterion is not torch's, so that nothing but a convention says which integer targets it leaves out."""
+    kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
+    return not getattr(kind, "__module__", "torch").startswith("torch.")
 
 
 def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:

@@ -109,7 +109,6 @@ class EvaluationSums:
         to_device: Returns the data of a batch on the device.
         metrics: What is computed beside the loss; it is reset.
         sums_loss: Whether the loss is a sum over what its weight counts, instead of a mean.
-        undecided: Returns whether a step may still find out what the loss is averaged over; a batch that tells is weighed by it.
 
     Attributes:
         totals: Sums and weights by figure.
@@ -125,7 +124,6 @@ class EvaluationSums:
         to_device: Callable[[Any], Any],
         metrics: MetricSet,
         sums_loss: bool = False,
-        undecided: Callable[[], bool] = lambda: False,
     ) -> None:
         self.totals = Meters()
         self.scored = False
@@ -134,7 +132,6 @@ class EvaluationSums:
         self._to_device = to_device
         self.metrics = metrics
         self._sums_loss = sums_loss
-        self._undecided = undecided
         metrics.reset()
 
     def add(self, batch: Batch) -> None:
@@ -145,10 +142,7 @@ class EvaluationSums:
         """
         data = self._to_device(batch.data)
         weight, samples = self._weigh(batch, data)
-        was_undecided = self._undecided()
         pred, loss = _as_pair(self._step(data))
-        if was_undecided and not self._undecided():
-            weight, samples = self._weigh(batch, data)
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise not_one_loss(loss)
         if loss is not None and (isinstance(weight, Tensor) or weight):

@@ -60,7 +60,6 @@ class EvaluatedRun:
         meters: Returns the meters that a step may add to.
         metrics: Returns what is computed beside the loss.
         sums_loss: Returns whether the loss is a sum over what its weight counts, instead of a mean.
-        undecided: Returns whether the next step may still determine what the loss is averaged over.
         together: Returns whether a forward is a collective, so that all ranks must make equally many.
         written: Returns the tensors that a forward may write to.
     """
@@ -71,7 +70,6 @@ class EvaluatedRun:
     meters: Callable[[], Meters]
     metrics: Callable[[], MetricSet]
     sums_loss: Callable[[], bool]
-    undecided: Callable[[], bool]
     together: Callable[[], bool]
     written: Callable[[], Iterable[Tensor]]
 
@@ -208,7 +206,6 @@ class Evaluator:
             to_device=lambda data: hooks.to_device(data),
             metrics=run.metrics(),
             sums_loss=run.sums_loss(),
-            undecided=run.undecided,
         )
         meters = run.meters()
         with meters.aside():

@@ -12,8 +12,7 @@ from torch import Tensor
 from danling.data import Batch, BatchSource, DataLoader
 from danling.reporting import Reporter
 
-from .batch_loss import BatchLoss
-from .batches import note_batch, peek_target
+from .batches import note_batch
 from .carry import map_carry
 from .keys import RandomKeys
 from .passes import PassAgreement
@@ -102,7 +101,6 @@ class MicroBatches:
         keys: Seeds the random streams for each of them.
         window: The window that they are counted in.
         weights: Weighs them.
-        loss: Is told what a `train_step` of the user's returned; `None` where it is the library's, which asks for the loss.
         reporter: Counts tokens, and the operations of the first one.
         session: Is told that a step is under way.
 
@@ -120,7 +118,6 @@ class MicroBatches:
         keys: RandomKeys,
         window: Window,
         weights: BatchWeights,
-        loss: BatchLoss | None,
         reporter: Reporter,
         session: TrainingSession,
     ) -> None:
@@ -128,7 +125,6 @@ class MicroBatches:
         self._keys = keys
         self._window = window
         self._weights = weights
-        self._loss = loss
         self._reporter = reporter
         self._session = session
         self.recompute: Recompute | None = None
@@ -171,8 +167,6 @@ class MicroBatches:
                 reporter.flops.count(call, samples)
             else:
                 call()
-                if self._loss is not None:
-                    self._loss.observe_returned(returned[0], peek_target(data))
         except Exception as error:
             note_batch(error, "train_step", self.split, data)
             raise

@@ -38,7 +38,7 @@ class Recompute:
 
         def take_back() -> None:
             runner.window.reset()
-            runner.zero_gradients()
+            runner.reduction.zero()
             for name, buffer in self._buffers().items():
                 # One that was registered since is left as it is.
                 if name in buffers:

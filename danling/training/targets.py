@@ -16,6 +16,7 @@ IGNORED_LABEL = -100
 
 _SHIFTING = ("ForCausalLM", "LMHeadModel")
 _SHIFTING_DECODERS = ("ForConditionalGeneration",)
+_NOT_SHIFTING = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 _UNSHIFTED = frozenset(
     {
         *(
@@ -36,27 +37,21 @@ def target_name(data: Mapping[str, object]) -> str | None:
 
 
 def find_target(data: Mapping[str, object]) -> object:
-    """Return the target in a batch, `None` where it has none of `TARGET_NAMES`."""
-    name = target_name(data)
+    """Return the target in a batch, or in the mapping under its key `input`; `None` where neither has one of `TARGET_NAMES`."""
+    name, inner = target_name(data), data.get("input")
+    if name is None and isinstance(inner, Mapping):
+        data, name = inner, target_name(inner)
     return data[name] if name is not None else None
 
 
-def shifts_labels(model: object) -> bool:
-    """Whether the loss that a model returns is known to compare its prediction at a position with the label of the next one.
-
-    Args:
-        model: The model, out of the wrapper of its stack; see `told_to_shift`.
-    """
-    return bool(told_to_shift(model))
-
-
-def told_to_shift(model: object) -> bool | None:
+def shifts_labels(model: object) -> bool | None:
     """Return whether a model shifts the labels of the loss that it returns, `None` where neither attribute nor class tells.
 
     An attribute `shifts_labels` of the model decides. Else it is told by the name of the class, as transformers gives it: those
     that end with `ForCausalLM` or `LMHeadModel` shift, and those that end with `ForConditionalGeneration` unless their
-    `config.is_encoder_decoder` is set. A subclass is what its parent is, and a module around a single other one, such as that of
-    `torch.compile` or of an adapter, is what that one is.
+    `config.is_encoder_decoder` is set; those that end with `ForMaskedLM`, `ForTokenClassification` or `ForSequenceClassification` do
+    not. A subclass is what its parent is, and a module around a single other one, such as that of `torch.compile` or of an adapter, is
+    what that one is.
 
     Args:
         model: The model, out of the wrapper of its stack.
@@ -91,6 +86,8 @@ def _kind(model_class: type) -> str | None:
             return "unshifted"
         if name.endswith(_SHIFTING):
             return "shifting"
+        if name.endswith(_NOT_SHIFTING):
+            return "unshifted"
         if name.endswith(_SHIFTING_DECODERS):
             return "decoder"
     return None

@@ -69,20 +69,6 @@ class Window:
         self.weight = self.weight + weight
         self.samples += samples
 
-    def reweigh(self, weight: float | Tensor) -> None:
-        """Give the open micro-batch another weight, before its loss is scaled.
-
-        Args:
-            weight: What its loss is averaged over; a 0-dim tensor stays on its device.
-        """
-        if isinstance(weight, Tensor) and self.on_host:
-            weight = weight.item()
-        if self.count == 1 and self.domain.size == 1:
-            self._reference = self._choose_reference(weight)
-        self.weight = self.weight - self.current + weight
-        self.current = weight
-        self._scaled = isinstance(weight, float) and weight == 0.0
-
     def expect_no_loss(self) -> None:
         """Expect no loss of the open micro-batch on this rank."""
         self._scaled = True

@@ -11,10 +11,9 @@ import torch
 from support.language import (
     NextTokens,
     OwnTokens,
-    SmoothNextTokens,
     TinyForCausalLM,
     TinyForMaskedLM,
-    ZeroNextTokens,
+    UntoldTokens,
     encode,
     sentences,
 )
@@ -27,7 +26,6 @@ MODELS: dict[str, Any] = {
     "causal": TinyForCausalLM,
     "masked": TinyForMaskedLM,
     "next": NextTokens,
-    "zero": ZeroNextTokens,
     "own": OwnTokens,
 }
 
@@ -72,19 +70,9 @@ def updates(root: str, kind: str, splits: list[tuple[int, int]], more: dict[str,
     return [one_update(root, kind, micro_batch, accum_steps, more) for micro_batch, accum_steps in splits]
 
 
-# An evaluation that was tried before is the same thing on each rank: on two, `make test` shows one model only without it.
-_CASES = [
-    pytest.param(world, kind, tried, marks=() if world == 1 or tried or kind == "zero" else pytest.mark.slow)
-    for world in (1, 2)
-    for kind in MODELS
-    for tried in (True, False)
-]
-
-
-@pytest.mark.parametrize(("world_size", "kind", "tried"), _CASES)
-def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(
-    world_size: int, kind: str, tried: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(world_size: int, kind: str, tmp_path: Path) -> None:
     model = MODELS[kind]()
     output = model(**encode(sentences(32)))
     output["loss"].backward()
@@ -95,7 +83,7 @@ def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(
             parameter -= 0.1 * counted.grad
         evaluated = float(stepped(**encode(sentences(9)))["loss"])
     splits = [(32 // world_size, 1), (16 // world_size, 2), (4 // world_size, 8)]
-    arguments = (str(tmp_path), kind, splits, {"try_evaluation": tried})
+    arguments = (str(tmp_path), kind, splits, {})
     for rank in run_processes(updates, *arguments, world_size=world_size):
         assert len(rank) == len(splits)
         for found in rank:
@@ -105,29 +93,27 @@ def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(
             assert found["val"] == pytest.approx(evaluated, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["next", "zero"])
-def test_a_divided_model_is_found_to_shift_as_well(kind: str, tmp_path: Path) -> None:
-    whole = one_update(str(tmp_path), kind, 32, 1)
+def test_a_divided_model_is_weighed_alike(tmp_path: Path) -> None:
+    whole = one_update(str(tmp_path), "next", 32, 1)
     more: dict[str, Any] = {"stack": "parallel", "try_evaluation": False}
     for axis in ("replicate", "shard"):
         more["parallel"] = {"axes": {axis: 2}}
-        for rank in run_processes(one_update, str(tmp_path), kind, 4, 4, more, world_size=2):
+        for rank in run_processes(one_update, str(tmp_path), "next", 4, 4, more, world_size=2):
             for name, gradient in whole["gradients"].items():
                 torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-12, atol=1e-15)
 
 
-class Smooth(dl.TorchRunner):
-    """A model with a loss that is no mean cross-entropy."""
+class Untold(dl.TorchRunner):
+    """A model that does not tell whether it shifts its labels; the runner may."""
 
-    model_class: Any = SmoothNextTokens
-
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
         super().__init__(config)
-        self.model = self.model_class()
+        self.model = UntoldTokens()
         self.datasets = {"train": sentences(16), "val": sentences(5)}
+        self.shifts_labels = told
 
 
-class SmoothAndWeighed(Smooth):
+class UntoldAndWeighed(Untold):
     """Says what its loss is averaged over."""
 
     def batch_weight(self, data: Any, target: Any) -> float:
@@ -135,56 +121,85 @@ class SmoothAndWeighed(Smooth):
         return float((target[:, 1:] != -100).sum())
 
 
-class StepsItself(Smooth):
-    """Takes the loss of its model without asking for it."""
+class NestedBatch(Untold):
+    """Keeps the batch of the tokenizer as it is, under one key."""
 
-    model_class = NextTokens
+    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
+        super().__init__(config, told)
+        self.config.dataloader.collate_fn = lambda rows: {"input": encode(rows)}
 
-    def train_step(self, data: Any) -> Any:
-        """Hand the loss on."""
-        pred = self.model(**data)
-        self.backward(pred["loss"])
-        return pred, pred["loss"]
+
+def first_gradient(
+    runner_class: Any, root: Path, told: bool | None, micro_batch: int, accum_steps: int
+) -> list[Tensor]:
+    config = {"steps": 1, "seed": 0, "dir": str(root), "optim": {"type": "sgd", "lr": 1.0}, "accum_steps": accum_steps}
+    config |= {"dataloader": {"batch_size": micro_batch, "collate_fn": encode, "shuffle": False}, "log": False}
+    with runner_class(config, told) as runner:
+        before = [parameter.detach().clone() for parameter in runner.model.parameters()]
+        runner.train()
+        return [old - new.detach() for old, new in zip(before, runner.unwrapped_model.parameters())]
 
 
 @pytest.mark.parametrize(
-    ("runner_class", "tried", "said"),
-    [
-        (Smooth, True, "Received: loss="),
-        (Smooth, False, "Received: loss="),
-        (SmoothAndWeighed, True, None),
-        (StepsItself, True, None),
-        (StepsItself, False, "only after its backward"),
-    ],
+    ("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None), (NestedBatch, True)], ids=str
 )
-def test_a_loss_that_cannot_be_weighed_by_itself_is_warned_of_once(
-    runner_class: Any, tried: bool, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_declaration_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
+    whole = first_gradient(runner_class, tmp_path / "whole", told, 16, 1)
+    for micro_batch, accum_steps in ((4, 4), (2, 8)):
+        parts = first_gradient(runner_class, tmp_path / str(accum_steps), told, micro_batch, accum_steps)
+        for one, other in zip(whole, parts):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+def refused(root: str, accum_steps: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        first_gradient(Untold, Path(root), None, 4, accum_steps)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "accum_steps"), [(1, 2), (2, 1)])
+def test_labels_that_may_be_shifted_are_refused_where_the_weight_matters(
+    world_size: int, accum_steps: int, tmp_path: Path
 ) -> None:
-    config = {"epochs": 2, "workspace_root": str(tmp_path), "optim": {"type": "sgd"}, "try_evaluation": tried}
-    config["dataloader"] = {"batch_size": 4, "collate_fn": encode}
-    with caplog.at_level(logging.WARNING, logger="danling"), runner_class(config) as runner:
-        runner.train()
-    found = [
-        record.message for record in caplog.records if "Expected the loss that the model returns" in record.message
-    ]
-    assert len(found) == (said is not None)
-    assert all(str(said) in message and "`shifts_labels`" in message for message in found)
+    for message in run_processes(refused, str(tmp_path), accum_steps, world_size=world_size):
+        assert f"UntoldTokens, which does not say, with accum_steps={accum_steps} on {world_size} ranks" in message
+        assert "`shifts_labels`" in message and "`batch_weight(data, target)`" in message
 
 
-@pytest.mark.parametrize("kind", ["next", "zero"])
-@pytest.mark.parametrize("stopped", [1, 3])
-def test_a_run_that_goes_on_finds_it_out_anew_and_is_the_same(kind: str, stopped: int, tmp_path: Path) -> None:
-    def run(name: str, **more: Any) -> dict[str, Tensor]:
-        config: dict[str, Any] = {"seed": 0, "accum_steps": 3, "dir": str(tmp_path / name), "try_evaluation": False}
-        config["dataloader"] = {"batch_size": 2, "collate_fn": encode}
-        with LanguageRunner({**config, **more, "log": False}, kind) as runner:
-            runner.train()
-            return {name: p.detach().clone() for name, p in runner.unwrapped_model.named_parameters()}
+def test_where_the_weight_does_not_matter_nothing_need_be_said(tmp_path: Path) -> None:
+    assert first_gradient(Untold, tmp_path, None, 16, 1)[0].abs().sum() > 0
 
-    whole = run("whole", steps=6)
-    run("parts", steps=stopped)
-    rest = run("parts", steps=6, auto_resume=True)
-    assert all(torch.equal(rest[name], value) for name, value in whole.items())
+
+def masked(pred: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over the labels other than -100, as cross entropy does by itself."""
+    return nn.functional.cross_entropy(pred.flatten(0, 1), target.flatten())
+
+
+class MaskedModule(nn.Module):
+    """The same as a module."""
+
+    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the mean."""
+        return masked(pred, target)
+
+
+class FunctionAsCriterion(Untold):
+    """Its criterion is a plain function, or a module of the user's."""
+
+    def __init__(self, config: dict[str, Any], told: bool | None = None) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+        self.criterion = MaskedModule() if told else masked
+        self.datasets = {"train": [{"input": row["input_ids"], "labels": row["labels"]} for row in sentences(16)]}
+        self.config.dataloader.collate_fn = None
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_criterion_of_the_users_own_leaves_out_ignored_labels(is_module: bool, tmp_path: Path) -> None:
+    whole = first_gradient(FunctionAsCriterion, tmp_path / "whole", is_module, 16, 1)
+    parts = first_gradient(FunctionAsCriterion, tmp_path / "parts", is_module, 2, 8)
+    for one, other in zip(whole, parts):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
 class OwnNames(dl.TorchRunner):

@@ -159,5 +159,8 @@ def test_placement_counts_every_loss_and_sample_once(degrees: dict[str, int]) ->
     sampling = [place for place, mine in zip(coordinates, placements) if mine.counts_samples]
     assert len(sampling) == len({(p["replicate"], p["shard"]) for p in coordinates})
     # Ranks with other positions of the same samples draw numbers of their own; an optimizer draws others for other shards alone.
-    assert [mine.forward_place for mine in placements] == [(place["context"],) for place in coordinates]
-    assert [mine.update_place for mine in placements] == [(place["shard"], place["pipeline"]) for place in coordinates]
+    own, divided = ([axis for axis in names if axis in degrees] for names in (("context",), ("pipeline", "shard")))
+    assert [mine.forward_place for mine in placements] == [tuple(place[axis] for axis in own) for place in coordinates]
+    assert [mine.update_place for mine in placements] == [
+        tuple(place[axis] for axis in divided) for place in coordinates
+    ]

@@ -22,7 +22,7 @@ def batch(size: int = 2) -> Batch:
 def test_parts_are_made_once_and_share_what_they_share(tmp_path: Path) -> None:
     parts = Held(tmp_path).parts
     assert parts.update is parts.update and parts.update.window is parts.runner.window
-    assert parts.forwards is parts.forwards and parts.loss.undecided is False
+    assert parts.forwards is parts.forwards
 
 
 def test_a_hook_that_is_replaced_is_called_from_then_on_and_a_setting_is_read_each_time(tmp_path: Path) -> None:
@@ -39,21 +39,6 @@ def test_a_hook_that_is_replaced_is_called_from_then_on_and_a_setting_is_read_ea
     held.window.reset()
     forwards.run(source, iter([batch()]), [])
     assert held.window.weight == 10.0
-
-
-def test_a_loss_of_a_step_of_the_users_own_is_looked_at_and_that_of_the_library_is_not(tmp_path: Path) -> None:
-    class Looked:
-        def __init__(self) -> None:
-            self.returned: list[Any] = []
-
-        def observe_returned(self, returned: Any, target: Any) -> None:
-            self.returned.append(returned)
-
-    for own, expected in (((), 0), (("train_step",), 1)):
-        held, looked = Held(tmp_path, *own), Looked()
-        vars(held.parts)["loss"] = looked
-        held.parts.micro_batches.run(batch())
-        assert len(looked.returned) == expected
 
 
 def test_updates_begin_with_what_is_there_now(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ class TinyForCausalLM(Tokens):
 class NextTokens(Tokens):
     """Predicts the next token, and has a name that does not tell."""
 
+    shifts_labels = True
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
         """Return `loss` and `logits`."""
         logits = self.logits(input_ids, attention_mask)
@@ -79,17 +81,10 @@ class NextTokens(Tokens):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class ZeroNextTokens(NextTokens):
-    """Begins with a head of zeros, by which every token is equally likely."""
-
-    def __init__(self, *, double: bool = True) -> None:
-        super().__init__(double=double)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-
 class OwnTokens(NextTokens):
     """Predicts the tokens themselves, and has a name that does not tell."""
+
+    shifts_labels = False
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
         """Return `loss` and `logits`."""
@@ -97,12 +92,10 @@ class OwnTokens(NextTokens):
         return Output(loss=None if labels is None else self.loss(logits, labels), logits=logits)
 
 
-class SmoothNextTokens(NextTokens):
-    """Has a loss that is no mean cross-entropy."""
+class UntoldTokens(NextTokens):
+    """Does not tell whether it shifts its labels."""
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the smoothed mean over the labels that count."""
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    shifts_labels = None
 
 
 class TinyForMaskedLM(Tokens):

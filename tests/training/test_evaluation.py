@@ -174,25 +174,6 @@ def test_a_step_without_a_loss_leaves_no_loss() -> None:
     assert not sums.scored and sums.totals.averages() == {}
 
 
-def test_a_batch_that_tells_what_its_loss_is_averaged_over_is_weighed_by_it() -> None:
-    weights = {"counts": 1.0}
-    undecided = [True]
-
-    def step(data: Tensor) -> tuple[None, Tensor]:
-        undecided[0], weights["counts"] = False, 3.0  # found out in the forward
-        return None, data
-
-    sums = EvaluationSums(
-        step,
-        weigh=lambda batch, data: (weights["counts"], 1.0),
-        to_device=lambda data: data,
-        metrics=MetricSet.wrap(None),
-        undecided=lambda: undecided[0],
-    )
-    sums.add_all([Batch(torch.tensor(2.0), 1, None), Batch(torch.tensor(4.0), 1, None)])
-    assert sums.totals.totals() == {"loss": (18.0, 6.0)}
-
-
 @pytest.mark.parametrize("returned", [None, torch.ones(()), (1, 2, 3)], ids=["none", "loss", "three"])
 def test_a_step_that_returns_no_pair_is_named(returned: Any) -> None:
     sums = EvaluationSums(

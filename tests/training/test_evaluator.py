@@ -60,7 +60,6 @@ class Run:
             meters=lambda: self.meters,
             metrics=lambda: self.metrics,
             sums_loss=lambda: False,
-            undecided=lambda: False,
             together=lambda: False,
             written=list,
         )

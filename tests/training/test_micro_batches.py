@@ -37,7 +37,7 @@ class Begins:
 class Made:
     """Micro-batches of a run that writes down what it is asked."""
 
-    def __init__(self, *, holds: int = 1000, observed: Any = None) -> None:
+    def __init__(self, *, holds: int = 1000) -> None:
         self.carry: Any = None
         self.domain = LocalDomain()
         self.window = Window(self.domain, CPU)
@@ -52,7 +52,6 @@ class Made:
             keys=own_keys(self.session),
             window=self.window,
             weights=BatchWeights(),
-            loss=observed,
             reporter=self.reporter,
             session=self.session,
         )
@@ -113,15 +112,6 @@ def test_a_step_alone_gives_back_what_it_returned() -> None:
     made = Made()
     assert made.batches.run_alone(lambda data: data.sum(), (torch.ones(3),)) == 3
     assert made.window.count == 1
-
-
-def test_what_a_step_of_the_users_returned_is_looked_at() -> None:
-    looked: list[Any] = []
-    made = Made(observed=SimpleNamespace(observe_returned=lambda *given: looked.append(given)))
-    given = torch.tensor([[1.0, 2.0]])
-    made.batches.run_alone(lambda data: "mine", ({"input": given, "target": given},))
-    returned, target = looked[0]
-    assert returned == "mine" and torch.equal(target, given)
 
 
 def test_a_hook_that_is_replaced_is_called_from_then_on() -> None:

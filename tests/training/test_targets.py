@@ -87,6 +87,10 @@ class T5ForConditionalGeneration(nn.Linear):
     config = SimpleNamespace(is_encoder_decoder=True)
 
 
+class BertForTokenClassification(nn.Linear):
+    pass
+
+
 class Told(nn.Linear):
     shifts_labels = True
 
@@ -115,10 +119,11 @@ class Around(nn.Module):
         (T5ForConditionalGeneration, False),
         (Told, True),
         (ToldNot, False),
-        (nn.Linear, False),
+        (BertForTokenClassification, False),
+        (nn.Linear, None),
     ],
 )
-def test_models_that_shift_their_labels_are_told_by_their_kind(kind: type[nn.Linear], shifts: bool) -> None:
+def test_models_that_shift_their_labels_are_told_by_their_kind(kind: type[nn.Linear], shifts: bool | None) -> None:
     model = kind(2, 2)
     assert shifts_labels(model) is shifts
     assert shifts_labels(Around(model)) is shifts
