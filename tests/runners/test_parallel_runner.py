@@ -549,7 +549,7 @@ def save_each(cases: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
 def test_a_resume_at_other_degrees_that_cannot_be_exact_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Random streams, and states of a user's own loaders, belong to the ranks that saved them; without any a run goes on exactly."""
+    """The states of a user's own loaders belong to the ranks that saved them; without any a run goes on, whether it draws or not."""
     options = [{}, {"dropout": True}, {"loader": True, "loader_class": StatefulDataLoader}]
     cases = [(settings(tmp_path / str(place), FSDP), option) for place, option in enumerate(options)]
     plain, drawn, loaded = run_processes(save_each, cases, world_size=2, timeout=60)[0]
@@ -561,14 +561,9 @@ def test_a_resume_at_other_degrees_that_cannot_be_exact_is_refused(
             return int(runner.state.train.global_step)
 
     assert resume(plain, options[0]) == 4
-    with pytest.raises(CheckpointMismatch, match=r"data=2, now data=1.*parallel\.allow_degree_change=true"):
-        resume(drawn, options[1])
-    assert resume(drawn, options[1], checkpoint={"exclude_from_loading": ["state.rng"]}) == 4
+    assert resume(drawn, options[1]) == 4
     with pytest.raises(CheckpointMismatch, match="cannot be divided anew"):
         resume(loaded, options[2])
-    assert "allow_degree_change" not in caplog.text
-    assert resume(drawn, options[1], allow=True) == 4
-    assert "allow_degree_change" in caplog.text
     assert resume(loaded, options[2], allow=True) == 4
     assert "starts anew" in caplog.text
 
