@@ -70,7 +70,6 @@ def divided_and_staged() -> dict[str, Any]:
         n_microbatches=None,
         key=lambda: 0,
         device=CPU,
-        key=lambda: 1,
     )
     forward = forward_of(ModelParts([mine]), topology, stages, pipeline)
     with torch.no_grad():
