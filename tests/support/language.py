@@ -69,7 +69,7 @@ class TinyForCausalLM(Tokens):
 class NextTokens(Tokens):
     """Predicts the next token, and has a name that does not tell."""
 
-    shifts_labels = True
+    shifts_labels: bool | None = True
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
         """Return `loss` and `logits`."""
