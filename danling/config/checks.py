@@ -17,14 +17,7 @@ _SMALLEST_PART = 5 << 20
 
 
 def check_sections(config: RunnerConfig) -> None:
-    """Refuse values and combinations that no section of a configuration may have.
-
-    Args:
-        config: The configuration.
-
-    Raises:
-        ValueError: If there is one, with its key and the mend.
-    """
+    """Refuse values and combinations that no stack can use."""
     _check_axes(config)
     _check_names(config)
     _check_export(config)
@@ -104,15 +97,7 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
 
 
 def seconds_of(key: str, limit: float | str) -> float:
-    """Return a span of time in seconds.
-
-    Args:
-        key: The setting, for the message.
-        limit: Seconds, as a number or a text, or `MM:SS` or `HH:MM:SS`.
-
-    Raises:
-        ValueError: If it is none of these, or not above 0.
-    """
+    """Return the seconds of a number, of its text, or of `MM:SS` or `HH:MM:SS`."""
     clock = _CLOCK.match(limit) if isinstance(limit, str) else None
     try:
         seconds = (

@@ -30,13 +30,7 @@ _SWITCHES = {
 
 
 def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, object], stack: str) -> list[str]:
-    """Return the keys that were changed from their defaults and that a stack does not read.
-
-    Args:
-        settings: A whole configuration as plain values.
-        defaults: The same with defaults only.
-        stack: Its name without aliases; one that is not known here gives none.
-    """
+    """Return the keys that were changed from their defaults and that a stack does not read."""
     if stack not in STACKS:
         return []
     row, backend = STACKS[stack], settings["checkpoint"]["backend"]
@@ -116,12 +110,7 @@ def idle_settings(
 
 
 def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list[str]:
-    """Return a sentence for every setting of the parallel stack that the degrees leave without effect.
-
-    Args:
-        config: A whole configuration.
-        degrees: The degree of each axis, `-1` filled in.
-    """
+    """Return a sentence for every setting of the parallel stack that the degrees leave without effect."""
     changed = list(flatten(config.changed()))
     if config.parallel.activation_checkpointing or config.compile.enable:
         # Blocks are also what is computed again, and compiled.
@@ -156,12 +145,7 @@ def _sentences(checks: Iterable[tuple[bool, str, str]]) -> list[str]:
 
 
 def endless_streams(splits: Iterable[str], lengths: Mapping[str, int | None]) -> list[str]:
-    """Return a sentence for every split to train on by epochs of which nobody knows whether an epoch of it ends.
-
-    Args:
-        splits: The splits to train on.
-        lengths: Batches of a pass by split, `None` where it is not known.
-    """
+    """Return a sentence for every split to train on by epochs whose length is not known."""
     return [
         f"Split {split!r} is a stream of unknown length: an epoch ends when it does. For one that does not end, set `steps` instead "
         "of `epochs`."

@@ -187,13 +187,6 @@ def conform(value: object, hint: object) -> Any:
 
     Only what loses nothing is converted: `1e3` to an integer, an integer or a numeric string to a float, a path to a string,
     a tuple to a list, and the word none to `None` where a number is expected.
-
-    Args:
-        value: A Python value.
-        hint: A resolved annotation.
-
-    Raises:
-        TypeError: If the value does not fit.
     """
     members = members_of(hint)
     for member in members:

@@ -94,14 +94,7 @@ def strict_json(settings: object) -> object:
 
 
 def as_mapping(settings: object) -> Mapping[Any, Any]:
-    """Return settings that are a mapping, lie in a file, were parsed by `argparse`, or are none.
-
-    Args:
-        settings: What a configuration is made of.
-
-    Raises:
-        TypeError: If it is nothing of these.
-    """
+    """Return the settings of a mapping, a file or a namespace of `argparse`; none for `None`."""
     if settings is None:
         return {}
     if isinstance(settings, Namespace):

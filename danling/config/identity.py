@@ -48,15 +48,7 @@ RESUMABLE = frozenset({"pretrained", "skip_nonfinite_grad"})
 
 
 def plain(value: object, key: str = "") -> Any:
-    """Return `value` as dictionaries with string keys, lists, strings, numbers, booleans and `None`.
-
-    Args:
-        value: A value of a configuration.
-        key: Its key, for the error.
-
-    Raises:
-        TypeError: If it has no plain form that is the same in every process.
-    """
+    """Return `value` as dictionaries with string keys, lists, strings, numbers, booleans and `None`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):
@@ -100,10 +92,6 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
 
     Batch size, accumulation and number of ranks enter as their product: the samples of an update. Secrets are left out: a new token makes
     no other run.
-
-    Args:
-        settings: A whole configuration as plain values.
-        replicas: Ranks that read different samples.
     """
     sized = with_update_sizes(without_secrets(settings, settings.get("secret_keys") or ()), replicas)
     kept = {name: value for name, value in sized.items() if name not in NOT_SEMANTIC}
@@ -148,12 +136,7 @@ def _normal_numbers(value: object) -> object:
 
 
 def changed(settings: Mapping[str, object], usual: Mapping[str, object]) -> dict[str, Any]:
-    """Return the settings, nested as they are, that differ from the usual ones or are not among them.
-
-    Args:
-        settings: A whole configuration as plain values.
-        usual: The same with defaults only.
-    """
+    """Return the settings, nested as they are, that differ from the usual ones or are not among them."""
     result: dict[str, Any] = {}
     for name, value in settings.items():
         before = usual.get(name)
@@ -173,12 +156,6 @@ def differences(
 
     Budgets may change, but not the mode. A seed that one of them leaves open is no difference. Batch size and accumulation may be
     traded for one another and for ranks as long as an update has as many samples.
-
-    Args:
-        stored: The settings of a checkpoint, as plain values.
-        now: The settings of this run, as plain values.
-        stored_replicas: Ranks that read different samples when the checkpoint was made.
-        replicas: The same of this run.
     """
     listed = {"secret_keys": [*(stored.get("secret_keys") or ()), *(now.get("secret_keys") or ())]}
     stored, now = {**stored, **listed}, {**now, **listed}
@@ -202,10 +179,6 @@ def compile_differences(stored: Mapping[str, object], now: Mapping[str, object])
 
     Compiled code rounds, and draws random numbers, otherwise than what it was compiled of. The folder that it comes from is no
     difference: it holds what would be compiled.
-
-    Args:
-        stored: The settings of a checkpoint, as plain values.
-        now: The settings of this run, as plain values.
     """
     before, after = _compiled(stored), _compiled(now)
     if not (before["compile.enable"] or after["compile.enable"]):
@@ -242,12 +215,7 @@ def _mode(settings: Mapping[str, object]) -> str | None:
 
 
 def overlay(base: dict[str, Any], other: Mapping[str, object]) -> None:
-    """Put nested values over others, key by key.
-
-    Args:
-        base: What is changed.
-        other: What goes over it.
-    """
+    """Put nested values over others, key by key."""
     for name, value in other.items():
         if isinstance(value, Mapping) and isinstance(base.get(name), Mapping):
             overlay(base[name], value)
@@ -281,10 +249,6 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
     """Return the samples of an update by section: `dataloader`, or `dataloader.<split>` for splits with sizes of their own.
 
     Empty where the configuration does not say, as for a loader of the user's.
-
-    Args:
-        settings: A whole configuration as plain values.
-        replicas: Ranks that read different samples.
     """
     common = settings.get("dataloader")
     if not isinstance(common, Mapping):
@@ -304,11 +268,7 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
 
 
 def train_sections(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield name and settings of the sections under `dataloader` of splits that are trained on.
-
-    Args:
-        settings: A whole configuration as plain values.
-    """
+    """Yield name and settings of the sections under `dataloader` of splits that are trained on."""
     named = settings.get("train_splits")
     for name, section in settings["dataloader"].items():
         trained = name in named if named is not None else name.startswith("train")
@@ -331,10 +291,6 @@ def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str
     """Return settings with the samples of an update as `global_batch_size`, in the place of all that they follow from.
 
     Batch sizes of splits that are only evaluated are left out: metrics do not depend on them.
-
-    Args:
-        settings: A whole configuration as plain values.
-        replicas: Ranks that read different samples.
     """
     sizes = update_sizes(settings, replicas)
     loading = settings.get("dataloader")
@@ -365,14 +321,7 @@ def is_update_key(key: str) -> bool:
 def size_differences(
     stored: Mapping[str, object], now: Mapping[str, object], *, stored_replicas: int, replicas: int
 ) -> list[str]:
-    """Return in which sections two configurations make updates of another number of samples, a line each.
-
-    Args:
-        stored: The settings of a checkpoint, as plain values.
-        now: The settings of this run, as plain values.
-        stored_replicas: Ranks that read different samples when the checkpoint was made.
-        replicas: The same of this run.
-    """
+    """Return in which sections two configurations make updates of another number of samples, a line each."""
     before, after = update_sizes(stored, stored_replicas), update_sizes(now, replicas)
     common = [place for place in before if place in after]
     return [

@@ -51,9 +51,6 @@ class MeantRun:
         """Return whether a configuration is that of the run.
 
         Its other settings are not asked: a run that has kept its names may have others now, which is for its resume to judge.
-
-        Args:
-            config: The configuration.
         """
         return all(self._is_named(key, value, config.get(key, None)) for key, value in self.names.items())
 
@@ -61,34 +58,19 @@ class MeantRun:
         return now == value or (key == "dir" and isinstance(now, str) and os.path.abspath(now) == self.place)
 
     def write(self, file: Path) -> dict[str, str]:
-        """Write this to a file, and return the environment variable by which a program finds it.
-
-        Args:
-            file: The file; its directory is created.
-        """
+        """Write this to a file, and return the environment variable by which a program finds it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json_text(asdict(self)), encoding="utf-8")
         return {VARIABLE_OF: os.fspath(file.absolute())}
 
 
 def imposing(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the environment variables by which a program has settings imposed on its runs.
-
-    Args:
-        settings: Plain values by key; dots reach into sections: `{"dir": "scratch", "checkpoint.interval": 10}`.
-    """
+    """Return the environment variables by which a program has settings imposed on its runs."""
     return {VARIABLE: json.dumps(dict(settings))}
 
 
 def imposed(environment: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Return the settings that the environment imposes, empty where it imposes none.
-
-    Args:
-        environment: Variables by name; `None` takes those of this process.
-
-    Raises:
-        ValueError: If the variable is no JSON object.
-    """
+    """Return the settings that the environment imposes, empty where it imposes none."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if not text:
         return {}
@@ -104,15 +86,7 @@ def imposed(environment: Mapping[str, str] | None = None) -> dict[str, object]:
 
 
 def impose(config: RunnerConfig) -> None:
-    """Put the settings that the environment imposes over those of a configuration, and say in a warning which.
-
-    Args:
-        config: It is changed.
-
-    Raises:
-        ValueError: If the variable is no JSON object, or a setting cannot be.
-        SystemExit: With code 0, behind `end_after`.
-    """
+    """Put the settings that the environment imposes over those of a configuration, and say in a warning which."""
     settings, meant = imposed(), _meant_run()
     if meant is not None and _has_ended:
         logger.info(

@@ -246,11 +246,7 @@ class Section(Config):
             self._validate_key(field)
 
     def validate_keys(self, settings: Mapping[Any, object]) -> None:
-        """Validate the keys that a mapping sets; texts with `${key}` are left for later.
-
-        Args:
-            settings: What was merged into this section.
-        """
+        """Validate the keys that a mapping sets; texts with `${key}` are left for later."""
         for name, value in settings.items():
             head, _, rest = str(name).partition(".")
             child, field = dict.get(self, head), fields_of(type(self)).get(head)
@@ -322,11 +318,7 @@ class Section(Config):
     # Plain values
 
     def plain(self) -> dict[str, Any]:
-        """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`.
-
-        Raises:
-            TypeError: If a value has no plain form, naming its key.
-        """
+        """Return the contents as dictionaries, lists, strings, numbers, booleans and `None`."""
         result: dict[str, Any] = plain(self, self._path)
         return result
 

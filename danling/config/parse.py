@@ -77,14 +77,7 @@ def command_line_of(config: Section) -> tuple[str, ...] | None:
 
 
 def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the options and the words after each, in order.
-
-    Args:
-        arguments: The words of a command line.
-
-    Raises:
-        ValueError: If a word belongs to no option.
-    """
+    """Return the options and the words after each, in order."""
     options: list[tuple[str, list[str]]] = []
     for word in map(str, arguments):
         if word.startswith("--") and _OPTION.match(word):
@@ -123,14 +116,7 @@ def _files(option: str, words: list[str]) -> list[str]:
 
 
 def assign(config: Section, key: str, words: list[str], *, strict: bool = False) -> None:
-    """Set one key from the words after it: by its declared type, else by the type of its present value, else by their form.
-
-    Args:
-        config: The configuration.
-        key: The dotted key.
-        words: The words after it.
-        strict: Refuse a key that does not exist.
-    """
+    """Set one key from the words after it: by its declared type, else by the type of its present value, else by their form."""
     field_hint = _declared(config, key)
     existing = Section.get(config, key, MISSING)
     if strict and existing is MISSING and field_hint is None:
@@ -178,15 +164,7 @@ def _section_value(key: str, words: list[str], section: Config) -> object:
 
 
 def read(words: list[str], hint: object) -> Any:
-    """Return what words mean for a declared type.
-
-    Args:
-        words: The words after a key; none means true.
-        hint: A resolved annotation.
-
-    Raises:
-        TypeError: If they mean nothing of that type; the message is what was expected.
-    """
+    """Return what words mean for a declared type."""
     members = members_of(hint)
     sequence = next((member for member in members if (get_origin(member) or member) in _SEQUENCES), None)
     if not words:
@@ -328,12 +306,7 @@ _WIDTH = 100
 
 
 def help_text(config: Section, program: str | None = None) -> str:
-    """Return the help of a configuration: every key, its type, its value without arguments, and what it means.
-
-    Args:
-        config: The configuration that would be parsed; keys that its class or its `__init__` added are listed too.
-        program: The name of the script.
-    """
+    """Return the help of a configuration: every key, its type, its value without arguments, and what it means."""
     name = program or os.path.basename(sys.argv[0] or "train.py")
     lines = [
         f"usage: {name} [--config FILE ...] [--KEY VALUE ...]",
@@ -357,9 +330,6 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
     """Turn a mistake on the command line into the usage, one line that says what is wrong, and exit code 2.
 
     Of several processes under torchrun the first one says it.
-
-    Args:
-        enabled: Whether the words came from the command line of this process; else errors pass.
     """
     try:
         yield

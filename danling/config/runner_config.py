@@ -8,7 +8,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -424,21 +423,19 @@ def _usual() -> dict[str, Any]:
 def continued(
     stored: Mapping[str, Any], given: Mapping[str, object] | None, config_class: type[RunnerConfig]
 ) -> RunnerConfig:
-    """Return the configuration of a run that goes on: the stored one, with what the caller gives over it.
-
-    Secrets in the stored one, which an older version wrote down, are those of the run that made it, and are left out.
+    """Return the configuration of a run that goes on: the stored one without secrets, with what the caller gives over it.
 
     Args:
-        stored: What is obeyed of the stored configuration.
-        given: What overrides it.
-        config_class: Class of the configuration, unless `given` is a configuration itself, whose class it then has.
+        stored: The settings of a checkpoint.
+        given: What overrides them; a configuration also gives the class of the result.
+        config_class: Class of the result otherwise.
     """
     known = without_secrets(stored, stored.get("secret_keys") or ())
     if isinstance(given, RunnerConfig):
-        own = deepcopy(given)
+        own = copy.deepcopy(given)
         own.merge(known)
     else:
         own = config_class(known)
-    own.claim(known)  # the run that is gone on with has trained with them
+    own.claim(known)  # the resumed run has trained with these keys
     own.merge(given.changed() if isinstance(given, RunnerConfig) else dict(given or {}))
     return own

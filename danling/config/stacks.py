@@ -53,11 +53,7 @@ BACKENDS: tuple[str, ...] = tuple(dict.fromkeys(row.default_backend for row in S
 
 
 def stack_named(stack: object) -> str:
-    """Return the name of a stack without aliases; case, `-` and `_` do not matter.
-
-    Raises:
-        ValueError: If it is unknown; the message lists those there are.
-    """
+    """Return the name of a stack without aliases; case, `-` and `_` do not matter."""
     name = str(stack).lower().replace("-", "").replace("_", "")
     if name not in NAMES:
         raise ValueError(
@@ -72,11 +68,7 @@ def has_file_section(key: str) -> bool:
 
 
 def counts_flops(stack: str) -> bool:
-    """Return whether the operations of an update can be counted on a stack; not on one of a user's own name.
-
-    Args:
-        stack: Name of the stack of a runner.
-    """
+    """Return whether the operations of an update can be counted on a stack; not on one of a user's own name."""
     return stack in STACKS and STACKS[stack].counts_flops
 
 
@@ -103,11 +95,7 @@ def read_precision(value: object) -> object:
 
 
 def read_older(name: str, value: object) -> object:
-    """Return what an older key's value means for the key that has taken its place, with a warning.
-
-    Raises:
-        ValueError: If the value is none of the older key's.
-    """
+    """Return what an older key's value means for the key that has taken its place, with a warning."""
     warn_older(name)
     if name != "platform":
         return value
