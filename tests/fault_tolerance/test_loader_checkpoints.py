@@ -80,7 +80,6 @@ def test_a_place_of_another_step_is_taken_by_loaders_with_a_state_of_their_own_o
             leaves_out=left_out.__contains__,
             world=LocalDomain(),
             data_rank=lambda: 0,
-            device=torch.device("cpu"),
         )
         return positions, source
 
