@@ -298,9 +298,14 @@ class Evaluator:
         Args:
             split: The split.
         """
-        for batch in self._pass_over(self._sources.of(split)):
+        batches, keys = self._pass_over(self._sources.of(split)), self._run.keys
+        while True:
+            with keys.evaluating():
+                batch = next(batches, None)
+            if batch is None:
+                return
             with self._entered(split, "infer"):
-                self._run.keys.begin_batch("infer", split, batch.place)
+                keys.begin_batch("infer", split, batch.place)
                 predictions = self._predict(split, batch)
             yield predictions
 

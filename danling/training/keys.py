@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -148,8 +148,9 @@ def _base(*parts: int | str) -> int:
     return derive_seed(*parts)
 
 
-def remember_streams(device: torch.device) -> Callable[[], None]:
-    """Return what puts the streams of torch, NumPy, `random` and a device into the state that they are in now.
+@contextmanager
+def preserved_streams(device: torch.device) -> Iterator[None]:
+    """Put the streams of torch, NumPy, `random` and a device back on exit.
 
     Args:
         device: The device.
@@ -158,27 +159,12 @@ def remember_streams(device: torch.device) -> Callable[[], None]:
     of_torch, of_python = torch.default_generator.get_state(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
     of_device = None if module is None else module.get_rng_state(device)
-
-    def put_back() -> None:
+    try:
+        yield
+    finally:
         torch.default_generator.set_state(of_torch)
         random.setstate(of_python)
         if numpy is not None and of_numpy is not None:
             numpy.random.set_state(of_numpy)
         if module is not None:
             module.set_rng_state(of_device, device)
-
-    return put_back
-
-
-@contextmanager
-def preserved_streams(device: torch.device) -> Iterator[None]:
-    """Put the streams of torch, NumPy, `random` and a device back on exit.
-
-    Args:
-        device: The device.
-    """
-    put_back = remember_streams(device)
-    try:
-        yield
-    finally:
-        put_back()

@@ -1,0 +1,73 @@
+"""The micro-batches of an update, run again from the same beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.toys import differences, whole_state
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+
+class Noisy(dl.TorchRunner):
+    """Dropout, running statistics and a meter."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__({"dir": str(root), "log": False, "seed": 3, "epochs": 1, "optim": {"type": "sgd", "lr": 0.1}})
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.criterion = nn.CrossEntropyLoss()
+        self.datasets = {"train": TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)}
+
+    def train_step(self, data: Any) -> Any:
+        """Note the norm, and draw."""
+        self.meters.update({"norm": float(data[0].norm() + torch.rand(()))}, len(data[0]))
+        self.carry = data[0].sum() if self.carry is None else self.carry + data[0].sum()
+        return super().train_step(data)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(4, 4, generator=generator), torch.arange(4) % 3) for _ in range(3)]
+
+
+def gradients(runner: Any) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in runner.model.parameters()]
+
+
+def test_micro_batches_that_are_taken_back_come_to_the_same_again(tmp_path: Path) -> None:
+    with Noisy(tmp_path) as runner:
+        runner.train_step(batches()[0])
+        runner.step()
+        before, carried = whole_state(runner), runner.carry
+        take_back = runner._parts.recompute.remember()
+        found = []
+        for _ in range(2):
+            for batch in batches():
+                runner.train_step(batch)
+            found.append((gradients(runner), whole_state(runner), runner.window.loss))
+            take_back()
+            assert differences(whole_state(runner), before) == [] and torch.equal(runner.carry, carried)
+            assert runner.window.count == 0 and all(p.grad is None for p in runner.model.parameters())
+        assert differences(*(list(each) for each in found)) == []
+        assert differences(found[0][1], before) != []
+
+
+def test_a_batch_that_a_step_has_changed_is_refused_when_it_is_run_again(tmp_path: Path) -> None:
+    with Noisy(tmp_path) as runner:
+        recompute = runner._parts.recompute
+        recompute.remember()
+        first, second = {"input": [torch.ones(2, 3)], "mask": None}, (torch.ones(1), "text")
+        for batch in (first, second, first, second):
+            recompute.check(batch)
+        first["input"][0].add_(1)  # type: ignore[index]
+        recompute.check(second)
+        with pytest.raises(ValueError, match=r"one of shape \(2, 3\) that was changed in place\. Change a clone of it"):
+            recompute.check(first)
+        # Before another update it is what the loader gave.
+        recompute.remember()
+        recompute.check(first)
