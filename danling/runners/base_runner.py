@@ -61,6 +61,7 @@ from danling.torchft import (
     workspace_part,
 )
 from danling.training import TrainingSession, loader_states
+from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
 from danling.training.loader_states import LoaderPositions
 from danling.training.restoring import RunRestorer, best_left_behind
@@ -81,7 +82,7 @@ from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
 
 from .meta import MetaRunner, close_after_error
-from .names import by_former_name
+from .names import GUARDED, check_assignment
 from .replica_groups import keep_own_positions
 from .state import ElasticState, RngState, RunnerState, TrainState
 
@@ -160,6 +161,13 @@ class BaseRunner(metaclass=MetaRunner):
     scheduler: Any
     metrics: Any
 
+    saved: ClassVar[tuple[str, ...]] = ()
+    """Attributes that are always saved, such as what is too large to be compared."""
+    not_saved: ClassVar[tuple[str, ...]] = ()
+    """Attributes that are never saved."""
+
+    library_names: frozenset[str]
+    """Names of attributes and methods that are not the user's."""
     world: Domain
     placement: Placement
     device: torch.device
@@ -191,6 +199,7 @@ class BaseRunner(metaclass=MetaRunner):
         )
         self._keys = RandomKeys(self)
         self._seed_is_drawn = False
+        self._attributes = KeptAttributes(self)
         self.run_state = RunState(
             self.component_parts(),
             self.progress_parts(),
@@ -318,6 +327,7 @@ class BaseRunner(metaclass=MetaRunner):
             keep_own_positions(self, owner)
         self.state.elastic.data_replicas = self.placement.data_replicas
         self._keys.between_updates()
+        self._attributes.begin()
         self.restore()
         self._elsewhere.begin()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
@@ -981,6 +991,7 @@ class BaseRunner(metaclass=MetaRunner):
                 "runner": self.config.public(),
                 "state": {**self.state.state_dict(), **self.run_state.progress()},
                 **self.run_state.completed(self.component_states()),
+                **self._attributes.state(),
                 "dataloaders": loader_states.states_of_all(sources, ranks),
             }
         )
@@ -1108,22 +1119,26 @@ class BaseRunner(metaclass=MetaRunner):
         )
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a payload: components, loaders and counters.
+        """Restore a payload: components, loaders, attributes of the user's and counters.
 
         Args:
             state: What `state_dict` returned, or the payload of a checkpoint.
 
         Raises:
-            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading.
+            CheckpointMismatch: If a component that this runner has is missing and not excluded from loading, or an attribute cannot be
+                restored.
         """
         with self._loading(state):
             payload, excluded = self.run_state.excluded.apply(state)
             needed = self.run_state.names() or list(self.component_states())
             check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
+            self._attributes.load("requires_grad", payload)
             self.load_components(payload, excluded)
+            self._attributes.load("buffers", payload)
             if "dataloaders" in payload:
                 fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
                 self.load_dataloaders({**payload["dataloaders"], **fresh})
+            self._attributes.load("attributes", payload)
             if "state" in payload:
                 self.state.load_state_dict(payload["state"])
                 self.run_state.load_progress(payload["state"])
@@ -1238,10 +1253,10 @@ class BaseRunner(metaclass=MetaRunner):
             self.model = self.unwrap(self.model)
         self._closers.close()
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> object:
-            return by_former_name(self, name)
+    def __setattr__(self, name: str, value: object) -> None:
+        if GUARDED in self.__dict__:
+            check_assignment(self, name, value)
+        super().__setattr__(name, value)
 
     def __enter__(self) -> Self:
         return self

@@ -195,7 +195,7 @@ class TrainingDriver:
         if not runner.model.training:
             runner.model.train()
         enter_training(runner.optimizer)
-        self.parts.saved.watch_unsaved()
+        runner._attributes.before_training()
         if update.audit is not None:
             update.audit.begin()
         if self.parts.audits.recorder is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from danling.checkpoints.errors import CheckpointError
 
 from .alone import make_standalone
-from .names import check_names, explain_property, is_library, noting
+from .names import GUARDED, check_class, is_library, noting
 
 if TYPE_CHECKING:
     from danling.config import RunnerConfig
@@ -39,7 +39,7 @@ class MetaRunner(type):
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace, **kwargs)
         if is_library(cls) and "__init__" in namespace:
-            cls.__init__ = noting(namespace["__init__"], name)  # type: ignore[misc]
+            cls.__init__ = noting(namespace["__init__"])  # type: ignore[misc]
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -51,7 +51,7 @@ class MetaRunner(type):
         runner: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         try:
             _initialize(runner, *args, **kwargs)
-            check_names(runner)
+            check_class(runner)
             runner.__post_init__()
         except BaseException:
             close_after_error(runner)
@@ -65,12 +65,11 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
     try:
         runner.__init__(*args, **kwargs)
     except AttributeError as error:
-        explained = explain_property(runner, error)
-        if explained is not None:
-            raise explained from error
         if "_closers" in vars(runner) or error.obj is not runner:
             raise
         forgotten = error
+    finally:
+        vars(runner).pop(GUARDED, None)
     if "_closers" not in vars(runner):
         name = type(runner).__name__
         raise TypeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,22 +12,11 @@ from danling.checkpoints.errors import CheckpointMismatch
 from danling.training.carry import map_carry
 from danling.training.frozen import FrozenWeights
 from danling.training.run_state import StatePart
-from danling.training.unsaved import UnsavedParts, unsaved_warning
 from danling.utils.names import canonical_name
 
 if TYPE_CHECKING:
     from .assembly import TorchParts
     from .torch_runner import TorchRunner
-
-logger = logging.getLogger("danling")
-
-_COMPONENTS = frozenset(
-    {"model", "criterion", "optimizer", "scheduler", "ema", "metrics", "meters", "datasets", "dataloaders", "carry"}
-)
-_HOOKS_OF_STATE = (
-    *("state_dict", "component_parts", "progress_parts", "component_states"),
-    *("save_checkpoint", "load_checkpoint", "load_components"),
-)
 
 
 class SavedParts:
@@ -42,8 +30,6 @@ class SavedParts:
     def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
         self.runner = runner
         self._parts = parts
-        self._has_named = False
-        self._saves = 0
 
     def check_saving(self) -> None:
         """Refuse to leave frozen weights out of checkpoints where what writes them cannot.
@@ -66,31 +52,6 @@ class SavedParts:
         """Count what requires a gradient at construction as trained, also where it is frozen before the first save."""
         if self.runner.config.checkpoint.trainable_only:
             self.frozen.note_trained()
-
-    def watch_unsaved(self) -> None:
-        """Look at what else there is before a training, and name what of it has changed when the run saves; once, on the main process."""
-        runner = self.runner
-        if not runner.is_main_process or any(runner._overrides(hook) for hook in _HOOKS_OF_STATE):
-            return
-        self._unsaved.begin()
-        if not self._has_named and self._name_unsaved not in runner.saver.before:
-            runner.saver.before.append(self._name_unsaved)
-
-    @cached_property
-    def _unsaved(self) -> UnsavedParts:
-        runner = self.runner
-        return UnsavedParts(
-            lambda: {name: value for name, value in vars(runner).items() if name not in _COMPONENTS},
-            lambda: (runner.unwrapped_model, runner.model, runner.criterion, runner.optimizer, runner.scheduler),
-        )
-
-    def _name_unsaved(self) -> None:
-        # At the first save, the second, the fourth, ...: what has not changed for long is not asked each time.
-        self._saves += 1
-        names = self._unsaved.changed() if not self._has_named and self._saves & (self._saves - 1) == 0 else []
-        if names:
-            self._has_named = True
-            logger.warning("%s", unsaved_warning(names))
 
     def load_base(self) -> bool:
         """Load the weights that `config.pretrained` names, from which the run began, and return whether it names some."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import re
 from collections.abc import Iterator
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.runners.names import (
-    _FORMER_HOOKS,
-    _INSTEAD,
-    FORMER_NAMES,
-    SETTABLE,
-    LibraryNames,
-    _defined,
-    former_hooks,
-    is_library,
-)
+from danling.runners.names import SETTABLE, defined, is_library
 
 NAMES = (
     "window",
@@ -115,7 +104,7 @@ def test_methods_and_values_of_a_class_are_looked_at_too(tmp_path: Path) -> None
 
 
 READ = sorted(
-    name for name, (_, value) in _defined(dl.TorchRunner).items() if isinstance(value, property | cached_property)
+    name for name, (_, value) in defined(dl.TorchRunner).items() if isinstance(value, property | cached_property)
 )
 
 
@@ -197,66 +186,13 @@ def late_names(kind: type) -> Iterator[str]:
             yield node.attr
 
 
-def test_every_name_that_the_library_sets_later_is_known_to_the_guard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records: list[set[str]] = []
-    monkeypatch.setattr(LibraryNames, "note", _recorded(records, LibraryNames.note))
+def test_every_name_that_the_library_sets_later_is_known_to_the_guard(tmp_path: Path) -> None:
     with Named(settings(tmp_path)) as runner:
+        runner.train()
         line: Any = type(runner)
         stored = {name for kind in line.__mro__ if is_library(kind) for name in late_names(kind)}
-        unknown = stored - records[-1] - set(_defined(line)) - SETTABLE
+        unknown = (stored | vars(runner).keys()) - runner.library_names
         assert not unknown, f"annotate them in the class that sets them: {sorted(unknown)}"
-
-
-def _recorded(records: list[set[str]], note: Any) -> Any:
-    def noted(self: LibraryNames, present: dict[str, Any], owner: str) -> None:
-        note(self, present, owner)
-        records.append(set(present))
-
-    return noted
-
-
-def test_a_hook_that_is_not_called_any_more_is_named_with_what_to_override(tmp_path: Path) -> None:
-    class Former(Named):
-        def load_run_state(self, state: dict[str, Any]) -> None:
-            """Be called by an earlier version."""
-
-        @property
-        def figures_domain(self) -> Any:
-            """Be asked by an earlier version."""
-            return self.world
-
-    with pytest.warns(FutureWarning) as warned, Former(settings(tmp_path)):
-        pass
-    said = sorted(str(warning.message) for warning in warned if warning.category is FutureWarning)
-    assert [line.partition(": ")[0] for line in said] == [
-        "Former.figures_domain is not called any more",
-        "Former.load_run_state is not called any more",
-    ]
-    assert "override `build_placement` instead" in said[0] and "override `progress_parts` instead" in said[1]
-    assert warned[0].filename == __file__
-    forgotten = {"nonfinite_gradients": lambda self: [], "evaluations_since_best": property(lambda self: 0)}
-    assert len(former_hooks(type("Forgotten", (Named,), forgotten))) == 2
-    assert former_hooks(Named) == [] and former_hooks(type("Plain", (Named,), {"heal": 3})) == []
-
-
-def test_a_function_on_the_runner_that_is_not_called_any_more_is_named_too(tmp_path: Path) -> None:
-    with (
-        pytest.warns(FutureWarning, match="self.check_scheduler is not called any more: override `build_scheduler`"),
-        Named(settings(tmp_path), {"check_scheduler": lambda: None, "heal": 3}),
-    ):
-        pass
-
-
-def test_a_method_of_an_earlier_version_says_what_to_do_instead(tmp_path: Path) -> None:
-    with Named(settings(tmp_path)) as runner:
-        for name in sorted(_INSTEAD.keys() | _FORMER_HOOKS.keys() - FORMER_NAMES.keys()):
-            assert not hasattr(runner, name)
-            with pytest.raises(AttributeError, match=f"Received: {name!r}, which an earlier version had. ") as caught:
-                getattr(runner, name)
-            assert caught.value.name == name and caught.value.obj is runner
-            assert not set(re.findall(r"runner\.(\w+)", str(caught.value))) - set(dir(runner))
 
 
 def test_a_helper_of_the_users_own_may_be_called_forward(tmp_path: Path) -> None:
@@ -274,32 +210,6 @@ def test_a_helper_of_the_users_own_may_be_called_forward(tmp_path: Path) -> None
     with Helped(settings(tmp_path)) as runner:
         runner.train()
         assert runner.train_state.global_step == 1
-
-
-def test_losses_may_be_read_in_init(tmp_path: Path) -> None:
-    class Reading(Named):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            with pytest.warns(DeprecationWarning, match="runner.losses is the library's own now"):
-                self.kept_losses = self.losses
-
-    with Reading(settings(tmp_path)) as runner:
-        runner.train()
-        assert runner.kept_losses is runner._parts.update.losses
-
-
-def test_a_stack_of_ones_own_without_the_parts_of_torch_runners_says_what_to_do_instead(tmp_path: Path) -> None:
-    with dl.BaseRunner(settings(tmp_path)) as runner:
-        with pytest.raises(AttributeError, match="'raise_pending_error', which an earlier version had"):
-            _ = runner.raise_pending_error
-        with pytest.raises(AttributeError, match="no attribute 'losses'"):
-            _ = runner.losses
-
-
-def test_no_hook_of_today_is_among_the_former_ones(tmp_path: Path) -> None:
-    with Named(settings(tmp_path)) as runner:
-        here = set(dir(type(runner))) | set(vars(runner))
-    assert not here & (FORMER_NAMES.keys() | _FORMER_HOOKS.keys())
 
 
 @pytest.mark.parametrize("name", ["ema", "optimizer", "scheduler", "metrics"])
@@ -329,16 +239,6 @@ def test_metrics_may_be_a_property_that_is_only_read(tmp_path: Path) -> None:
     only_read = {"metrics": property(lambda self: {"twice": lambda pred, target: 2.0})}
     with type("Read", (Named,), only_read)(settings(tmp_path)) as runner:
         assert runner.evaluate("train")["train"]["twice"] == 2.0
-
-
-@pytest.mark.parametrize("name", sorted(FORMER_NAMES))
-def test_a_former_name_is_accepted_with_a_warning(name: str, tmp_path: Path) -> None:
-    with Named(settings(tmp_path)) as runner:
-        with pytest.warns(DeprecationWarning, match=f"runner.{name} is .* now; the former name goes") as warned:
-            found = getattr(runner, name)
-        assert warned[0].filename == __file__
-        now = attrgetter(FORMER_NAMES[name])(runner)
-        assert found is now or type(found) is type(now)
 
 
 def test_a_name_that_is_missing_is_an_error_as_ever_also_inside_of_a_property(tmp_path: Path) -> None:

@@ -1,0 +1,338 @@
+"""What users set on a runner is part of the run: which of it has changed, what of it a checkpoint holds, and how it comes back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from danling.checkpoints.errors import CheckpointMismatch
+from danling.data.generators import Generators
+from danling.utils.names import canonical_name
+
+from .encoding import MISSING, CannotRestore, Decoder, Encoder
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
+
+logger = logging.getLogger("danling")
+
+COMPARED_BYTES = 2**30
+"""What is compared in sum; attributes beyond are named, unless `saved` or `not_saved` of the class says what becomes of them."""
+SECTIONS = ("requires_grad", "buffers", "attributes")
+_WRAPPED = ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer")
+
+_EXAMPLE = ", such as not_saved = ('t0',)"
+_DECLARE = (
+    "Name it in `saved` on the class where training changes it, such as saved = ('teacher',), else in `not_saved`"
+)
+
+Key = tuple[str, str]
+"""A section of a checkpoint, and a name in it."""
+
+
+class Seen:
+    """What is there at one moment, by section and name: encoded, with digests, with what is left out and what a restore needs.
+
+    Args:
+        encoder: Encodes the attributes.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.nodes: dict[Key, Any] = {}
+        self.digests: dict[Key, bytes] = {}
+        self.left: dict[Key, dict[str, object]] = {}
+        self.needs: dict[Key, dict[str, str]] = {}
+        self.too_large: list[str] = []
+        self._compared = 0
+
+    def add(self, key: Key, value: object, encoder: Encoder, *, declared: bool = False) -> None:
+        """Look at one value, unless there is too much to be compared."""
+        encoder.begin(declared=declared)
+        mark, name = encoder.mark(), key[1]
+        node = encoder.encode(value, name, name=name)
+        if self._compared + encoder.size > COMPARED_BYTES and not declared:
+            encoder.forget(mark)
+            self.too_large.append(name)
+            return
+        self._compared += encoder.size
+        self.nodes[key], self.digests[key] = node, encoder.digest(node)
+        self.left[key], self.needs[key] = encoder.left, encoder.needs
+
+
+class KeptAttributes:
+    """Saves the attributes of the user's, `requires_grad` and the buffers that are not persistent, where they have changed.
+
+    An attribute has changed if its digest differs from that before the restore, when the program alone had set it. What a loaded
+    checkpoint has stays saved. Values that differ between ranks are saved for each rank.
+
+    Args:
+        runner: The runner.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        self._runner = runner
+        self._begun: Seen | None = None
+        self._kept: set[Key] = set()
+        self._restored: dict[Key, bytes] = {}
+        self._named: set[str] = set()
+
+    # What there is
+
+    def begin(self) -> None:
+        """Note what the program has set. Called before anything is restored."""
+        self._begun = self._look()
+
+    def _own(self) -> dict[str, object]:
+        """Return the attributes of the user's, those of the class among them."""
+        runner, kind = self._runner, type(self._runner)
+        left_out = {*runner.library_names, *_declared(kind, "not_saved"), "saved", "not_saved"}
+        of_class = {
+            name: value
+            for each in reversed(kind.__mro__)
+            if not each.__module__.startswith("danling.") and each is not object
+            for name, value in vars(each).items()
+            if not name.startswith("__") and isinstance(value, (list, dict, set))
+        }
+        return {name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out}
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        """Return model and criterion, with what the names of their tensors begin with."""
+        runner = self._runner
+        model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
+        return [(n, m) for n, m in (("", model), ("criterion.", runner.criterion)) if isinstance(m, nn.Module)]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{at}{canonical_name(name)}": parameter
+            for at, module in self._modules()
+            for name, parameter in module.named_parameters()
+        }
+
+    def _buffers(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return where the buffers that are not persistent are, by name."""
+        return {
+            f"{at}{canonical_name(f'{prefix}.{name}'.strip('.'))}": (part, name)
+            for at, module in self._modules()
+            for prefix, part in module.named_modules()
+            for name in sorted(part._non_persistent_buffers_set)
+            if part._buffers.get(name) is not None
+        }
+
+    def _components(self) -> dict[str, object]:
+        """Return what is saved, or made anew, elsewhere, by path."""
+        runner = self._runner
+        found: dict[str, object] = {"/": runner}
+        for name in runner.library_names & vars(runner).keys():
+            value = vars(runner)[name]
+            found[f"/{name}"] = value
+            for part, each in _parts_of(value):
+                found[f"/{name}/{part}"] = each
+        for at, module in self._modules():
+            found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            found.update((f"/{at}{canonical_name(name)}", each) for name, each in tensors)
+        return found
+
+    def _encoder(self) -> Encoder:
+        runner = self._runner
+        reachable: list[set[int]] = []
+
+        def keyed(generator: object) -> bool:
+            if not reachable:
+                places = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).places
+                reachable.append({id(place.current()) for place in places})
+            return id(generator) in reachable[0]
+
+        return Encoder(self._components, keyed=keyed, secret_keys=runner.config.secret_keys or ())
+
+    def _look(self) -> Seen:
+        seen, of_model = Seen(self._encoder()), Encoder()
+        for name, parameter in self._parameters().items():
+            seen.add(("requires_grad", name), parameter.requires_grad, of_model)
+        for name, (part, key) in self._buffers().items():
+            seen.add(("buffers", name), part._buffers[key], of_model)
+        declared = _declared(type(self._runner), "saved")
+        for name, value in self._own().items():
+            seen.add(("attributes", name), value, seen.encoder, declared=name in declared)
+        return seen
+
+    # Saving
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
+        world, now = self._runner.world, self._look()
+        mine = self._changed(now)
+        self._name_unsaved(now, mine)
+        names = sorted(set().union(*world.gather_objects({key for key in mine if self._is_savable(key, now)})))
+        if not names:
+            return {}
+        digests = world.gather_objects([now.digests.get(key) for key in names])
+        entries, apart = {}, []
+        for number, key in enumerate(names):
+            of_ranks = [each[number] for each in digests]
+            if of_ranks.count(of_ranks[0]) == len(of_ranks):
+                entries[key] = {"value": now.nodes[key]}
+            else:
+                # Parts of a pipeline have tensors of other names: what those have that have it is equal.
+                is_equal = key[0] != "attributes" and len({*of_ranks} - {None}) == 1
+                apart.append((key, is_equal))
+        nodes = world.gather_objects({key: _on_host(now.nodes.get(key, _ABSENT)) for key, _ in apart}) if apart else []
+        for key, is_equal in apart:
+            held = {str(rank): each[key] for rank, each in enumerate(nodes) if not isinstance(each[key], _Absent)}
+            entries[key] = {"value": next(iter(held.values()))} if is_equal else {"of": world.size, "ranks": held}
+        found: dict[str, dict[str, Any]] = {}
+        for section, name in names:
+            found.setdefault(section, {})[name] = entries[section, name]
+        return found
+
+    def _changed(self, now: Seen) -> set[Key]:
+        begun = self._begun.digests if self._begun is not None else {}
+        declared = {("attributes", name) for name in _declared(type(self._runner), "saved")}
+        return {
+            key
+            for key, digest in now.digests.items()
+            if digest != begun.get(key) or key in self._kept or key in declared
+        }
+
+    def _is_savable(self, key: Key, now: Seen) -> bool:
+        there = self._begun.needs.get(key, {}) if self._begun is not None else {}
+        return not _is_left(now.nodes[key]) and now.needs[key].items() <= there.items()
+
+    def _name_unsaved(self, now: Seen, changed: set[Key]) -> None:
+        """Name once what has changed and cannot be saved."""
+        found = []
+        for key, seen in now.left.items():
+            begun = self._begun.left.get(key, {}) if self._begun is not None else {}
+            found += [path for path, value in seen.items() if value is not None and value != begun.get(path, value)]
+            if key in changed and not _is_left(now.nodes[key]) and not self._is_savable(key, now):
+                found.append(key[1])
+        self._say(
+            found,
+            "changed since the program set it, and a checkpoint cannot hold it: a run that is resumed goes on with another one. Make "
+            "the object in __init__ and give it `state_dict` and `load_state_dict`",
+        )
+
+    def before_training(self) -> None:
+        """Name what no checkpoint will have, and what the program has set anew after it was restored. May be called on one rank."""
+        now = self._look()
+        self._say(
+            now.encoder.lazy,
+            "an iterator or a loader, whose position is not saved. Give it `state_dict` and `load_state_dict`",
+        )
+        self._say(now.encoder.frozen, "a module without trainable parameters, which is not compared. " + _DECLARE)
+        self._say(now.too_large, f"above {COMPARED_BYTES >> 30} GiB in sum, which is not compared. " + _DECLARE)
+        replaced = [
+            name for (_, name), digest in self._restored.items() if now.digests.get(("attributes", name)) != digest
+        ]
+        self._restored = {}
+        if replaced and self._runner.is_main_process:
+            listed = ", ".join(f"self.{name}" for name in replaced)
+            logger.warning(
+                "%s: set anew after the checkpoint was restored; the run goes on with the new value.", listed
+            )
+
+    def _say(self, paths: Iterable[str], what: str) -> None:
+        names = [path for path in paths if path not in self._named]
+        self._named.update(names)
+        if names and self._runner.is_main_process:
+            listed = ", ".join(f"self.{path}" for path in names)
+            ending = "" if what.endswith(_DECLARE) else f", or name the attribute in `not_saved` on the class{_EXAMPLE}"
+            logger.warning("Not saved: %s: %s%s.", listed, what, ending)
+
+    # Loading
+
+    def load(self, section: str, payload: Mapping[str, Any]) -> None:
+        """Restore one of `SECTIONS` in place. Called on all ranks.
+
+        Raises:
+            CheckpointMismatch: If a value was saved for each of another number of ranks, or needs an object that is not there.
+        """
+        stored = {name: self._mine(section, name, entry) for name, entry in (payload.get(section) or {}).items()}
+        stored = {name: node for name, node in stored.items() if not isinstance(node, _Absent)}
+        self._kept |= {(section, name) for name in stored}
+        if section == "requires_grad":
+            parameters = self._parameters()
+            for name in stored.keys() & parameters.keys():
+                parameters[name].requires_grad_(bool(stored[name]))
+        elif section == "buffers":
+            buffers = self._buffers()
+            for name in stored.keys() & buffers.keys():
+                part, key = buffers[name]
+                part._buffers[key] = Decoder({}, ()).decode(stored[name], part._buffers[key], name)
+        else:
+            self._load_attributes(stored)
+
+    def _load_attributes(self, stored: Mapping[str, Any]) -> None:
+        before, own = self._look(), self._own()
+        left = [name for _, name in self._changed(before) if _ == "attributes" and name not in stored and name in own]
+        if left and self._runner.is_main_process:
+            listed = ", ".join(f"self.{name}" for name in sorted(left))
+            logger.warning(
+                "%s: changed since the program set it; the checkpoint is of before that and has no value.", listed
+            )
+        decoder = Decoder(before.encoder.objects, before.encoder.components)
+        for name, node in stored.items():
+            if name not in self._runner.library_names and name not in _declared(type(self._runner), "not_saved"):
+                current = own.get(name, MISSING)
+                try:
+                    value = decoder.decode(node, current, name)
+                except CannotRestore as error:
+                    raise CheckpointMismatch(
+                        f"Expected self.{name} to be {error} when the checkpoint is restored. Received: {type(current).__name__}. Make it "
+                        f"in __init__, or add 'attributes.{name}' to checkpoint.exclude_from_loading."
+                    ) from None
+                if value is not MISSING and value is not current:
+                    setattr(self._runner, name, value)
+        digests = self._look().digests if stored else {}
+        self._restored = {key: digests[key] for name in stored if (key := ("attributes", name)) in digests}
+
+    def _mine(self, section: str, name: str, entry: Mapping[str, Any]) -> Any:
+        if "value" in entry:
+            return entry["value"]
+        world = self._runner.world
+        if entry["of"] != world.size:
+            raise CheckpointMismatch(
+                f"Expected {entry['of']} processes: the checkpoint has a value of self.{name} for each of them. Received: {world.size}. "
+                f"Resume on as many, or add '{section}.{name}' to checkpoint.exclude_from_loading, which keeps the value of the program."
+            )
+        return entry["ranks"].get(str(world.rank), _ABSENT)
+
+
+class _Absent:
+    """In the place of a value that a rank has not; it is sent to others."""
+
+
+_ABSENT = _Absent()
+
+
+def _declared(kind: type, what: str) -> set[str]:
+    """Return the names in `saved` or `not_saved` of a class and its bases."""
+    return {name for each in kind.__mro__ for name in vars(each).get(what, ())}
+
+
+def _is_left(node: object) -> bool:
+    return isinstance(node, dict) and node.get("kind") == "left"
+
+
+def _on_host(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _on_host(item) for key, item in node.items()}
+    return node.cpu() if isinstance(node, Tensor) else node
+
+
+def _parts_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a component is made of: the entries of a mapping, the optimizers of several, the schedules of a sequence."""
+    if isinstance(value, Mapping):
+        yield from ((str(name), each) for name, each in value.items())
+    for name in _WRAPPED if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups") else ():
+        within = getattr(value, name, None)
+        for number, each in enumerate(within if isinstance(within, (list, tuple)) else [within]):
+            if isinstance(each, (Optimizer, LRScheduler)):
+                yield f"{name}[{number}]", each
+                yield from _parts_of(each)

@@ -1,0 +1,539 @@
+"""Values that users keep on a runner, as tensors and plain values that `torch.load(weights_only=True)` reads, and back in place."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import random
+import re
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from danling.data.generators import generator_state, is_generator, set_generator_state
+from danling.utils.secrets import names_secret
+from danling.utils.tensors import is_sharded, local_part
+
+_NUMBERS = (type(None), bool, int, float)
+_SCALARS = (*_NUMBERS, str)
+_CONSTANTS = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
+    *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property),
+)
+"""What a program makes anew and no training changes: left to the program, also within objects."""
+_LISTS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset, torch.Size)
+_DICTS: tuple[type[Any], ...] = (dict, OrderedDict, defaultdict, Counter)
+_FACTORIES: tuple[type[Any], ...] = (int, float, str, bool, list, dict, set, tuple, deque)
+_PLACE = re.compile(r"(^|_)(dir|directory|folder|path|file|filename|root|url|uri)$")
+_LOOKED_AT = 3
+"""Objects within objects that are compared. Of the first alone what it holds is saved."""
+_OF_MODULE = frozenset(vars(nn.Module()))
+
+MISSING = object()
+
+
+class CannotRestore(Exception):
+    """What was saved needs an object that the program has not made."""
+
+
+def is_stateful(value: object) -> bool:
+    """Whether a value saves and restores itself."""
+    kind = type(value)
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def is_iterator(value: object) -> bool:
+    """Whether a value is an iterator or a loader, whose position a checkpoint cannot hold."""
+    is_lazy = hasattr(type(value), "__next__") and not is_stateful(value)
+    return (is_lazy or isinstance(value, DataLoader)) and not isinstance(value, io.IOBase)
+
+
+def is_frozen(value: object) -> bool:
+    """Whether a value is a module with parameters of which none is trained."""
+    return isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {False}
+
+
+class Encoder:
+    """Encodes values one after the other. What was met before is encoded once, and then named by its path.
+
+    Args:
+        components: What is saved elsewhere, by path.
+        keyed: Tells whether a generator is seeded by its place, so that its state is not saved.
+        secret_keys: Names of secrets besides the usual ones.
+
+    Attributes:
+        objects: What was met, by path.
+        needs: Class by path of the objects that a restore needs the program to have made.
+        left: What is left to the program, by path; `None` for what no training changes.
+        lazy: Paths of iterators and loaders.
+        frozen: Paths of modules without trainable parameters.
+        size: Bytes of what was encoded.
+    """
+
+    def __init__(
+        self,
+        components: Callable[[], Mapping[str, object]] = dict,
+        *,
+        keyed: Callable[[object], bool] = lambda _: False,
+        secret_keys: Collection[str] = (),
+    ) -> None:
+        self._components = components
+        self._keyed = keyed
+        self._secret_keys = secret_keys
+        self._paths: dict[object, str] | None = None
+        self._held: Mapping[str, object] = {}
+        self._floor = 0
+        self._nodes: dict[str, Any] = {}
+        self.objects: dict[str, object] = {}
+        self.needs: dict[str, str] = {}
+        self.left: dict[str, object] = {}
+        self.lazy: list[str] = []
+        self.frozen: list[str] = []
+        self.size = 0
+        self._declared = False
+
+    def begin(self, *, declared: bool) -> None:
+        """Begin with another attribute.
+
+        Args:
+            declared: Look into loaders with a state and modules without trainable parameters too, which are only noted otherwise.
+        """
+        self._declared, self.size, self.left, self.needs = declared, 0, {}, {}
+
+    @property
+    def components(self) -> list[str]:
+        """Paths of what is saved elsewhere."""
+        self._known(None)
+        return list(self._held)
+
+    def encode(self, value: Any, path: str, *, name: str = "", depth: int = 0, hidden: bool = False) -> Any:
+        """Return a value as tensors, plain values, and mappings of them with an entry `kind`.
+
+        Args:
+            value: Anything; it is not changed. Tensors are not copied.
+            path: Where it is, from the name of its attribute on.
+            name: Of the attribute or entry that it is; text under names of secrets and places is left out.
+            depth: Objects that it is in.
+            hidden: Whether text in it is a secret.
+        """
+        hidden = hidden or names_secret(name, self._secret_keys)
+        if type(value) is str:
+            self.size += len(value)
+            return self._leave(path, None) if hidden or _PLACE.search(name) else value
+        if type(value) in _SCALARS:
+            return value
+        key = _key(value)
+        if key is not None:
+            known = self._known(key)
+            if known is not None:
+                return {"kind": "same", "path": known}
+            self._paths[key], self.objects[path] = path, value  # type: ignore[index]
+        node = self._encode(value, path, depth, hidden)
+        self._nodes[path] = node
+        return node
+
+    def _known(self, key: object) -> str | None:
+        if self._paths is None:
+            self._held = self._components()
+            self._paths = {own: path for path, each in self._held.items() if (own := _key(each)) is not None}
+            self.objects.update(self._held)
+            self._floor = len(self._paths)
+        return self._paths.get(key)
+
+    def _encode(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if type(value) in (bytes, bytearray):
+            data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
+            return {"kind": type(value).__name__, "value": data}
+        if type(value) is complex:
+            return {"kind": "complex", "value": [value.real, value.imag]}
+        if _is_array(value):
+            return self._array(value, path)
+        if type(value) in _LISTS or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            return self._list(value, path, depth, hidden)
+        if type(value) in _DICTS:
+            return self._dict(value, path, depth, hidden)
+        if is_generator(value):
+            if self._keyed(value):
+                return self._leave(path, None)
+            return {
+                "kind": "generator",
+                "class": type(value).__name__,
+                "state": self.encode(generator_state(value), f"{path}.state"),
+            }
+        if isinstance(value, _CONSTANTS):
+            return self._leave(path, None if depth else _name(value))
+        if is_iterator(value):
+            self.lazy.append(path)
+            if not (self._declared and is_stateful(value)):
+                return self._leave(path, type(value).__name__)
+        if is_frozen(value) and not self._declared:
+            self.frozen.append(path)
+            return self._leave(path, None)
+        if is_stateful(value):
+            return self._stateful(value, path)
+        if isinstance(value, (*_LISTS, *_DICTS)):
+            mark = self.mark()
+            items: Any = value
+            plain = self.encode(dict(items) if isinstance(value, dict) else list(items), path, depth=depth)
+            return self._leave(path, self.digest(plain), mark)
+        return self._object(value, path, depth, hidden)
+
+    def mark(self) -> tuple[int, int]:
+        """Return what `forget` takes."""
+        return len(self._paths or ()), len(self.needs)
+
+    def forget(self, mark: tuple[int, int]) -> None:
+        """Forget what was met since a mark, to which nothing that is saved may refer."""
+        tables: tuple[dict[Any, str], ...] = (self._paths or {}, self.needs)
+        for table, length in zip(tables, mark, strict=True):
+            for key in list(table)[max(length, self._floor if table is self._paths else 0) :]:
+                del table[key]
+
+    def _leave(self, path: str, seen: object, mark: tuple[int, int] | None = None) -> dict[str, str]:
+        if mark is not None:
+            self.forget(mark)
+        self.left[path] = seen
+        return {"kind": "left"}
+
+    def _tensor(self, value: Tensor, path: str) -> Any:
+        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+            return self._leave(path, f"{value.dtype} {id(value)}")
+        local = local_part(value.detach())
+        self.size += local.numel() * local.element_size()
+        if is_sharded(value):
+            self.needs[path] = "DTensor"
+            return {"kind": "shard", "value": local}
+        return local if local.device.type == "cpu" else {"kind": "tensor", "device": local.device.type, "value": local}
+
+    def _array(self, value: Any, path: str) -> Any:
+        import numpy
+
+        if value.dtype.kind not in "biufcmMSU":
+            return self._leave(path, f"{value.dtype} {id(value)}")
+        # torch warns of arrays that cannot be written, so these are copied.
+        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        data = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+        self.size += data.numel()
+        kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
+        return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+
+    def _list(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+        node: dict[str, Any] = {"kind": type(value).__name__}
+        if isinstance(value, (set, frozenset)):
+            if not all(type(item) in _SCALARS for item in value):
+                return self._leave(path, f"set of {len(value)}")
+            value = sorted(value, key=lambda item: (type(item).__name__, str(item)))
+        if isinstance(value, deque):
+            node["maxlen"] = value.maxlen
+        if hasattr(value, "_fields"):
+            node["kind"], self.needs[path] = "namedtuple", type(value).__name__
+        return {**node, "items": self._sequence(list(value), path, range(len(value)), depth, hidden)}
+
+    def _dict(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+        if not all(type(key) in _SCALARS or (type(key) is tuple and _is_flat(key)) for key in value):
+            return self._leave(path, f"dict of {len(value)}")
+        node: dict[str, Any] = {"kind": type(value).__name__, "keys": _keys(value)}
+        if isinstance(value, defaultdict):
+            node["factory"] = getattr(value.default_factory, "__name__", None)
+        return {**node, "items": self._sequence(list(value.values()), path, list(value), depth, hidden)}
+
+    def _sequence(
+        self, values: list[Any], path: str, keys: Any, depth: int, hidden: bool, form: str = "{}[{!r}]"
+    ) -> Any:
+        """Return a list where all values are plain, else a mapping by number: a sharded checkpoint takes mappings apart, but no lists."""
+        self.size += 8 * len(values)
+        if all(type(value) in _NUMBERS for value in values):
+            return values
+        items = [
+            self.encode(value, form.format(path, key), name=key if type(key) is str else "", depth=depth, hidden=hidden)
+            for key, value in zip(keys, values, strict=True)
+        ]
+        is_flat = not any(isinstance(item, (dict, Tensor)) for item in items)
+        return items if is_flat else {str(number): item for number, item in enumerate(items)}
+
+    def _stateful(self, value: Any, path: str) -> Any:
+        kind = type(value).__name__
+        try:
+            state = value.state_dict()
+        except Exception as error:
+            return self._leave(path, f"{kind}.state_dict() raises {type(error).__name__}")
+        before, mark = len(self.left), self.mark()
+        node = {"kind": "stateful", "class": kind, "state": self.encode(state, f"{path}.state_dict()")}
+        if len(self.left) > before:
+            return self._leave(path, self.digest(node), mark)
+        if isinstance(value, nn.Module):
+            # Buffers that are not persistent, and plain attributes, in which metrics of torchmetrics keep their sums.
+            more = {name: getattr(holder, key) for name, (holder, key) in _beside_state(value, state).items()}
+            node["more"] = self.encode(more, f"{path}.more", depth=_LOOKED_AT)
+        self.needs[path] = kind
+        return node
+
+    def _object(self, value: Any, path: str, depth: int, hidden: bool) -> Any:
+        held = getattr(value, "__dict__", None)
+        if not isinstance(held, dict) or depth >= _LOOKED_AT or isinstance(value, io.IOBase):
+            return self._leave(path, f"{type(value).__name__} {id(value)}")
+        before, mark = self._changeable(), self.mark()
+        items = self._sequence(list(held.values()), path, list(held), depth + 1, hidden, form="{}.{}")
+        node = {"kind": "object", "class": type(value).__name__, "keys": _keys(held), "items": items}
+        if depth or before != self._changeable():
+            return self._leave(path, self.digest(node), mark)
+        self.needs[path] = type(value).__name__
+        return node
+
+    def _changeable(self) -> int:
+        return sum(seen is not None for seen in self.left.values())
+
+    # Digests
+
+    def digest(self, node: Any) -> bytes:
+        """Return the digest of what `encode` returned, in which what is tied to it counts."""
+        if not isinstance(node, (dict, Tensor)):
+            return f"{type(node).__name__} {node!r}".encode()
+        total = hashlib.sha1(usedforsecurity=False)
+        self._feed(total, node, set())
+        return total.digest()
+
+    def _feed(self, total: Any, node: Any, seen: set[str]) -> None:
+        if isinstance(node, Tensor):
+            total.update(f"{node.dtype} {tuple(node.shape)}".encode())
+            bits = node.detach().contiguous().cpu().reshape(-1).resolve_conj().resolve_neg().view(torch.uint8)
+            total.update(memoryview(bits.numpy()))  # type: ignore[arg-type]
+        elif not isinstance(node, dict):
+            total.update(f"{type(node).__name__} {node!r}".encode())
+        elif node.get("kind") == "same" and node["path"] not in seen and node["path"] in self._nodes:
+            seen.add(node["path"])
+            self._feed(total, self._nodes[node["path"]], seen)
+        else:
+            for key, item in node.items():
+                total.update(key.encode())
+                self._feed(total, item, seen)
+
+
+class Decoder:
+    """Puts encoded values back, into the objects that are there where they fit.
+
+    Args:
+        live: What is there now, by path, components among it.
+        components: Paths of the components, which are restored elsewhere.
+    """
+
+    def __init__(self, live: Mapping[str, object], components: Collection[str]) -> None:
+        self._live = live
+        self._restored: dict[str, object] = {}
+        # An object takes one value: where two values were apart when they were saved, the second one gets an object of its own.
+        self._taken = {_key(live[path]) for path in components}
+
+    def decode(self, node: Any, current: Any, path: str) -> Any:
+        """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program.
+
+        Raises:
+            CannotRestore: If it needs an object of a class that `current` is not of.
+        """
+        if isinstance(node, Tensor):
+            node = {"kind": "tensor", "device": "cpu", "value": node}
+        if not isinstance(node, dict):
+            return node
+        kind = node["kind"]
+        if kind == "left":
+            return current
+        if kind == "same":
+            live = self._live.get(node["path"], MISSING)
+            return current if _key(live) == _key(current) else self._restored.get(node["path"], live)
+        key = _key(current)
+        if key is not None and key in self._taken:
+            current = MISSING
+        value = self._decoded(kind, node, current, path)
+        self._taken.add(_key(value))
+        self._restored[path] = value
+        return value
+
+    def _decoded(self, kind: str, node: Any, current: Any, path: str) -> Any:
+        if kind in ("stateful", "object", "namedtuple", "shard"):
+            return self._into(kind, node, current, path)
+        if kind == "tensor":
+            return _put(current, node["value"], node["device"])
+        if kind in ("bytes", "bytearray"):
+            return (bytes if kind == "bytes" else bytearray)(node["value"].tolist())
+        if kind == "complex":
+            return complex(*node["value"])
+        if kind in ("array", "scalar"):
+            return _array_of(node, current)
+        if kind == "generator":
+            return _generator_of(node["class"], self.decode(node["state"], MISSING, f"{path}.state"), current)
+        if "keys" in node:
+            return self._dict(kind, node, current, path)
+        return self._list(kind, node, current, path)
+
+    def _list(self, kind: str, node: Any, current: Any, path: str) -> Any:
+        there = list(current) if isinstance(current, (list, tuple, deque)) else []
+        found = [
+            self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
+            for n, item in enumerate(_items(node))
+        ]
+        items = [item for item in found if item is not MISSING]
+        if kind == "deque":
+            if type(current) is deque and current.maxlen == node["maxlen"]:
+                current.clear()
+                current.extend(items)
+                return current
+            return deque(items, node["maxlen"])
+        if kind == "list" and type(current) is list:
+            current[:] = items
+            return current
+        if kind == "set" and type(current) is set:
+            current.clear()
+            current.update(items)
+            return current
+        return next(each for each in _LISTS if each.__name__ == kind)(items)
+
+    def _dict(self, kind: str, node: Any, current: Any, path: str) -> Any:
+        keys = [tuple(key["items"]) if isinstance(key, dict) else key for key in node["keys"]]
+        there = current if isinstance(current, dict) else {}
+        found = {
+            key: self.decode(item, there.get(key, MISSING), f"{path}[{key!r}]") for key, item in zip(keys, _items(node))
+        }
+        items = {key: item for key, item in found.items() if item is not MISSING}
+        if type(current).__name__ != kind:
+            current = next(each for each in _DICTS if each.__name__ == kind)()
+            if kind == "defaultdict":
+                current.default_factory = {each.__name__: each for each in _FACTORIES}.get(node["factory"])
+        current.clear()
+        current.update(items)
+        return current
+
+    def _into(self, kind: str, node: Any, current: Any, path: str) -> Any:
+        """Put a state into an object that the program has made."""
+        expected = node.get("class", "one")
+        if kind == "shard":
+            if not (isinstance(current, Tensor) and is_sharded(current)):
+                raise CannotRestore("a tensor divided over the ranks")
+            _put(local_part(current), node["value"], "cpu")
+        elif kind == "namedtuple":
+            if not hasattr(type(current), "_fields"):
+                raise CannotRestore("a named tuple")
+            there = list(current)
+            return type(current)(*(self.decode(item, there[n], f"{path}[{n}]") for n, item in enumerate(_items(node))))
+        elif type(current).__name__ != expected:
+            raise CannotRestore(f"an object of the class {expected}")
+        elif kind == "stateful":
+            # Of what was decoded nothing is the object's own, to which another attribute may be tied.
+            before = dict(self._restored)
+            current.load_state_dict(self.decode(node["state"], MISSING, f"{path}.state_dict()"))
+            self._restored = before
+            if "more" in node:
+                beside = _beside_state(current, current.state_dict())
+                more = dict(zip(node["more"]["keys"], _items(node["more"])))
+                for name in more.keys() & beside.keys():
+                    holder, key = beside[name]
+                    there = getattr(holder, key)
+                    value = self.decode(more[name], there, f"{path}.more[{name!r}]")
+                    if value is not there and value is not MISSING:
+                        setattr(holder, key, value)
+        else:
+            held = vars(current)
+            for name, item in zip(node["keys"], _items(node)):
+                value = self.decode(item, held.get(name, MISSING), f"{path}.{name}")
+                if value is not MISSING:
+                    held[name] = value
+        return current
+
+
+def _items(node: Mapping[str, Any]) -> list[Any]:
+    items = node["items"]
+    return items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
+
+
+def _is_flat(values: Collection[object]) -> bool:
+    return all(type(value) in _SCALARS for value in values)
+
+
+def _keys(held: Mapping[Any, object]) -> list[Any]:
+    return [{"kind": "tuple", "items": list(key)} if type(key) is tuple else key for key in held]
+
+
+def _name(value: object) -> str:
+    """What tells one function, class, place or constant from another."""
+    if isinstance(value, types.FunctionType):
+        return f"{value.__module__}.{value.__qualname__} {id(value.__code__)}"
+    return repr(value) if isinstance(value, (Enum, PurePath, torch.dtype, torch.device, range, slice)) else ""
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value).__module__ == "numpy" and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def _key(value: object) -> object:
+    """What two names of one value have in common; `None` for values that cannot be changed in place."""
+    if (
+        value is None
+        or value is MISSING
+        or isinstance(value, (*_SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS))
+    ):
+        return None
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_quantized:
+        local = local_part(value)
+        if local.numel():
+            return local.data_ptr(), local.dtype, local.shape, local.stride()
+    return id(value)
+
+
+def _beside_state(module: nn.Module, state: Mapping[str, object]) -> dict[str, tuple[nn.Module, str]]:
+    """Return buffers that are not in the state of a module, and attributes of it and its parts: where each of them is, by name."""
+    found = {}
+    for prefix, part in module.named_modules():
+        own = [key for key in vars(part) if key not in _OF_MODULE]
+        unsaved = [key for key in part._buffers if f"{prefix}.{key}".strip(".") not in state]
+        found.update({f"{prefix}.{key}".strip("."): (part, key) for key in [*own, *unsaved]})
+    return found
+
+
+@torch.no_grad()
+def _put(current: object, value: Tensor, device: str) -> Tensor:
+    """Write a value into a tensor where it fits, else return another one."""
+    fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype)
+    if isinstance(current, Tensor) and fits and (0 not in current.stride() or current.numel() < 2):
+        current.copy_(value)
+        return current
+    return value.clone() if device == "cpu" else value.to(device, copy=True)
+
+
+def _array_of(node: Mapping[str, Any], current: object) -> Any:
+    import numpy
+
+    bits = node["value"].contiguous().numpy().tobytes()
+    array = numpy.frombuffer(bits, dtype=numpy.dtype(node["dtype"])).reshape(node["shape"])
+    if node["kind"] == "scalar":
+        return array[()]
+    fits = isinstance(current, numpy.ndarray) and (current.shape, current.dtype) == (array.shape, array.dtype)
+    if isinstance(current, numpy.ndarray) and fits and current.flags.writeable:
+        current[...] = array
+        return current
+    return array.copy()
+
+
+def _generator_of(kind: str, state: Any, current: Any) -> Any:
+    """Put a generator into a state, or make another one where there is none."""
+    if type(current).__name__ != kind:
+        made: dict[str, Callable[[], Any]] = {"Generator": torch.Generator, "Random": random.Random}
+        if isinstance(state, Mapping) and "bit_generator" in state:
+            import numpy
+
+            bits = getattr(numpy.random, state["bit_generator"])
+            made = {"Generator": lambda: numpy.random.Generator(bits()), "RandomState": numpy.random.RandomState}
+        if kind not in made:
+            raise CannotRestore(f"a generator of the class {kind}")
+        current = made[kind]()
+    set_generator_state(current, state)
+    return current

@@ -1,0 +1,74 @@
+"""What users set on a runner is part of the run: every kind of attribute, stopped and resumed in new processes, bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attributes import CASES, keep
+from support.engines import needs_deepspeed
+from support.processes import run_outcomes, run_processes
+
+LAYOUTS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "dcp-2": ("dcp", 2), "fsdp-2": ("fsdp", 2), "zero-2": ("zero", 2)}
+WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def _both(stack: str, root: str) -> dict[str, Any]:
+    whole = keep(stack, f"{root}/whole")
+    keep(stack, f"{root}/parts", {"epochs": 2})
+    return whole
+
+
+def _rest(stack: str, root: str, more: dict[str, Any] | None = None, constant: int = 1) -> dict[str, Any]:
+    return keep(stack, f"{root}/parts", {"auto_resume": True, **(more or {})}, constant=constant)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=needs_deepspeed if "zero" in n else ()) for n in LAYOUTS])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
+    """Of each rank: the run that was not stopped, and the one that went on in another process."""
+    stack, world_size = LAYOUTS[request.param]
+    root = str(tmp_path_factory.mktemp(request.param))
+    whole = run_processes(_both, stack, root, world_size=world_size, timeout=120)
+    parts = run_processes(_rest, stack, root, constant=2, world_size=world_size, timeout=120)
+    return list(zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_resumed_run_has_what_the_uninterrupted_one_has(what: str, runs: list[tuple[Any, Any]]) -> None:
+    for whole, parts in runs:
+        assert parts[what] == whole[what]
+
+
+def test_values_were_changed_and_secrets_places_and_constants_are_the_programs(runs: list[tuple[Any, Any]]) -> None:
+    for whole, parts in runs:
+        assert whole["requires_grad"] == [True] * 4 and whole["ties"] == [True, True]
+        # Three epochs in one process, one in the other; a constant that the script sets anew stays new.
+        tokens = [found["left out"][0].count("t") for found in (whole, parts)]
+        assert tokens[0] - 1 == 3 * (tokens[1] - 1) and whole["left out"][1] == "here" + "/x" * (tokens[0] - 1)
+        assert (whole["left out"][2], parts["left out"][2]) == (1, 2)
+
+
+@pytest.mark.parametrize("stack", ["ddp", "fsdp"])
+def test_a_killed_run_goes_on_with_the_attributes_of_its_last_save(stack: str, tmp_path: Path) -> None:
+    whole = run_processes(keep, stack, str(tmp_path / "whole"), timeout=120)
+    killed = run_outcomes(keep, stack, str(tmp_path / "parts"), dies_at=5, timeout=120)
+    assert any(outcome.exit_code == -9 for outcome in killed)
+    parts = run_processes(_rest, stack, str(tmp_path), timeout=120)
+    for what in WHAT:
+        assert [each[what] for each in parts] == [each[what] for each in whole], what
+
+
+def _refused(stack: str, root: str) -> str:
+    with pytest.raises(Exception) as caught:
+        _rest(stack, root, {"dataloader": {"batch_size": 8}})
+    return str(caught.value)
+
+
+def test_values_of_each_rank_are_refused_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_processes(keep, "ddp", str(tmp_path / "parts"), {"epochs": 1}, timeout=120)
+    (message,) = run_processes(_refused, "ddp", str(tmp_path), world_size=1, timeout=120)
+    assert message.startswith("Expected 2 processes: the checkpoint has a value of self.by_rank for each of them.")
+    assert "'attributes.by_rank' to checkpoint.exclude_from_loading" in message
