@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.utils.files import json_text, read_text, write_atomically
+from danling.utils.machine import processor_name
 from danling.utils.nesting import parse_json
 from danling.utils.plain import flatten
 
@@ -40,7 +41,7 @@ def environment_of_run() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "gpus": gpus,
         "torch": {
             "cuda": torch.version.cuda,
@@ -53,14 +54,6 @@ def environment_of_run() -> dict[str, Any]:
         "versions": dict(sorted(versions.items())),
         "variables": variables,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write_environment(metadata: Path) -> None:

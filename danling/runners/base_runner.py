@@ -76,6 +76,7 @@ from danling.training.run_state import (
     say_left_out,
 )
 from danling.training.saving import RunSaver
+from danling.utils.machine import arithmetic
 from danling.utils.tensors import default_dtype, dtype_of
 from danling.workspace import Workspace
 from danling.workspace.placing import without_places
@@ -965,7 +966,7 @@ class BaseRunner(metaclass=MetaRunner):
             StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.load_train(stored)),
             StatePart(
                 "elastic",
-                lambda: asdict(self.state.elastic),
+                self._attempts,
                 lambda stored, _: self._load_attempts(stored),
                 default=dict,
             ),
@@ -974,8 +975,21 @@ class BaseRunner(metaclass=MetaRunner):
             StatePart.by_index(self, "results"),
         ]
 
-    def _load_attempts(self, stored: Mapping[str, object]) -> None:
+    def _attempts(self) -> dict[str, Any]:
+        self.state.elastic.arithmetic = arithmetic(self.device)
+        return asdict(self.state.elastic)
+
+    def _load_attempts(self, stored: Mapping[str, Any]) -> None:
         self.state.load_elastic(stored)
+        here, before = arithmetic(self.device), stored.get("arithmetic", {})
+        changed = [
+            f"{name} {before[name]}, now {here[name]}" for name in here if before.get(name, here[name]) != here[name]
+        ]
+        if changed and self.is_main_process:
+            logger.warning(
+                "The run goes on, but not bitwise as it would have. Its checkpoint was computed with %s.",
+                "; ".join(changed),
+            )
         self._data.plan.hold_at_most(self.state.elastic.micro_batch_size)
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class ElasticState:
         restart_count: How often torchrun has restarted the group in this attempt.
         attempts: How many processes in a row have worked on the run, the first one counted.
         micro_batch_size: Samples that a rank can hold at once, as running out of memory has told; `None` before it did.
+        arithmetic: Threads, torch and processor, on which the bits of a result depend.
     """
 
     world_size: int = 1
@@ -52,6 +53,7 @@ class ElasticState:
     restart_count: int = 0
     attempts: int = 1
     micro_batch_size: int | None = None
+    arithmetic: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -76,6 +76,8 @@ class Numbers(lightning.LightningDataModule):
 
 
 class Training(dl.Runner):
+    not_saved = ("evaluated", "seen")
+
     def __init__(self, config: dict[str, Any], root: Path | str, kind: type[Numbers] = Numbers, **options: Any) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()

@@ -38,6 +38,8 @@ class Mixed:
 
 
 class Timm(dl.Runner):
+    not_saved = ("rates", "seen")
+
     def __init__(self, config: dict[str, Any], scheduler: Any = None) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss()

@@ -66,6 +66,8 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Classifying(dl.Runner):
+    not_saved = ("gradients", "seen")
+
     def __init__(self, config: dict[str, Any], level: str, model: type[Graphs] = Graphs, own: bool = False) -> None:
         super().__init__(config)
         torch.manual_seed(0)

@@ -31,6 +31,8 @@ KINDS = ["causal", "masked", "classes", "seq2seq"]
 class HFRunner(dl.Runner):
     """Nothing is overridden but what looks at the gradient."""
 
+    not_saved = ("gradients",)
+
     def __init__(self, config: dict[str, Any], kind: str, model: Any = None) -> None:
         super().__init__(config)
         self.model = model_of(kind).double() if model is None else model
@@ -192,6 +194,8 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
 
 class Masking(dl.Runner):
     """Masks are drawn where batches are made, from the stream of the process or from a generator of the collator's own."""
+
+    not_saved = ("seen",)
 
     def __init__(self, config: dict[str, Any], own_seed: int | None) -> None:
         super().__init__(config)

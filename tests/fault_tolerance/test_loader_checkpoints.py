@@ -103,6 +103,8 @@ def test_a_place_of_another_step_is_taken_by_loaders_with_a_state_of_their_own_o
 class Reader(dl.TorchRunner):
     """Reads a stream by a loader of the user's own, which keeps a state of its own, or a dataset by one of the library."""
 
+    not_saved = ("seen",)
+
     def __init__(self, config: dict[str, Any], own_loader: bool) -> None:
         super().__init__(config)
         self.model = nn.Linear(1, 1)

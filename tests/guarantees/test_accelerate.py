@@ -64,6 +64,8 @@ def by_hand(*, weighed: bool) -> dict[str, Tensor]:
 class Recording(dl.Runner):
     """Keeps the gradient of its update."""
 
+    not_saved = ("gradients",)
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model = build()

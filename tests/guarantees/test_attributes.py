@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.attributes import CASES, keep
 from support.engines import needs_deepspeed
 from support.processes import run_outcomes, run_processes
@@ -72,3 +74,16 @@ def test_values_of_each_rank_are_refused_on_another_number_of_ranks(tmp_path: Pa
     (message,) = run_processes(_refused, "ddp", str(tmp_path), world_size=1, timeout=120)
     assert message.startswith("Expected 2 processes: the checkpoint has a value of self.by_rank for each of them.")
     assert "'attributes.by_rank' to checkpoint.exclude_from_loading" in message
+
+
+def test_a_resume_with_other_threads_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    threads = torch.get_num_threads()
+    keep("ddp", str(tmp_path / "parts"), {"epochs": 1})
+    try:
+        torch.set_num_threads(threads + 1)
+        with caplog.at_level(logging.WARNING, logger="danling"):
+            keep("ddp", str(tmp_path / "parts"), {"epochs": 2, "auto_resume": True})
+    finally:
+        torch.set_num_threads(threads)
+    (said,) = [record.getMessage() for record in caplog.records if "not bitwise" in record.getMessage()]
+    assert said.endswith(f"threads {threads}, now {threads + 1}.")

@@ -167,6 +167,8 @@ class OnlyForwardAndBackward(Schedule1F1B):
 class OnStages(dl.ParallelRunner):
     """Counts what is evaluated before the first update."""
 
+    not_saved = ("tried",)
+
     tried = 0
 
     def __init__(self, config: Mapping[str, Any]) -> None:

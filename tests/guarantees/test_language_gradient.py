@@ -33,6 +33,8 @@ MODELS: dict[str, Any] = {
 class LanguageRunner(dl.Runner):
     """Without an override: the batch is what the model takes, the model returns its loss."""
 
+    not_saved = ("gradients",)
+
     def __init__(self, config: dict[str, Any], kind: str) -> None:
         super().__init__(config)
         self.model = MODELS[kind]()

@@ -45,6 +45,8 @@ def settings(root: Path, **changes: Any) -> dict[str, Any]:
 class Drawing(dl.Runner):
     """Writes down what each micro-batch draws, by the update and the numbers of its samples."""
 
+    not_saved = ("drawn",)
+
     def __init__(self, config: Mapping[str, Any], size: int = 36) -> None:
         super().__init__(config)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
@@ -100,6 +102,8 @@ def test_a_skipped_update_repeats_no_number(tmp_path: Path) -> None:
 
 class DrawingEverywhere(Drawing):
     """Draws in overrides, what it trains with depends on it."""
+
+    not_saved = ("scale",)
 
     def __init__(self, config: Mapping[str, Any], stop_at: int | None = None) -> None:
         super().__init__(config)
@@ -193,6 +197,8 @@ def test_an_evaluation_changes_no_number_of_training(tmp_path: Path) -> None:
 class DrawingBetween(Drawing):
     """Evaluates in the middle of a pass."""
 
+    not_saved = ("noises", "seen")
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.datasets["val"] = Numbered(7)
@@ -237,6 +243,8 @@ class Langevin(torch.optim.Optimizer):
 class Sampling(Drawing):
     """Trains with noise in the optimizer, and with a second one that steps within `train_step`."""
 
+    not_saved = ("phases", "second")
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.optimizer = Langevin(self.model.parameters())
@@ -280,6 +288,8 @@ def test_noise_in_an_optimizer_is_equal_on_copies_and_differs_on_shards(tmp_path
 
 class Searching(Drawing):
     """Evaluates its loss several times in a step, as a line search does."""
+
+    not_saved = ("batches", "noises")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

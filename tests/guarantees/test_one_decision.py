@@ -39,6 +39,8 @@ class PoisonedRunner(TracingRunner):
         attempts: Numbers of the attempts, from 0.
     """
 
+    not_saved = ("changed", "seen")
+
     def __init__(self, config: dict[str, Any], attempts: tuple[int, ...]) -> None:
         super().__init__(config)
         self.attempts = attempts

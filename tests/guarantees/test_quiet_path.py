@@ -16,6 +16,8 @@ VERBS = ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast"
 class Watched(TracingRunner):
     """Notes at every update what has been opened and called since the one before."""
 
+    not_saved = ("by_update", "events")
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.events: list[str] = []

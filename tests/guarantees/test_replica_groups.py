@@ -32,6 +32,8 @@ BATCH_SIZE = 4  # a ragged last batch leaves two samples to each of four ranks, 
 class GroupRunner(dl.Runner):
     """Writes down the ids of every update, tells how far it is, and stops at the step that a file names."""
 
+    not_saved = ("committed", "heals", "window_ids")
+
     def __init__(self, config: dict[str, Any], board: Path) -> None:
         super().__init__(config)
         self.board = board

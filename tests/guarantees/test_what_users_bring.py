@@ -83,6 +83,8 @@ class DrawsLazily(Draws):
 class Counts(Rows):
     """Has a state that changes as it is read."""
 
+    not_saved = ("reads",)
+
     reads = 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -213,6 +215,8 @@ class Brought(dl.TorchRunner):
         stop_at: Update after which it stops; with `fails`, it raises in the window that follows.
         fails: See there.
     """
+
+    not_saved = ("micro", "seen")
 
     def __init__(self, config: dict[str, Any], stop_at: int | None = None, fails: bool = False) -> None:
         super().__init__(config)

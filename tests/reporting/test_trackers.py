@@ -257,6 +257,8 @@ def test_a_status_goes_to_the_trackers_that_take_one_and_hides_no_failure(caplog
         def close(self) -> None: ...
 
     class Told(Plain):
+        not_saved = ("seen",)
+
         def __init__(self) -> None:
             self.seen: list[str] = []
 

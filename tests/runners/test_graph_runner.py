@@ -50,6 +50,8 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {"sequential": sequential, "own": O
 class Toy(dl.Runner):
     """Classifies random points; the last batch of a pass is ragged."""
 
+    not_saved = ("losses_seen",)
+
     def __init__(self, config: Any, build: str = "sequential") -> None:
         super().__init__(config)
         generator = torch.Generator().manual_seed(3)
@@ -167,6 +169,8 @@ def build_double() -> nn.Module:
 
 def gradient_of(batches: list[tuple[Tensor, Tensor]], root: Path, world: int) -> dict[str, Tensor]:
     class Kept(dl.Runner):
+        not_saved = ("kept",)
+
         def __init__(self, settings: Any) -> None:
             super().__init__(settings)
             self.model, self.criterion = build_double(), nn.CrossEntropyLoss()

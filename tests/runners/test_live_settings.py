@@ -24,6 +24,8 @@ def settings(root: Path, **more: Any) -> dict[str, Any]:
 class Line(dl.Runner):
     """A linear model on 40 points: ten batches a pass."""
 
+    not_saved = ("in_window", "windows")
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         inputs = torch.linspace(-1, 1, 120).view(40, 3)
@@ -134,6 +136,8 @@ def test_state_of_a_class_of_ones_own_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stack", ["ddp", "parallel"])
 def test_weights_that_an_override_adds_come_back(stack: str, tmp_path: Path) -> None:
     class Adding(Line):
+        not_saved = ("table",)
+
         table = torch.zeros(3)
 
         def model_state_dict(self) -> dict[str, Any]:

@@ -309,6 +309,8 @@ def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tm
 
 def test_a_scheduler_may_be_wrapped_where_there_is_none(tmp_path: Path) -> None:
     class Noted(Line):
+        not_saved = ("built",)
+
         def build_scheduler(self) -> Any:
             self.built = super().build_scheduler()
             return self.built

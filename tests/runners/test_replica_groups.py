@@ -37,6 +37,8 @@ def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Member(Held):
     """A run in a replica group, with data of its own and averaged weights."""
 
+    not_saved = ("loaded",)
+
     def __init__(self, directory: Path, **settings: Any) -> None:
         super().__init__(directory, **settings)
         self.id, self.closers = "run", ExitStack()

@@ -177,6 +177,8 @@ def test_failed_commits_leave_no_trace(tmp_path: Path) -> None:
 class Uneven(dl.TorchRunner):
     """Batches whose targets are in part ignored, so that ranks and groups weigh differently."""
 
+    not_saved = ("losses_seen",)
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         torch.manual_seed(0)
@@ -381,6 +383,8 @@ def test_a_group_that_comes_when_the_others_have_ended_does_not_train_again(tmp_
 
 class Joining(Patient):
     """Tells when it is in the middle of an epoch, and takes its time from then on."""
+
+    not_saved = ("healed_at",)
 
     def step(self) -> Any:
         """Step, slowly."""

@@ -137,6 +137,8 @@ def test_what_init_draws_is_drawn_again_when_the_run_goes_on(tmp_path: Path) -> 
 class Ignoring(dl.TorchRunner):
     """The second batch has no target that counts."""
 
+    not_saved = ("reasons",)
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.Linear(3, 4)
@@ -204,6 +206,8 @@ def test_what_is_unfrozen_later_is_reduced_over_the_ranks(tmp_path: Path) -> Non
 
 class HeadOnly(Story):
     """Optimizes a part of what gets a gradient."""
+
+    not_saved = ("norms",)
 
     def __init__(self, config: Mapping[str, Any], **options: Any) -> None:
         super().__init__(config, **options)
@@ -360,6 +364,8 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 class NoisyRunner(dl.Runner):
     """A user's own loader over drawn samples, which both ends of a pipeline read."""
+
+    not_saved = ("read",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

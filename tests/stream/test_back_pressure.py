@@ -46,6 +46,8 @@ def is_full(channel: SQLiteChannel) -> bool:
 class Slow(Draft):
     """Takes no step before the producer cannot go on, and then a hundred times as long as the target takes for these samples."""
 
+    not_saved = ("most",)
+
     pause = 0.05
 
     def __init__(self, *args: Any, **options: Any) -> None:

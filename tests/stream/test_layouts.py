@@ -32,6 +32,8 @@ USUAL = ("tensor", "context")
 class StreamedLayout(LayoutRunner):
     """Trains on sentences from a stream, and writes down which ones this rank reads of each update."""
 
+    not_saved = ("read",)
+
     def __init__(self, config: Mapping[str, Any], root: Path, batch_size: int) -> None:
         super().__init__(config, model={})
         del self.datasets["train"]

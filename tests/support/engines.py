@@ -53,6 +53,8 @@ class AnyStackRunner(dl.Runner):
         scaled: Have a criterion with a parameter.
     """
 
+    not_saved = ("trace",)
+
     def __init__(
         self,
         config: Mapping[str, Any],

@@ -38,6 +38,8 @@ class Sentences(Dataset[tuple[Tensor, Tensor]]):
 class LayoutRunner(dl.Runner):
     """A GPT in float64 that keeps the gradients and the norm of every update."""
 
+    not_saved = ("gradients", "norms")
+
     def __init__(self, config: Mapping[str, Any], *, model: Mapping[str, Any], samples: int = 40) -> None:
         super().__init__(config)
         self.model = self.build(model)

@@ -20,6 +20,8 @@ import danling as dl
 class Seeing(dl.Runner):
     """A runner that writes down what it trains on, and stops where it is told."""
 
+    not_saved = ("seen",)
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.seen: list[Any] = []

@@ -114,6 +114,8 @@ class AnyStack(dl.Runner):
         dies: Whether the last rank kills itself.
     """
 
+    not_saved = ("ids", "moved", "seen", "trace")
+
     def __init__(
         self,
         config: Mapping[str, Any],
@@ -188,6 +190,8 @@ class AnyStack(dl.Runner):
 
 class Watched(AnyStack):
     """Keeps the weights around every update, of which plain gradient descent by 1 shows the gradient."""
+
+    not_saved = ("path",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -77,6 +77,8 @@ class Draft(dl.TorchRunner):
         options: As for `StreamLoader`.
     """
 
+    not_saved = ("trace",)
+
     def __init__(
         self,
         config: Mapping[str, Any],

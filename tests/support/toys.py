@@ -40,6 +40,8 @@ class TracingRunner(dl.TorchRunner):
         train_size: Samples to train on.
     """
 
+    not_saved = ("ids", "trace")
+
     def __init__(self, config: Mapping[str, Any], *, stop_at: int | None = None, train_size: int = 26) -> None:
         super().__init__(config)
         self.stop_at = stop_at

@@ -50,6 +50,8 @@ class Network(nn.Module):
 class Language(dl.Runner):
     """Truncated backpropagation through time; kills itself within a chosen update."""
 
+    not_saved = ("begun", "losses")
+
     def __init__(self, config: dict[str, Any], killed_in: int | None = None) -> None:
         super().__init__(config)
         self.killed_in = killed_in
