@@ -1267,10 +1267,12 @@ class BaseRunner(metaclass=MetaRunner):
             self.model = self.unwrap(self.model)
         self._closers.close()
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if GUARDED in self.__dict__:
-            check_assignment(self, name, value)
-        super().__setattr__(name, value)
+    if not TYPE_CHECKING:  # else a type checker takes every name for one that may be set
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if GUARDED in self.__dict__:
+                check_assignment(self, name, value)
+            super().__setattr__(name, value)
 
     def __enter__(self) -> Self:
         return self

@@ -39,6 +39,10 @@ class Meter:
     def __init__(self) -> None:
         self.total, self.lock = 0.0, iter(())
 
+    def add(self, value: float) -> None:
+        """Add to the sum."""
+        self.total += value
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return {"total": self.total}
@@ -134,7 +138,7 @@ def _averaged(runner: Keeping, value: AveragedModel, step: int) -> AveragedModel
     value.update_parameters(runner.source_of_averages)
     with torch.no_grad():
         for parameter in runner.source_of_averages.parameters():
-            parameter += 0.5
+            parameter.add_(0.5)
     return value
 
 
@@ -183,7 +187,7 @@ CASES: dict[str, tuple[Make, Change]] = {
     "late_generator": (lambda r: None, lambda r, v, n: (v or numpy.random.default_rng(4)).random() and (v or _drawn())),
     "curriculum": (lambda r: Curriculum(), _curriculum),
     "window_sums": (lambda r: Window(), lambda r, v, n: v.sums.append(n / 2) or v),
-    "meter": (lambda r: Meter(), lambda r, v, n: setattr(v, "total", v.total + n / 3) or v),
+    "meter": (lambda r: Meter(), _call("add", lambda n: n / 3)),
     "scaler": (lambda r: torch.amp.GradScaler("cpu", init_scale=8.0), _scale),
     "torch_metric": (_metric, lambda r, v, n: v.update(torch.tensor(n * 1.0)) or v),
     "second": (_second, _train_second),
@@ -204,13 +208,18 @@ def _drawn() -> numpy.random.Generator:
 class Keeping(dl.Runner):
     """Keeps one attribute of every kind; their sum takes part in the loss."""
 
+    source_of_averages: nn.Module
+    items: list[int]
+    number: float
+    queue: Tensor
+
     saved = ("frozen_teacher",)
     not_saved = ("dies_at",)
 
     def __init__(self, config: Mapping[str, Any], *, constant: int = 1, dies_at: int | None = None) -> None:
         super().__init__(config)
         torch.manual_seed(1)
-        self.model = nn.Sequential(Recurrent(), nn.Linear(4, 2))
+        self.model: Any = nn.Sequential(Recurrent(), nn.Linear(4, 2))
         if self.stack != "deepspeed":  # an engine divides what is trained from the beginning on
             self.model[1].requires_grad_(False)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -228,7 +237,8 @@ class Keeping(dl.Runner):
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train the second layer from the second epoch on."""
         if self.state.train.epoch == 1:
-            self.unwrapped_model[1].requires_grad_(True)
+            model: Any = self.unwrapped_model
+            model[1].requires_grad_(True)
         return super().train_epoch(split)
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
@@ -305,13 +315,14 @@ def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options
     """Train, and return what became of the attributes, of weights, of `requires_grad` and of buffers."""
     with Keeping(settings(stack, root, **(more or {})), **options) as runner:
         runner.train()
+        model: Any = runner.unwrapped_model
         found = {name: described(getattr(runner, name)) for name in CASES}
-        found["weights"] = described(dict(runner.unwrapped_model.named_parameters()))
-        found["requires_grad"] = [parameter.requires_grad for parameter in runner.unwrapped_model.parameters()]
-        found["buffers"] = described(dict(runner.unwrapped_model.named_buffers()))
+        found["weights"] = described(dict(model.named_parameters()))
+        found["requires_grad"] = [parameter.requires_grad for parameter in model.parameters()]
+        found["buffers"] = described(dict(model.named_buffers()))
         found["ties"] = [
             runner.tied["items"] is runner.items,
-            runner.tied["weight"] is runner.unwrapped_model[1].weight or stack != "ddp",
+            runner.tied["weight"] is model[1].weight or stack != "ddp",
         ]
         found["left out"] = [runner.api_token, runner.out_dir, runner.constant]
         return found

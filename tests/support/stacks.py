@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class AnyStack(dl.Runner):
         dies: Whether the last rank kills itself.
     """
 
-    not_saved = ("ids", "moved", "seen", "trace")
+    not_saved: ClassVar[tuple[str, ...]] = ("ids", "moved", "seen", "trace")
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class AnyStack(dl.Runner):
 class Watched(AnyStack):
     """Keeps the weights around every update, of which plain gradient descent by 1 shows the gradient."""
 
-    not_saved = ("path",)
+    not_saved: ClassVar[tuple[str, ...]] = ("path",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
