@@ -27,7 +27,7 @@ RECORDS = frozenset({"secret_keys", "git_diff"})
 OUTPUT = frozenset({"log", "log_interval", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "checkpoint"})
 SUPERVISION = frozenset({"gc", "profiling", "heartbeat", "audit"})
 BUDGETS = frozenset({"steps", "epochs", "max_time", "patience", "min_delta", "max_skipped_updates"})
-EVALUATION = frozenset({"evaluate_interval", "evaluate_splits", "try_evaluation"})
+EVALUATION = frozenset({"evaluate_interval", "evaluate_splits", "train_metrics", "try_evaluation"})
 NOT_SEMANTIC = LAYOUT | LAYOUT_OF_FSDP | NAMES | SOURCES | RECORDS | OUTPUT | SUPERVISION | BUDGETS | EVALUATION
 LOADING = frozenset(
     {

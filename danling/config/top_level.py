@@ -71,6 +71,8 @@ class TopLevelConfig(WatchedSection):
     """Step mode: steps between evaluations; none takes the checkpoint interval."""
     try_evaluation: bool = True
     """Evaluate one batch of each split before the first update, so that errors in evaluation show before training."""
+    train_metrics: bool | list[str] = False
+    """Compute self.metrics on the batches that are trained on too: true for all, or their names."""
     train_splits: list[str] | None = None
     """Splits to train on; none: inferred from the datasets."""
     evaluate_splits: list[str] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .collection import MetricSet
+from .collection import MetricSet, TrainMetrics
 from .functional import accuracy, mean_absolute_error, mean_squared_error, top_k_accuracy
 from .meters import Meter, Meters, as_number
 from .scores import ScoreBoard, infer_mode
@@ -12,6 +12,7 @@ __all__ = [
     "Meters",
     "MetricSet",
     "ScoreBoard",
+    "TrainMetrics",
     "accuracy",
     "as_number",
     "infer_mode",

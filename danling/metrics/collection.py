@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from danling.utils.protocols import ReductionDomain
 
 from .meters import Meters
-from .states import can_merge, compute_metric
+from .states import can_merge, compute_metric, holders, load_state, merged_state
 
 
 class MetricSet:
@@ -124,12 +125,80 @@ class MetricSet:
             ValueError: If a metric cannot be computed over the domain, or is no number.
         """
         self.check(domain)
-        result = self._meters.averages(domain)
+        return self._meters.averages(domain) | self._compute_objects(domain)
+
+    def _compute_objects(self, domain: ReductionDomain | None) -> dict[str, float]:
+        result: dict[str, float] = {}
         for name, metric in self._objects.items():
             value = compute_metric(metric, domain, seen=self._has_seen)
             if value is not None:
                 result.update(_figures(name, value))
         return result
+
+
+class TrainMetrics(MetricSet):
+    """Metrics of what is trained. The means of callables are kept by the meters of the run; objects are copies, which no evaluation resets.
+
+    Args:
+        metrics: Those of the run.
+        names: Which of them; `True` is all.
+        meters: Those of the run, which are saved, logged and reset with the loss.
+
+    Raises:
+        ValueError: If there is no metric of a name, or an object holds its data in another way than torchmetrics does.
+    """
+
+    def __init__(self, metrics: MetricSet, names: bool | Sequence[str], meters: Meters) -> None:
+        known = {**metrics._functions, **metrics._objects}
+        missing = [name for name in names if name not in known] if not isinstance(names, bool) else []
+        if missing or not known:
+            raise ValueError(
+                f"Expected train_metrics to name metrics of self.metrics, {sorted(known)}. Received: train_metrics={names!r}. Set "
+                "self.metrics in __init__, or leave train_metrics out."
+            )
+        chosen = {name: known[name] for name in (known if isinstance(names, bool) else names)}
+        other = next(
+            (name for name, metric in chosen.items() if name in metrics._objects and not holders(metric)), None
+        )
+        if other is not None:
+            raise ValueError(
+                f"Expected metrics of training that are callables or hold torchmetrics states, so that they can be saved within a pass. "
+                f"Received: {other!r}, a {type(chosen[other]).__name__}. Name the others in train_metrics."
+            )
+        super().__init__(
+            {name: copy.deepcopy(metric) if name in metrics._objects else metric for name, metric in chosen.items()}
+        )
+        self._meters = meters
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what the objects have seen; the meters of the run are reset with the loss."""
+        for metric in self._objects.values():
+            metric.reset()
+
+    def compute(self, domain: ReductionDomain | None = None) -> dict[str, float]:
+        """Return the metrics of objects over the domain; see `MetricSet.compute`. Call on all members."""
+        self.check(domain)
+        return self._compute_objects(domain)
+
+    def state_dict(self, domain: ReductionDomain | None = None) -> dict[str, Any]:
+        """Return what the objects have seen on all members, as tensors and plain values. Call on all members."""
+        return {name: merged_state(metric, domain) for name, metric in self._objects.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, on one member; the others load an empty mapping."""
+        self.reset()
+        for name, metric in self._objects.items():
+            load_state(metric, state.get(name, {}))
+
+    def remember(self) -> Callable[[], None]:
+        """Remember what the objects have seen, and return what puts it back. No communication."""
+        kept = copy.deepcopy(self._objects)
+
+        def put_back() -> None:
+            self._objects = copy.deepcopy(kept)
+
+        return put_back
 
 
 def _check_kind(name: str, metric: Any) -> None:

@@ -67,6 +67,42 @@ def _compute_states(metric: Any, parts: Mapping[str, Any], domain: ReductionDoma
         return metric.compute()
 
 
+def merged_state(metric: Any, domain: ReductionDomain | None) -> dict[str, list[Any]]:
+    """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members.
+
+    Args:
+        metric: An object whose parts hold states.
+        domain: Ranks to merge over; `None` is this one alone.
+    """
+    _link_compute_groups(metric)
+    owners = _owners(holders(metric))
+    mine = {name: _read(part) for name, part in owners.items()}
+    gathered = [mine] if domain is None else domain.gather_objects(mine)
+    members = {name: [states[name] for states in gathered if states[name][0]] for name in owners}
+    return {
+        name: [sum(count for count, _ in seen), _on_cpu_all(_merged(owners[name], [states for _, states in seen]))]
+        for name, seen in members.items()
+        if seen
+    }
+
+
+def load_state(metric: Any, state: Mapping[str, Sequence[Any]]) -> None:
+    """Restore what `merged_state` returned; a part that it lacks is left as it is."""
+    for name, part in _owners(holders(metric)).items():
+        if name in state:
+            count, states = state[name]
+            # What several ranks have listed was merged into one tensor; more is appended to a list.
+            lists = [key for key, default in part._defaults.items() if isinstance(default, list)]
+            states = {
+                key: [value] if key in lists and isinstance(value, Tensor) else value for key, value in states.items()
+            }
+            _put(part, count, _merged(part, [states]))
+
+
+def _on_cpu_all(states: Mapping[str, object]) -> dict[str, object]:
+    return {name: _on_cpu(value) for name, value in states.items()}
+
+
 def _owners(parts: Mapping[str, Any]) -> dict[str, Any]:
     # A wrapper may show the states of what it wraps as its own, with a count of updates that is not theirs; the inner one comes later.
     owners = {id(part._reductions): name for name, part in parts.items() if part._reductions}

@@ -240,10 +240,13 @@ def format_scores(values: Mapping[str, Any]) -> str:
         'loss 0.1235  accuracy 0.9500'
         >>> format_scores({"train": {"loss": 0.5}, "val": {"loss": 1e-5}})
         'train: loss 0.5000 | val: loss 1.000e-05'
+        >>> format_scores({"loss": 0.5, "samples": 160.0})
+        'loss 0.5000  (160 samples)'
     """
     if values and all(isinstance(value, Mapping) for value in values.values()):
         return " | ".join(f"{split}: {format_scores(figures)}" for split, figures in values.items())
-    return "  ".join(f"{name} {format_number(value)}" for name, value in values.items())
+    shown = [f"{name} {format_number(value)}" for name, value in values.items() if name != "samples"]
+    return "  ".join(shown + ([f"({values['samples']:.0f} samples)"] if "samples" in values else []))
 
 
 def format_number(value: float) -> str:

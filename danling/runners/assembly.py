@@ -15,7 +15,7 @@ from danling.audit.errors import ReplayMismatchError
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
 from danling.distributed import GradientNorms, StepSync
-from danling.metrics import Meters, MetricSet
+from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.torchft import (
@@ -25,6 +25,7 @@ from danling.torchft import (
 from danling.training import BatchWeights, criterion_setting
 from danling.training.batch_loss import BatchLoss
 from danling.training.component_checks import misnamed_overrides
+from danling.training.component_watch import ComponentWatch
 from danling.training.coverage import ungraded, ungraded_names
 from danling.training.ending import TrainingEnd
 from danling.training.evaluator import Evaluator
@@ -60,9 +61,11 @@ class TorchParts:
         audits: What checks updates while they are made.
         saved: What of the runner is saved and restored.
         metrics: What evaluation computes beside the loss.
+        train_metrics: What training computes beside the loss; `None` without `train_metrics`.
     """
 
     metrics: MetricSet
+    train_metrics: TrainMetrics | None = None
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
@@ -157,6 +160,7 @@ class TorchParts:
         )
         if runner.fault_tolerance is not None or runner.config.audit.replay_interval is not None:
             micro_batches.recompute = self.recompute
+        micro_batches.metrics = self.train_metrics
         self.audits.see_samples(micro_batches)
         return micro_batches
 
@@ -317,6 +321,11 @@ class TorchParts:
     def alone(self) -> LoneVerbs:
         """What runs verbs that no loop has called."""
         return LoneVerbs(self.runner, self)
+
+    @cached_property
+    def watch(self) -> ComponentWatch:
+        """What warns of components that change under training."""
+        return ComponentWatch(self.runner)
 
     # Report
 

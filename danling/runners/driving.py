@@ -107,6 +107,7 @@ class TrainingDriver:
         runner, parts = self.runner, self.parts
         session = runner._session
         with runner._reporter.speaking(), session.collecting():
+            parts.watch.begin(parts.scheduler_interval())
             self.begin_updates()
             runner.model.train()
             session.begin(max_seconds=runner.config.max_time_seconds())
@@ -134,6 +135,7 @@ class TrainingDriver:
         runner = self.runner
         source, forwards = runner.source(split), self.parts.forwards
         runner._bind_reduction()
+        self.parts.watch.look()
         self.parts.micro_batches.split = split
         return updates_of_pass(
             source,
@@ -233,12 +235,16 @@ class TrainingDriver:
         """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""
         runner, losses = self.runner, self.parts.losses
         self.parts.update.raise_pending_error()
+        self.parts.watch.look()
         metrics = losses.averages()
         # Always, since what this rank has seen says nothing of the others.
         totals = runner.meters.totals(runner.placement.metrics)
         if runner.fault_tolerance is not None:
             totals = runner.fault_tolerance.sum_totals(totals)
         metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
+        if self.parts.train_metrics is not None:
+            metrics.update(self.parts.train_metrics.compute(runner.placement.metrics))
+            self.parts.train_metrics.reset()
         losses.reset()
         runner.meters.reset()
         return metrics
@@ -259,10 +265,12 @@ class TrainingDriver:
         if runner.is_main_process:
             weights = "trained" if runner.ema is None else "averaged"
             latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
+            best_of_split = (runner.best_result or {}).get(runner.score_split or "", {})
             best = {
                 "index": runner.best_index,
                 "weights": weights,
                 "score": runner.best_score,
+                **({"samples": best_of_split["samples"]} if "samples" in best_of_split else {}),
                 "result": runner.best_result,
             }
             is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
@@ -275,6 +283,7 @@ class TrainingDriver:
             outcome: What became of the update.
         """
         self.parts.report.log_update(outcome)
+        self.parts.watch.look_at_rate()
         if self._stream_lines.due():
             self.write_streams()
 

@@ -75,6 +75,10 @@ class SavedParts:
             runner.state.load_train(stored)
             runner.window.agreed_reference = runner.state.train.weight_reference
 
+        def load_train_metrics(seen: Mapping[str, Any]) -> None:
+            assert parts.train_metrics is not None
+            parts.train_metrics.load_state_dict(seen if runner.placement.metrics.rank == 0 else {})
+
         return [
             # Takes the place of the part `train` of `BaseRunner`, which knows no window and so no reference weight.
             StatePart(
@@ -100,6 +104,14 @@ class SavedParts:
                 lambda: runner.meters.state_dict(),
                 # Sums over all ranks were saved, so only one of the ranks whose sums are added may restore them.
                 lambda sums, _: runner.meters.load_state_dict(sums if runner.placement.metrics.rank == 0 else {}),
+                default=dict,
+            ),
+            # Merged over all ranks, as the meters are; filled in by `state_dict`.
+            StatePart(
+                "train_metrics",
+                dict,
+                lambda seen, _: load_train_metrics(seen),
+                exists=lambda: parts.train_metrics is not None,
                 default=dict,
             ),
             # `state_dict` puts what all ranks carry into its place.

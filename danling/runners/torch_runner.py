@@ -28,7 +28,7 @@ from danling.checkpoints.pretrained import (
 from danling.config import RunnerConfig
 from danling.data import move_to_device
 from danling.distributed import StepTotals
-from danling.metrics import Meters, MetricSet
+from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import build_optimizer, build_scheduler
 from danling.optim.modes import enter_training, evaluation_weights, modal
 from danling.optim.options import adopt_options, options_of, say_replaced
@@ -55,6 +55,7 @@ from danling.training import (
 )
 from danling.training.component_checks import check_metrics, refuse_early_steps, warn_of
 from danling.training.component_parts import component_parts
+from danling.training.component_watch import untied
 from danling.training.forward import EvaluationForward
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation
@@ -138,6 +139,8 @@ class TorchRunner(BaseRunner):
         self._build_if_absent()
         self._open_sources()
         self._parts.metrics = MetricSet.wrap(self.metrics, domain=self.placement.metrics, device=self.device)
+        if self.config.train_metrics:
+            self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
 
     def __post_init__(self) -> None:
         """Finish construction, restore the checkpoint, and warn of settings without an effect. Called on all ranks."""
@@ -469,6 +472,23 @@ class TorchRunner(BaseRunner):
     def build_agreement(self) -> PassAgreement:
         """Return how the ranks end a pass together; a stack whose ranks read the same data overrides it."""
         return PassAgreement(self.placement.optimizer, self.data_domain)
+
+    def log_metric(self, name: str, value: float | Tensor, weight: float | Tensor | None = None) -> None:
+        """Add a metric within `train_step` or `evaluate_step`: a weighted mean over the pass and all ranks, shown with the loss.
+
+        No communication: may be called on one rank. A value on an accelerator is not waited for.
+
+        Args:
+            name: Its name, another one than `loss`.
+            value: A mean over the micro-batch, 0-dim.
+            weight: What it is a mean over; `None` is the weight of the micro-batch's loss, see `batch_weight`.
+
+        Raises:
+            ValueError: If the value is not a single number, or the name is reserved.
+        """
+        if weight is None:
+            weight = self.window.current if self.mode == "train" else self._parts.evaluator.batch_weight
+        self.meters.update({name: value}, weight)
 
     def stop(self) -> None:
         """Ask all ranks to stop after an update: at the next boundary they save the full state and `train` returns.
@@ -809,7 +829,7 @@ class TorchRunner(BaseRunner):
             steps: Batches of each rank; `None` is a twentieth of the run's steps, at least 1.
 
         Returns:
-            The mean loss and the metrics over the samples of these batches on all ranks.
+            The mean loss and the metrics over the samples of these batches on all ranks, and `samples`, the number of these.
 
         Raises:
             ValueError: If `steps` is not at least 1, or the split is unknown.
@@ -920,6 +940,8 @@ class TorchRunner(BaseRunner):
         payload = super().state_dict()
         totals = self.meters.totals(self.placement.metrics)
         payload["state"]["carry"] = self._parts.saved.carry_of_all()
+        if self._parts.train_metrics is not None:
+            payload["state"]["train_metrics"] = self._parts.train_metrics.state_dict(self.placement.metrics)
         payload["state"]["meters"] = {name: list(pair) for name, pair in totals.items()}
         return payload
 
@@ -1040,7 +1062,10 @@ class TorchRunner(BaseRunner):
         weights = read_model(self.checkpoint_manager, checkpoint)
         # Other exclusions would match nothing in the weights, which is an error.
         payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
+        ties = untied(self.unwrapped_model, payload["model"])
         self.load_model(payload["model"], partial=bool(excluded))
+        for sentence in ties if self.is_main_process else ():
+            logger.warning("%s", sentence)
         if self.ema is not None:
             self.ema.reset()
         logger.info("Loaded the weights of %s.", checkpoint)

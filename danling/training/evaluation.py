@@ -76,7 +76,7 @@ class Evaluation:
             equalize: Makes the buffers the same on all ranks.
             averaged: Returns the context in which the model has its averaged weights.
         """
-        was_training = model.training
+        was_training, modes = model.training, [(module, module.training) for module in model.modules()]
         equalize()
         with ExitStack() as stack:
             if averaged is not None:
@@ -88,6 +88,9 @@ class Evaluation:
                 yield
             finally:
                 model.train(was_training)
+                for module, is_training in modes:
+                    # Parts may have been in another mode than the whole.
+                    module.training = is_training
 
     def announce_averaged(self, decay: float | None) -> None:
         """Say once in the log that the averaged weights are evaluated.
@@ -113,6 +116,7 @@ class EvaluationSums:
     Attributes:
         totals: Sums and weights by figure.
         scored: Whether the step gave a loss.
+        samples: Samples of this rank of which the step gave a loss or a prediction.
         metrics: As given.
     """
 
@@ -127,6 +131,7 @@ class EvaluationSums:
     ) -> None:
         self.totals = Meters()
         self.scored = False
+        self.samples = 0.0
         self._step = step
         self._weigh = weigh
         self._to_device = to_device
@@ -153,6 +158,7 @@ class EvaluationSums:
         if self.metrics and pred is not None:
             self.metrics.update(prediction_of(pred), peek_target(data), samples)
         self.scored = self.scored or loss is not None
+        self.samples += samples if pred is not None or loss is not None else 0
 
     def add_all(self, batches: Iterable[Batch]) -> None:
         """Evaluate batches without gradients."""

@@ -143,6 +143,7 @@ class Evaluator:
     Attributes:
         evaluation: As given.
         forward: As given.
+        batch_weight: Weight of the batch that is evaluated.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Evaluator:
         self._entered = entered
         self._paced = paced
         self._has_tried = False
+        self.batch_weight: float | Tensor = 1.0
 
     # Metrics
 
@@ -172,13 +174,19 @@ class Evaluator:
 
         Args:
             split: The split.
-            limit: Batches of each rank, `None` for all.
+            limit: Batches of each rank, `None` for all. With a limit the metrics have `samples`, the number of samples of all ranks.
 
         Raises:
             ValueError: If the split is unknown, or a hook does not return metrics.
         """
         self._sources.check(split)
-        return self._figures(split, self.sums(split, limit).totals)
+        sums = self.sums(split, limit)
+        figures = self._figures(split, sums.totals)
+        if limit is not None:
+            # Of a part of a split, the number of batches and ranks decides which one.
+            samples = self._run.placement.metrics.all_reduce(torch.tensor(sums.samples, dtype=torch.float64))
+            figures.setdefault("samples", float(samples))
+        return figures
 
     def _figures(self, split: str, totals: Meters) -> dict[str, float]:
         return checked_figures("summarize", split, self._hooks.summarize(split, totals))
@@ -202,7 +210,7 @@ class Evaluator:
 
         sums = EvaluationSums(
             evaluate_step,
-            weigh=lambda batch, data: run.weights.weigh(batch, data, hooks.batch_weight),
+            weigh=self._weigh,
             to_device=lambda data: hooks.to_device(data),
             metrics=run.metrics(),
             sums_loss=run.sums_loss(),
@@ -215,6 +223,11 @@ class Evaluator:
                 sums.add_all(self._keyed("evaluate", split, paced))
             sums.totals.merge(meters)
         return sums
+
+    def _weigh(self, batch: Batch, data: object) -> tuple[float | Tensor, float]:
+        weight, samples = self._run.weights.weigh(batch, data, self._hooks.batch_weight)
+        self.batch_weight = weight
+        return weight, samples
 
     def _pass_over(self, source: BatchSource) -> Iterator[Batch]:
         source.rewind()

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from danling.data import Batch, BatchSource, DataLoader
+from danling.metrics import TrainMetrics
 from danling.reporting import Reporter
 
-from .batches import note_batch
+from .batches import note_batch, peek_target
 from .carry import map_carry
 from .keys import RandomKeys
+from .outputs import prediction_of
 from .passes import PassAgreement
 from .recompute import Recompute
 from .reduction import GradientReduction
@@ -106,6 +109,7 @@ class MicroBatches:
 
     Attributes:
         recompute: Refuses batches that a step has changed, where they may be run again; `None` where they are not.
+        metrics: What is computed of the predictions of training; `None` where nothing is.
         audit: Looks at the samples; `None` where nobody does.
         recorder: Records the first updates; `None` where nobody does.
         split: The split that is trained on; empty for batches that no loop has read.
@@ -128,6 +132,7 @@ class MicroBatches:
         self._reporter = reporter
         self._session = session
         self.recompute: Recompute | None = None
+        self.metrics: TrainMetrics | None = None
         self.audit: SampleAuditor | None = None
         self.recorder: BatchRecorder | None = None
         self.split = ""
@@ -167,6 +172,8 @@ class MicroBatches:
                 reporter.flops.count(call, samples)
             else:
                 call()
+            if self.metrics is not None:
+                self._measure(self.metrics, returned[0], data, samples)
         except Exception as error:
             note_batch(error, "train_step", self.split, data)
             raise
@@ -178,6 +185,19 @@ class MicroBatches:
             self.recorder.ran()
         hooks.state.train.micro_step += 1
         return returned[0]
+
+    def _measure(self, metrics: TrainMetrics, returned: Any, data: object, samples: float) -> None:
+        """Take the prediction of a micro-batch into the metrics of training."""
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise ValueError(
+                "Expected `train_step` to return the prediction and the loss, of which train_metrics are computed. Received: "
+                f"{type(returned).__name__}. End it with `return pred, loss`."
+            )
+        if returned[0] is None:
+            return  # another stage of a pipeline has it
+        pred = prediction_of(returned[0])
+        with torch.no_grad():
+            metrics.update(pred.detach() if isinstance(pred, Tensor) else pred, peek_target(data), samples)
 
     def run_alone(self, step: Callable[[Any], Any], data: object) -> object:
         """Run a batch that no loop has read, and return what its step returned.

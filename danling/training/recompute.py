@@ -33,6 +33,8 @@ class Recompute:
         self._versions = {}
         buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         carry = map_carry(runner.carry, Tensor.clone)
+        metrics = runner._parts.train_metrics
+        put_metrics_back = metrics.remember() if metrics is not None else None
         figures, micro_step = runner.meters.state_dict(), runner.state.train.micro_step
         tokens, counts_next = telemetry.tokens if telemetry is not None else 0.0, flops.counts_next
 
@@ -44,6 +46,8 @@ class Recompute:
                 if name in buffers:
                     buffer.copy_(buffers[name])
             runner.meters.load_state_dict(figures)
+            if put_metrics_back is not None:
+                put_metrics_back()
             runner.state.train.micro_step = micro_step
             runner.carry = map_carry(carry, Tensor.clone)
             flops.counts_next = counts_next

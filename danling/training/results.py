@@ -231,6 +231,7 @@ class RunResults:
         self.scored_at = step
         board = self.facts.board() if self._is_scored(index, result) else None
         if board is not None and board.split and (board.finds(result) or not self.facts.own):
+            self._compare_samples(board, index)
             board.record(index, result)
             self._warn_of(board, index)
         self.schedule.advance(boundary, result)
@@ -257,6 +258,22 @@ class RunResults:
         self._has_warned = warning is not None
         if warning is not None and self._speaks:
             logger.warning("%s", warning)
+
+    def _compare_samples(self, board: ScoreBoard, index: int) -> None:
+        """Warn where a score is of another number of samples than the one before it, as after a resume with another batch size."""
+        before = next(reversed([each for each in board.scores if each != index]), None)
+        counts = [self._run.results.get(each or 0, {}).get(board.split, {}).get("samples") for each in (before, index)]
+        if None not in counts and counts[0] != counts[1] and self._speaks:
+            logger.warning(
+                "The score %s.%s of step %d is of %.0f samples, that of step %d of %.0f: they are compared all the same. They are those of "
+                "steps // 20 batches of each rank; keep `steps`, the batch size and the number of ranks, or override `evaluate_steps`.",
+                board.split,
+                board.name,
+                index,
+                counts[1],
+                before,
+                counts[0],
+            )
 
     def _stop_early(self) -> None:
         self._session.stop_reason = "patience"

@@ -122,7 +122,7 @@ def test_every_sample_counts_once_and_meters_belong_to_the_evaluation() -> None:
     assert found == {"loss": pytest.approx((TARGETS - 2 * INPUTS).mean().item()), "seen": 1.0, "largest": 18.0}
     assert run.meters.averages() == {"mine": 4.0} and run.entered == [("val", "evaluate"), ("val", "left")]
     # The first batches only, from the beginning again.
-    assert run.evaluator.evaluate("val", 1) == {"loss": 1.5, "seen": 1.0, "largest": 6.0}
+    assert run.evaluator.evaluate("val", 1) == {"loss": 1.5, "seen": 1.0, "largest": 6.0, "samples": 4.0}
 
 
 def test_an_unknown_split_is_refused_before_anything_is_entered() -> None:

@@ -1,0 +1,230 @@
+"""What a program changes under training without meaning to is named once: modes, parameters, schedules and ties."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LinearLR, StepLR
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+
+class Keeping(nn.Sequential):
+    """Keeps its first part in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Keeping:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+class Small(dl.Runner):
+    """A classifier to which something is done in its first update, or when it is made."""
+
+    def __init__(
+        self, config: dict[str, Any], *, made: Any = None, done: Any = None, model: nn.Module | None = None
+    ) -> None:
+        super().__init__(config)
+        self.done = done
+        self.model = model or nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.criterion = nn.CrossEntropyLoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))
+        self.datasets = {"train": data, "val": data}
+        if made is not None:
+            made(self)
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Train, and do what was asked for."""
+        if self.done is not None and self.state.train.global_step == 1:
+            self.done(self)
+        return super().train_step(data)
+
+
+def warnings_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, **parts: Any) -> list[str]:
+    config = {"seed": 1, "epochs": 3, "dir": str(tmp_path), "log": False, "dataloader": {"batch_size": 4}}
+    caplog.clear()
+    with Small({**config, **parts.pop("settings", {})}, **parts) as runner:
+        runner.train()
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def frozen_in_evaluation(runner: Small) -> None:
+    runner.model[0].requires_grad_(False).eval()
+    runner.optimizer = torch.optim.SGD(runner.model[2].parameters(), lr=0.1)
+
+
+def of_another_optimizer(runner: Small) -> None:
+    runner.scheduler = LambdaLR(torch.optim.SGD(runner.model.parameters(), lr=0.1), lambda step: 1.0)
+
+
+def joint(runner: Small) -> None:
+    first = torch.optim.SGD(runner.model[0].parameters(), lr=0.1)
+    runner.optimizer = dl.optim.JointOptimizer(first, torch.optim.SGD(runner.model[2].parameters(), lr=0.1))
+    runner.scheduler = LambdaLR(first, lambda step: 1.0)
+
+
+def replace(runner: Small) -> None:
+    runner.unwrapped_model[2].weight = nn.Parameter(torch.zeros(2, 8))  # type: ignore[index]
+
+
+def replace_all(runner: Small) -> None:
+    replace(runner)
+    runner.optimizer.add_param_group({"params": [runner.unwrapped_model[2].weight]})  # type: ignore[index]
+
+
+def evaluate_part(runner: Small) -> None:
+    runner.unwrapped_model[1].eval()  # type: ignore[index]
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({}, []),
+    "whole-model-as-from-pretrained": ({"made": lambda runner: runner.model.eval()}, []),
+    "frozen-part-at-first": (
+        {"made": frozen_in_evaluation},
+        ["Frozen parts of the model were in evaluation mode when training began: 0."],
+    ),
+    "kept-by-the-model": ({"model": Keeping(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))}, []),
+    "whole-model-left": (
+        {"done": lambda runner: runner.unwrapped_model.eval()},
+        ["In evaluation mode while it trains: the whole model."],
+    ),
+    "part-left": ({"done": evaluate_part}, ["In evaluation mode while it trains: 1."]),
+    "other-optimizer": (
+        {"made": of_another_optimizer},
+        ["self.scheduler, a LambdaLR, moves the learning rates of another optimizer"],
+    ),
+    "part-of-a-joint-one": ({"made": joint}, []),
+    "replaced": (
+        {"done": replace},
+        ["Parameters of the model were replaced while it trains: 2.weight. The optimizer goes on"],
+    ),
+    "replaced-and-optimized": ({"done": replace_all}, []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_is_named_once(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts, expected = CASES[name]
+    found = warnings_of(tmp_path, caplog, **parts)
+    assert len(found) == len(expected), found
+    assert all(text.startswith(start) for text, start in zip(found, expected)), found
+
+
+class Modes(Small):
+    """Notes the mode of a part in every update, and freezes it at the start of a pass."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.modes: list[bool] = []
+
+    def on_pass_start(self, split: str) -> None:
+        """Freeze a part."""
+        self.unwrapped_model[1].eval()  # type: ignore[index]
+
+    def train_step(self, data: Any) -> tuple[Any, Tensor]:
+        """Note its mode."""
+        self.modes.append(self.unwrapped_model[1].training)  # type: ignore[index]
+        return super().train_step(data)
+
+
+def test_an_evaluation_leaves_each_part_in_its_mode(tmp_path: Path) -> None:
+    config = {"steps": 4, "evaluate_interval": 1, "dir": str(tmp_path), "log": False, "dataloader": {"batch_size": 4}}
+    with Modes(config) as runner:
+        runner.train()
+        assert runner.modes == [False] * 4
+
+
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], bool]] = {
+    "epochs-meant": (lambda optimizer: StepLR(optimizer, 1), {}, True),
+    "epochs-meant-logged-rarely": (lambda optimizer: StepLR(optimizer, 1), {"epochs": 30, "log_interval": 25}, True),
+    "by-epoch": (lambda optimizer: StepLR(optimizer, 1), {"scheduler": {"interval": "epoch"}}, False),
+    "warm-up": (lambda optimizer: LinearLR(optimizer, 1e-7, 1.0, 30), {"epochs": 10}, False),
+    "to-zero-at-the-end": (lambda optimizer: LinearLR(optimizer, 1.0, 0.0, 40), {"epochs": 10}, False),
+    "restarts": (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4), {"epochs": 10}, False),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rate_that_collapses_is_named_and_no_other(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build, settings, warns = SCHEDULES[name]
+    caplog.set_level(logging.INFO, "danling")
+
+    def made(runner: Small) -> None:
+        runner.scheduler = build(runner.optimizer)
+
+    found = warnings_of(tmp_path, caplog, made=made, settings={"epochs": 8, "log_interval": 1, **settings})
+    assert len(found) == warns and all(text.startswith("The learning rate has fallen to ") for text in found), found
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    lines = [line for line in said if " advances after every update" in line]
+    assert len(lines) == ("scheduler" not in settings)
+    assert all("4 times an epoch" in line and "scheduler.interval=epoch" in line for line in lines)
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.embedding(inputs))
+
+
+def different(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.full_like(value, float(index)) for index, (name, value) in enumerate(state.items())}
+
+
+@pytest.mark.parametrize(
+    ("tied", "stored_tied", "change", "expected"),
+    [
+        (True, True, dict, ""),
+        (
+            True,
+            False,
+            dict,
+            "embedding.weight, head.weight are one weight of the model, and have different values in what was loaded",
+        ),
+        (
+            False,
+            True,
+            dict,
+            "embedding.weight, head.weight are one weight in what was loaded, and several in the model",
+        ),
+        (False, False, dict, ""),
+        (
+            True,
+            True,
+            different,
+            "are one weight of the model, and have different values in what was loaded: those of 'head.weight'",
+        ),
+    ],
+)
+def test_weights_that_come_untied(
+    tied: bool, stored_tied: bool, change: Any, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(change(copy.deepcopy(Tied(stored_tied)).state_dict()), tmp_path / "weights.pt")
+    settings = {"epochs": 1, "pretrained": str(tmp_path / "weights.pt")}
+    found = warnings_of(tmp_path / "run", caplog, model=Tied(tied), settings=settings)
+    assert [expected in text for text in found] == [True] * bool(expected), found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_a_checkpoint_of_the_library_that_come_untied(
+    tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warnings_of(tmp_path / "first", caplog, model=Tied(True), settings={"epochs": 1})
+    settings = {"epochs": 1, "pretrained": str(tmp_path / "first")}
+    found = warnings_of(tmp_path / "second", caplog, model=Tied(tied), settings=settings)
+    assert ["are one weight in what was loaded" in text for text in found] == [True] * (not tied), found
