@@ -168,7 +168,7 @@ def test_what_was_replaced_since_is_what_is_evaluated(tmp_path: Path) -> None:
     run.summarize = lambda split, totals: {"of": float(len(split))}  # type: ignore[method-assign]
     run.meters = Meters()
     run.meters.update({"mine": 4.0})
-    assert run.evaluator.evaluate("val", 1) == {"of": 3.0} and len(run.seen) == 1
+    assert run.evaluator.evaluate("val", 1) == {"of": 3.0, "samples": 4.0} and len(run.seen) == 1
     assert run.meters.averages() == {"mine": 4.0}
     with pytest.raises(ValueError, match="nowhere"):
         run.evaluator.evaluate("nowhere", None)
