@@ -159,7 +159,7 @@ def test_counters_and_the_reference_of_weights_come_back_as_they_were_saved(tmp_
 
 def test_without_checks_of_updates_nothing_is_put_around_them(tmp_path: Path) -> None:
     parts = Held(tmp_path).parts
-    assert parts.audits.updates is parts.audits.recorder is parts.audits.replay is None
+    assert parts.audits.updates is parts.audits.recorder is None
     assert parts.update.audit is parts.micro_batches.audit is None and parts.update.sync.riders == [parts.update.norms]
     forwards = parts.forwards
     assert parts.audits.around(forwards) is forwards

@@ -78,6 +78,9 @@ class Held:
         bare: nn.Module = self.preparation.unwrap(self.model)
         return bare
 
+    def _run_train_step(self, step: Any, data: Any) -> Any:
+        return step(data)
+
     def named_parameters(self) -> Any:
         return self.model.named_parameters()
 
