@@ -25,7 +25,7 @@ Found = tuple[str, str, str]
 _POLL_SECONDS = 0.01
 _BEGINNING = (
     "two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
-    "threads see danling doctor --determinism"
+    "threads keep OMP_NUM_THREADS at one number"
 )
 _FAILS = (
     "Mend that first. It has to come through when it is started again where it was before. Where it makes several runs, name the lineage "

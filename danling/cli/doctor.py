@@ -1,14 +1,12 @@
 """Train, save, kill and resume on two local processes, and say what works on this machine.
 
-With --determinism: make many operations again and again, and say which give other bits, and what to set.
 With --script -- PROGRAM: stop a program of yours by SIGTERM, kill it by SIGKILL, resume it, and say whether each comes back bitwise.
 
 Two processes train over gloo without a break; two others are ended by SIGKILL and resumed, once from each kind of checkpoint
 that a stack writes by default (a file, a sharded one). What they end with must be bitwise the same: weights, optimizer,
-schedule, random streams. Then the compiler, torch.compile, nccl, the optional packages, and those packages are tried that
-fit some versions of torch or numpy only. With --remote URL an object store is tried instead: put, get,
-range, list, an upload in parts, create, match, the clock, delete. Exit code 1 says that something that is installed does not work,
-or that an operation gives other bits even with deterministic=true.
+schedule, random streams. Then the compiler, torch.compile, nccl and the optional packages are tried. With --remote URL an object
+store is tried instead: put, get, range, list, an upload in parts, create, match, the clock, delete. Exit code 1 says that something
+that is installed does not work.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ from danling.utils.ports import held_port
 from .ending import SIGTERM
 from .environment import EXTRAS, installed, module_of
 from .output import DAMAGED, OK, add_json, print_json
-from .pairs import examine_pairs
-from .repeatability import examine_repeatability
 
 RANKS = 2
 
@@ -87,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skip",
         nargs="+",
         default=[],
-        choices=("train", *BACKENDS, "compile", "nccl", "extras", "pairs"),
+        choices=("train", *BACKENDS, "compile", "nccl", "extras"),
         help="leave out",
     )
     parser.add_argument(
@@ -95,9 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
-    instead.add_argument(
-        "--determinism", action="store_true", help="only say which operations give other bits when they are made again"
-    )
     instead.add_argument(
         "--script",
         action="store_true",
@@ -160,8 +153,6 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
             f"Expected --script before a program. Received: {' '.join(options.program)!r} without it. "
             "Write `danling doctor --script -- ...`."
         )
-    if options.determinism:
-        return (Check(*found) for found in examine_repeatability(partial(_output, timeout=options.timeout)))
     return examine(set(options.skip), options.timeout)
 
 
@@ -189,8 +180,6 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
     if "extras" not in skip:
         for package in EXTRAS:
             yield _timed(package, partial(_extra, package, timeout))
-    if "pairs" not in skip:
-        yield from (Check(*found) for found in examine_pairs(timeout))
 
 
 def _examine_script(program: Sequence[str], updates: int, timeout: float, lineage: str | None) -> Iterator[Check]:

@@ -38,9 +38,6 @@ _MODULES = {
     "mlflow-skinny": "mlflow",
     "torchft-nightly": "torchft",
     "mooncake-transfer-engine-non-cuda": "mooncake.store",
-    "scikit-learn": "sklearn",
-    "opencv-python": "cv2",
-    "opencv-python-headless": "cv2",
 }
 """Modules of packages that are called otherwise, where it is not the same name with `_`."""
 PACKAGES = ("torch", "torchdata", "chanfig", "pyyaml", "tqdm", "numpy", *EXTRAS)
@@ -108,33 +105,12 @@ def module_of(package: str) -> str:
 
 def torch_cuda() -> str | None:
     """Return the CUDA version torch was built for, read from its sources: importing it would take seconds."""
-    return cuda_of_build("torch") or None
-
-
-def cuda_of_build(module: str) -> str | None:
-    """Return the CUDA version that torch, or a package of its family, was built for; empty for the CPU.
-
-    `None` is returned where that is not told, and for devices of AMD and Intel.
-
-    Args:
-        module: Its name. It is not imported, since that may fail.
-    """
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return None
+    spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
         return None
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if found := re.search(r"""^cuda(?:: [^=]+)? = ['"]([^'"]+)['"]""", text, re.MULTILINE):
-        return found[1]
-    if found := re.search(r"""^__version__ = ['"][^'"]*\+cu(\d+)(\d)['"]""", text, re.MULTILINE):
-        return f"{found[1]}.{found[2]}"
-    if re.search(r"""^(?:hip|rocm|xpu)(?:: [^=]+)? = ['"]""", text, re.MULTILINE):
-        return None
-    told = re.search(r"""^cuda(?:: [^=]+)? = None|^__version__ = ['"][^'"]*\+cpu['"]""", text, re.MULTILINE)
-    return "" if told else None
+    found = re.search(r"""^cuda(?:: [^=]+)? = ['"]([^'"]+)['"]""", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else None
 
 
 def gpus() -> list[str]:

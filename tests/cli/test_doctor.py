@@ -19,7 +19,7 @@ from danling.cli.doctor_job import digest
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_doctor_kills_and_resumes_bitwise() -> None:
-    done = danling("doctor", "--json", "--skip", "compile", "nccl", "extras", "pairs", timeout=280)
+    done = danling("doctor", "--json", "--skip", "compile", "nccl", "extras", timeout=280)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, done.stdout
     for kind in ("file", "dcp"):
@@ -33,7 +33,7 @@ def test_packages_are_imported_and_not_only_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "EXTRAS", ("safetensors", "no-such-package", "tensorboard"))
     (tmp_path / "tensorboard.py").write_text("raise OSError('a broken library')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    found = {check.name: check for check in doctor.examine({"train", "compile", "nccl", "pairs"}, 300)}
+    found = {check.name: check for check in doctor.examine({"train", "compile", "nccl"}, 300)}
     assert found["safetensors"].state == "ok" and found["no-such-package"].state == "absent"
     assert found["tensorboard"].state == "failed" and "a broken library" in found["tensorboard"].detail
 
@@ -45,7 +45,7 @@ def test_whether_a_compiler_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for command, state, detail in ((script, "ok", "mine 1.2"), (tmp_path / "none", "absent", "install g++")):
         monkeypatch.setenv("CXX", str(command))
         # Anything that compiles would take longer than that.
-        found = {check.name: check for check in doctor.examine({"train", "nccl", "extras", "pairs"}, 0.001)}
+        found = {check.name: check for check in doctor.examine({"train", "nccl", "extras"}, 0.001)}
         assert found["compiler"].state == state and detail in found["compiler"].detail
         assert ("compile" in found) == (state == "ok")
 
@@ -64,7 +64,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard")
-    found = {check.name: check for check in doctor.examine({"dcp", "compile", "nccl", "extras", "pairs"}, 60)}
+    found = {check.name: check for check in doctor.examine({"dcp", "compile", "nccl", "extras"}, 60)}
     assert found["torch"].state == "ok"
     assert found["train (gloo)"].state == "failed" and "nosuchcard" in found["train (gloo)"].detail
     assert found["kill and resume (file)"].state == "failed"

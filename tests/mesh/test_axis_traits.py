@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from danling.cli.memory import Layout
+from danling.cli.estimate import Layout
 from danling.config.schema import AxesConfig
 from danling.mesh.axes import AXES, MESH_ORDER, TRAITS, AxisTraits, axes_with
 

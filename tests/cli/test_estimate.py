@@ -11,8 +11,8 @@ from support.processes import run_processes
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from danling.cli.estimate import OPTIMIZER_STATES, Layout, Model, Precision, bytes_per_rank
 from danling.cli.main import main
-from danling.cli.memory import OPTIMIZER_STATES, Layout, Model, Precision, bytes_per_rank
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
