@@ -131,7 +131,7 @@ def check_replay(runner: TorchRunner) -> None:
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         raise ValueError(
             "Expected deterministic=true with audit.replay_interval: other kernels may come to other bits each time, which would look like "
-            "a fault. Received: deterministic=False. Set it; `danling doctor --determinism` says what of this machine is repeatable."
+            "a fault. Received: deterministic=False. Set it."
         )
     refused = {"ft.enabled=True": runner.config.ft.enabled, "stack='deepspeed'": runner.stack == "deepspeed"}
     for received in (name for name, is_set in refused.items() if is_set):

@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin
 
@@ -305,8 +305,8 @@ _INDENT = " " * 6
 _WIDTH = 100
 
 
-def help_text(config: Section, program: str | None = None) -> str:
-    """Return the help of a configuration: every key, its type, its value without arguments, and what it means."""
+def help_text(config: Section, program: str | None = None, *, sections: Sequence[str] = ()) -> str:
+    """Return the help of a configuration: the keys outside of the library's sections and the names of those, or of `sections` alone."""
     name = program or os.path.basename(sys.argv[0] or "train.py")
     lines = [
         f"usage: {name} [--config FILE ...] [--KEY VALUE ...]",
@@ -316,12 +316,27 @@ def help_text(config: Section, program: str | None = None) -> str:
         "",
         "  --config FILE ...",
         f"{_INDENT}YAML, JSON or TOML files with settings.",
-        "  -h, --help",
-        f"{_INDENT}Show this and leave.",
+        "  -h, --help [SECTION ... | all]",
+        f"{_INDENT}Show this, the keys of sections such as checkpoint, or all keys, and leave.",
         "",
     ]
-    for title, entries in _groups(config):
-        lines += [title, *entries, ""]
+    known = [name for name, value in config.items() if isinstance(value, Config)]
+    for name in sections:
+        if name not in (*known, "all"):
+            raise ValueError(
+                f"Expected a section of the configuration behind --help. Received: {name!r}.{did_you_mean(name, known)}"
+            )
+    short = []
+    for name, title, entries in _groups(config):
+        if sections and name not in sections and "all" not in sections:
+            continue
+        kind = type(config[name]) if name in known else Section
+        if not sections and kind is not Section and kind.__module__.startswith("danling."):
+            short.append(f"  {title}")
+        else:
+            lines += [title, *entries, ""]
+    if short:
+        lines += ["sections, whose keys --help SECTION lists", *short, ""]
     return "\n".join(lines)
 
 
@@ -344,19 +359,19 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def _groups(config: Section) -> Iterator[tuple[str, list[str]]]:
+def _groups(config: Section) -> Iterator[tuple[str, str, list[str]]]:
     fields = fields_of(type(config))
     own: dict[str, list[str]] = {}
     for field in fields.values():
         if not isinstance(dict.get(config, field.name), Config):
             own.setdefault(field.owner.__name__, []).extend(_entry(config, field, ""))
-    yield from own.items()
+    yield from (("", name, entries) for name, entries in own.items())
     for name, value in config.items():
         if isinstance(value, Config):
-            yield _title(name, value), list(_section_entries(value, f"{name}."))
+            yield name, _title(name, value), list(_section_entries(value, f"{name}."))
     extra = [name for name, value in config.items() if name not in fields and not isinstance(value, Config)]
     if extra:
-        yield "others", [line for name in extra for line in _undeclared(name, config[name])]
+        yield "", "others", [line for name in extra for line in _undeclared(name, config[name])]
 
 
 def _title(name: str, section: Config) -> str:

@@ -239,7 +239,7 @@ class RunnerConfig(TopLevelConfig):
         boot: bool = True,
         strict: bool = False,
     ) -> Any:
-        """Read the command line: `--KEY VALUE`, `--config FILE`, `--help`.
+        """Read the command line: `--KEY VALUE`, `--config FILE`, `--help [SECTION ...]`.
 
         Args:
             args: The words; `sys.argv[1:]` by default, and none in a notebook, where those are of the kernel.
@@ -259,10 +259,11 @@ class RunnerConfig(TopLevelConfig):
         """
         of_program = args is None and not in_notebook()
         words = sys.argv[1:] if of_program else list(args or ())
-        if "--help" in words or "-h" in words:
-            print(help_text(self))
-            raise SystemExit(0)
+        asked = next((place for place, word in enumerate(words) if word in ("--help", "-h")), None)
         with usage_errors(of_program):
+            if asked is not None:
+                print(help_text(self, sections=[word for word in words[asked + 1 :] if not word.startswith("-")]))
+                raise SystemExit(0)
             parse_into(
                 self,
                 words,

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+_WIDTH = 98
+"""A line of the log has a time before it, and a terminal 120 columns."""
+
 
 class UpdateDivision(Protocol):
     """How the samples of an update are divided over ranks and micro-batches."""
@@ -59,8 +62,8 @@ def describe_batches(
 
 def describe_training(
     *, step: int, epoch: int, budget: str, processes: str, stack: str, parameters: str, batches: str, directory: Path
-) -> str:
-    """Return in one line what is going to be trained.
+) -> list[str]:
+    """Return what is going to be trained, in lines of at most 100 columns; a path alone may be longer.
 
     Args:
         step: Updates committed before.
@@ -72,5 +75,7 @@ def describe_training(
         batches: What `describe_batches` returned.
         directory: The run directory.
     """
+    head = f"Training from step {step} (epoch {epoch}) to {budget} on {processes} ({stack})"
     sizes = ", ".join(part for part in (parameters, batches) if part)
-    return f"Training from step {step} (epoch {epoch}) to {budget} on {processes} ({stack}): {sizes}, in {directory}"
+    first = [f"{head}: {sizes}"] if len(head) + len(sizes) <= _WIDTH else [head, sizes]
+    return [*first, f"Run directory: {directory}"]

@@ -122,6 +122,13 @@ class Progress:
         if not begins_or_ends:
             self._bar.update(0)
 
+    def set_epoch(self, epoch: str) -> None:
+        """Show another text behind the name, such as `epoch 2/5`."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            if self._bar is not None:
+                self._bar.set_description_str(self._description(), refresh=True)
+
     def _description(self) -> str:
         """Return what stands before the bar: as much as leaves room for it."""
         shown = list(self._figures.items())

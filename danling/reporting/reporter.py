@@ -297,6 +297,7 @@ class Reporter:
         title: str,
         trained: Sequence[str],
         last: bool,
+        epoch: str = "",
     ) -> None:
         """Log the metrics of an epoch or an evaluation, on the main process.
 
@@ -306,6 +307,7 @@ class Reporter:
             title: What they are of, such as `epoch 3`.
             trained: Splits that are trained on, whose losses are those of a whole pass.
             last: Whether it is the last one, which is printed at any pace.
+            epoch: Text behind the name on the bar.
         """
         if not self.is_main:
             return
@@ -315,6 +317,7 @@ class Reporter:
             if self.bar is not None:
                 self.bar.forget_last()
         if self.bar is not None:
+            self.bar.set_epoch(epoch)
             self.bar.curve(step, result)
         # A key of its own: `train/loss` is the loss of single updates.
         named = {f"{split}_mean" if split in trained else split: values for split, values in result.items()}

@@ -109,7 +109,7 @@ class RunReport:
         countable: bool,
         seconds_between_lines: float,
         profiler: StepProfiler | None,
-        description: Callable[[], str],
+        description: Callable[[], Sequence[str]],
         rank_times: RankTimes | None = None,
     ) -> None:
         """Begin to report a training.
@@ -120,7 +120,7 @@ class RunReport:
             countable: Whether the operations of the model can be counted.
             seconds_between_lines: Seconds at least from one log line to the next.
             profiler: What profiles some updates.
-            description: Returns what is going to be trained, in one line.
+            description: Returns what is going to be trained, in a few lines.
             rank_times: Collects what the ranks spend their time with; `None` where nobody looks.
         """
         facts, reporter, counters = self._facts, self.reporter, self._facts.counters()
@@ -139,7 +139,8 @@ class RunReport:
             rank_times=rank_times,
         )
         if reporter.is_main:
-            logger.info("%s", description())
+            for line in description():
+                logger.info("%s", line)
 
     def log_update(self, update: ReportedUpdate) -> None:
         """Log the metrics of an update and the speed since the last line. One collective.
@@ -177,6 +178,7 @@ class RunReport:
             title=f"{'step' if facts.by_steps() else 'epoch'} {facts.index()}",
             trained=facts.trained(),
             last=facts.ended(),
+            epoch=self._epoch(),
         )
 
     def say_ending(self, ending: str) -> None:

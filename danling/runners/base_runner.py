@@ -227,6 +227,14 @@ class BaseRunner(metaclass=MetaRunner):
         # Building a model may be what hangs.
         self._begin_heartbeat()
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if "workspace" not in vars(self):
+            return f"<{name} in construction>"
+        train = self.state.train
+        ranks = f"rank {self.rank} of {self.world_size}"
+        return f"<{name} {self.id} ({self.stack}): step {train.global_step}, epoch {train.epoch}, {ranks}, in {self.workspace.dir}>"
+
     def _division_of_check(self) -> DividedSettings | None:
         """Prepare this process for a check of layouts, and return how it divides updates; `None` where it is none."""
         section = self.config.audit.gradients

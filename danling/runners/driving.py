@@ -274,7 +274,7 @@ class TrainingDriver:
                 "result": runner.best_result,
             }
             is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
-            runner.workspace.write_results(runner.results, latest, best if is_here else None)
+            runner.workspace.write_results(runner.results, latest, {**best, "checkpoint_is_here": is_here})
 
     def log_update(self, outcome: UpdateOutcome) -> None:
         """Log the metrics of an update, and how far the streams are. One collective.
@@ -337,8 +337,8 @@ class TrainingDriver:
         if watch is not None:
             watch.stop()
 
-    def description(self) -> str:
-        """Return what is going to be trained, in one line."""
+    def description(self) -> list[str]:
+        """Return what is going to be trained, in a few lines."""
         runner = self.runner
         train, size = runner.state.train, runner.world_size
         return describe_training(

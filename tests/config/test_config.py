@@ -848,7 +848,7 @@ class TestParse:
 
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as left:
-            MyConfig().parse(["--help"])
+            MyConfig().parse(["--help", "all"])
         assert left.value.code == 0
         text = capsys.readouterr().out
         for key in CONTRACT_DEFAULTS:
@@ -858,6 +858,22 @@ class TestParse:
         for line in ("--optim.lr  (a number; not set)", "--optim.type  (a string; default: adamw)", "--arch.depth"):
             assert line in text
         assert "--epochs  (an integer or none; default: 7)" in text
+
+    def test_help_lists_sections_by_name_and_their_keys_on_demand(self, capsys: pytest.CaptureFixture[str]) -> None:
+        shown = []
+        for words in (["--help"], ["--help", "checkpoint"], ["--width", "3", "-h", "optim", "checkpoint"]):
+            with pytest.raises(SystemExit) as left:
+                MyConfig().parse(words)
+            assert left.value.code == 0
+            shown.append(capsys.readouterr().out)
+        short, section, two = shown
+        assert "--width " in short and "--model.layers " in short and "--epochs " in short
+        assert "\n  checkpoint: Checkpoint policy.\n" in short and "--checkpoint.interval " not in short
+        assert len(short.splitlines()) < 160
+        assert "--checkpoint.interval " in section and "--width " not in section and "--optim.lr  (" not in section
+        assert "--checkpoint.interval " in two and "--optim.lr  (" in two
+        with pytest.raises(ValueError, match="'checkpoit'. Did you mean 'checkpoint'"):
+            MyConfig().parse(["--help", "checkpoit"])
 
     def test_references(self) -> None:
         config = RunnerConfig(

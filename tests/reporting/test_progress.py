@@ -44,6 +44,16 @@ def _all_of(reader: int) -> str:
     return b"".join(pieces).decode()
 
 
+def test_the_epoch_on_the_bar_changes_without_an_update() -> None:
+    with terminal() as (stream, drawn):
+        progress = Progress(10, desc="digits", stream=stream)
+        progress.epoch = "epoch 1/9"
+        progress.show(1, {"train/loss": 0.5})
+        progress.set_epoch("epoch 2/9")
+        progress.close()
+    assert "digits epoch 2/9  train/loss 0.5000" in drawn[0].split("\r")[-1] + drawn[0]
+
+
 def test_a_bar_on_a_terminal() -> None:
     with terminal() as (stream, drawn):
         progress = Progress(10, initial=2, desc="digits", stream=stream)

@@ -294,7 +294,7 @@ def test_usage_goes_by_tokens_where_their_flops_are_known_else_by_samples() -> N
 # What is said at the beginning
 
 
-def test_a_training_is_described_in_one_line(tmp_path: Path) -> None:
+def test_a_training_is_described_in_lines_that_fit_a_terminal(tmp_path: Path) -> None:
     class Division:
         samples = 64
         is_even = False
@@ -304,7 +304,7 @@ def test_a_training_is_described_in_one_line(tmp_path: Path) -> None:
     assert describe_batches(8, 1) == "batch 8"
     batches = describe_batches(8, 4, Division(), distributed=True)
     assert batches == "64 samples an update, at most 8 x 4 micro-batches on each"
-    line = describe_training(
+    lines = describe_training(
         step=3,
         epoch=1,
         budget="epoch 2",
@@ -314,7 +314,9 @@ def test_a_training_is_described_in_one_line(tmp_path: Path) -> None:
         batches=batches,
         directory=tmp_path,
     )
-    assert line == (
-        "Training from step 3 (epoch 1) to epoch 2 on 2 cpu processes (ddp, fp32): 15 parameters, 64 samples an update, at most 8 x 4 "
-        f"micro-batches on each, in {tmp_path}"
-    )
+    assert lines == [
+        "Training from step 3 (epoch 1) to epoch 2 on 2 cpu processes (ddp, fp32)",
+        "15 parameters, 64 samples an update, at most 8 x 4 micro-batches on each",
+        f"Run directory: {tmp_path}",
+    ]
+    assert all(len(line) <= 120 - len("17:40:23 ") for line in lines[:-1])

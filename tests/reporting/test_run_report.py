@@ -57,7 +57,7 @@ def report(*, by_steps: bool = False, sums_loss: bool = False) -> tuple[RunRepor
         countable=True,
         seconds_between_lines=7,
         profiler=None,
-        description=lambda: "Training from here",
+        description=lambda: ["Training from here"],
     )
     return made, counters, kept, asked
 
@@ -73,12 +73,14 @@ def test_an_update_is_logged_with_samples_that_are_up_to_date(sums_loss: bool, l
     made.reporter.end()
 
 
-@pytest.mark.parametrize(("by_steps", "title"), [(True, "step 3: "), (False, "epoch 1: ")])
+@pytest.mark.parametrize(("by_steps", "title"), [(True, "step 3: "), (False, "epoch 3: ")])
 def test_results_and_the_end_are_said(by_steps: bool, title: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "danling")
-    made, _, kept, _ = report(by_steps=by_steps)
+    made, counters, kept, _ = report(by_steps=by_steps)
     assert made.reporter.bar is not None and made.reporter.bar.epoch == ("" if by_steps else "epoch 2/5")
+    counters.epoch += 2  # no update was logged meanwhile
     made.log_result({"train": {"loss": 1.0}, "val": {"loss": 0.5}})
+    assert made.reporter.bar.epoch == ("" if by_steps else "epoch 4/5"), "the bar shows the epoch of the result"
     assert kept.logged == [({"train_mean/loss": 1.0, "val/loss": 0.5}, 3)]
     made.say_ending("Finished")
     made.reporter.end()

@@ -139,3 +139,41 @@ def test_lines_of_others_in_the_figures_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (run,) = find_runs(tmp_path)
     assert run.curve("a") == ([1.0, 3.0], [1.0, 2.0]) and run.curve("a", by="time") == ([2.0], [2.0])
+
+
+def test_a_run_whose_best_checkpoint_is_in_another_directory_has_a_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = record_run(tmp_path, log=False, dir=str(tmp_path / "first"))
+    config = {"steps": 14, "seed": 3, "dir": str(tmp_path / "second"), "evaluate_interval": 40, "score_name": "acc"}
+    more = {"resume": str(first / "checkpoints" / "latest.pth"), "checkpoint": {"interval": 1}, "log": False}
+    with TracingRunner(
+        {
+            **config,
+            **more,
+            "ema": {"enabled": True},
+            "dataloader": {"batch_size": 4},
+            "optim": {"type": "adamw", "lr": 0.01},
+        }
+    ) as runner:
+        assert f"{runner.id} (ddp): step 12, epoch" in repr(runner) and str(tmp_path / "second") in repr(runner)
+        runner.train()
+    assert not (tmp_path / "second" / "checkpoints" / "best.pth").exists()
+    one, two = find_runs(tmp_path)
+    assert two.best["checkpoint_is_here"] is False and one.best["checkpoint_is_here"] is True
+    row = two.summary()
+    assert row["score_name"] == "val/acc" and row["best"] == one.summary()["best"] and row["best_index"] <= 12
+    assert row["latest"] == two.results[14]["val"]["acc"]
+    assert main(["runs", str(tmp_path)]) == 0 and capsys.readouterr().out.count("val/acc") == 2
+
+
+def test_a_runner_in_construction_has_a_repr(tmp_path: Path) -> None:
+    shown = []
+
+    class Printed(TracingRunner):
+        def init_distributed(self) -> None:
+            shown.append(repr(self))
+            super().init_distributed()
+
+    Printed({"steps": 1, "dir": str(tmp_path / "run"), "dataloader": {"batch_size": 4}}).close()
+    assert shown == ["<Printed in construction>"]
