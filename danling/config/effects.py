@@ -104,6 +104,11 @@ def idle_settings(
             for key in changed
             if key.rpartition(".")[2] in ("global_batch_size", "micro_batch_size") and key.startswith("dataloader.")
         ),
+        (
+            not divides_updates and not evaluates and "dataloader.keyed" in changed,
+            "dataloader.keyed",
+            "the loaders are your own, which are seeded before each batch",
+        ),
         *(_switched_off(config, changed, name, switch) for name, switch in _SWITCHES.items()),
     ]
     return _sentences(checks)

@@ -430,6 +430,8 @@ class DataLoaderConfig(Section):
     """Instead of batch_size: samples of an update over all ranks and micro-batches; the same updates at any number of processes."""
     micro_batch_size: PositiveInt | Literal["auto"] | None
     """The most samples of such an update that a rank holds at once; auto halves it when memory runs out."""
+    keyed: Literal["batch", "sample"] | None
+    """What reading is seeded by; default: sample with global_batch_size, else batch."""
     shuffle: bool | None
     """Shuffle; default: only splits to train on."""
     drop_last: bool | None

@@ -9,7 +9,8 @@ from .shares import Division
 
 AUTO = "auto"
 """The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
-OWN = frozenset({"global_batch_size", "micro_batch_size"})
+SIZES = frozenset({"global_batch_size", "micro_batch_size"})
+OWN = SIZES | {"keyed"}
 """Settings of a split that are not arguments of a loader."""
 OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"})
 """Settings of worker processes, which are errors without workers."""
@@ -23,7 +24,7 @@ def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> d
     """
     replaced: set[str] = set(OF_WORKERS) if own.get("num_workers") == 0 else set()
     if own.get("batch_size") is not None:
-        replaced |= OWN
+        replaced |= SIZES
     if own.get("global_batch_size") is not None:
         replaced.add("batch_size")
     return {**{name: value for name, value in common.items() if name not in replaced}, **own}
@@ -84,7 +85,7 @@ def check_sizes(section: Mapping[str, object], place: str) -> None:
         ValueError: If there are such.
     """
     batch, samples = section.get("batch_size"), section.get("global_batch_size")
-    for name in OWN:
+    for name in sorted(SIZES):
         value = section.get(name)
         if value is None or (name == "micro_batch_size" and value == AUTO):
             continue

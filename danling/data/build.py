@@ -15,10 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from danling.utils.suggest import did_you_mean
 
 from .batching import OWN, divide_updates
+from .keyed import KEYED
 from .loader import DataLoader, check_settings
 from .mixture import Mixture
-from .sampled import yields_batches
-from .sampled_loader import SampledLoader
+from .sampled import SampledLoader, yields_batches
 from .stream_loader import StreamLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
 
@@ -65,8 +65,9 @@ def build_dataloader(
     if is_loader(dataset):
         return dataset
     _check_names(settings, split)
+    keyed = _chosen_key(settings, split)
     given, division = divide_updates(settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps)
-    options = {"pin_memory": device is not None and device.type == "cuda", **given}
+    options = {"pin_memory": device is not None and device.type == "cuda", **given, "keyed": keyed}
     if division is not None:
         _check_divisible(dataset, options, split)
     placement: dict[str, Any] = {"split": split, "seed": seed, "rank": rank, "world_size": world_size}
@@ -89,16 +90,15 @@ def build_dataloader(
         ) from error
 
 
-def order_setting(sampler: object, dataset: object, settings: Mapping[str, object]) -> dict[str, object]:
+def order_setting(sampler: object, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the setting under which a sampler goes: `batch_sampler`, if it yields the batches themselves, else `sampler`.
 
     Args:
         sampler: A sampler or a batch sampler. A class of the user's own that yields lists is known as one where no `batch_size` is set.
-        dataset: What it draws from.
         settings: The other settings of the split.
     """
     asks = "batch_size" not in settings or isinstance(sampler, BatchSampler)
-    return {"batch_sampler" if asks and yields_batches(sampler, dataset) else "sampler": sampler}
+    return {"batch_sampler" if asks and yields_batches(sampler) else "sampler": sampler}
 
 
 def is_loader(dataset: object) -> bool:
@@ -119,6 +119,18 @@ def _check_names(settings: Mapping[str, object], split: str) -> None:
                 f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
                 f"{did_you_mean(name, [*SETTINGS, split])}"
             )
+
+
+def _chosen_key(settings: Mapping[str, object], split: str) -> object:
+    """Return what reading is seeded by: where updates have one size at any number of processes, so have the samples."""
+    keyed = settings.get("keyed")
+    if keyed is None:
+        return "batch" if settings.get("global_batch_size") is None else "sample"
+    if keyed not in KEYED:
+        raise ValueError(
+            f"Expected dataloader.keyed of split {split!r} to be one of {list(KEYED)}. Received: keyed={keyed!r} ({type(keyed).__name__})."
+        )
+    return keyed
 
 
 def _check_divisible(dataset: object, options: Mapping[str, object], split: str) -> None:
@@ -144,7 +156,7 @@ def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[st
     options = {"drop_last": train and options.get("batch_size", 1) is not None, **options}
     place = {name: placement[name] for name in ("split", "seed", "rank")}
     if isinstance(dataset, IterDataPipe):  # torch shuffles and divides it by its type
-        return _build_stateful(dataset, options)
+        return _build_stateful(dataset, {name: value for name, value in options.items() if name != "keyed"})
     return StreamLoader(dataset, **options, **place)
 
 

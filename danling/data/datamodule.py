@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 
 from danling.distributed import LaunchEnvironment, default_store
 
-from .sampled_loader import TAKEN, is_plain_loader
+from .sampled import TAKEN, is_plain_loader
 
 logger = logging.getLogger("danling")
 

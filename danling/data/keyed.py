@@ -1,76 +1,80 @@
-"""Randomness of a sample as a function of (seed, epoch, index), whoever reads it and in whatever order."""
+"""Reads map-style datasets with all randomness keyed by the place of a batch, or of a sample, in its pass."""
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .dataset_state import parts_of, set_states, stateful_parts
+from .collation import collate
+from .dataset_state import DatasetState, Stamped, parts_of, set_states, stateful_parts
 from .generators import Generators
-from .host_streams import HOST_STREAMS
-from .randomness import derive_seed, mix_seed
-from .reading_code import may_look_at_streams
-from .workers import WorkersView
+from .mixture import Mixture
+from .randomness import derive_seed, mix_seed, seed_host_streams
+from .workers import WorkerInit, WorkersView, end_with_process, quiet_torchdata, shut_down_workers
 
-T = TypeVar("T")
-
-ALL_STREAMS = tuple(range(len(HOST_STREAMS.all)))
-"""The streams of the process by their places in `HOST_STREAMS`."""
-
-Family = int | tuple[int, int]
-"""Epoch, or (epoch, how manieth reading), of samples that a sampler draws again within an epoch."""
-Key = tuple[Family, Any]
-"""(epoch, index) of a sample. The index is an integer, unless a sampler of the user's names samples otherwise."""
+KEYED = ("batch", "sample")
+"""What reading is seeded by."""
 
 
-_index_of = operator.itemgetter(1)
+class BatchKey(NamedTuple):
+    """What a worker is asked for.
+
+    Attributes:
+        epoch: The pass.
+        position: Position, in the order of the pass, of the first sample.
+        indices: What the sampler names the samples by; a single one where batches are not made.
+    """
+
+    epoch: int
+    position: int
+    indices: Any
 
 
 class KeyedDataset(WorkersView, Dataset[Any]):
-    """A map-style dataset whose items are asked for by (epoch, index), with all randomness seeded for each.
+    """A map-style dataset that is asked for batches by `BatchKey`, and seeds all randomness before it reads.
 
-    Before an item is read, torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds at any depth
-    are seeded with (seed, epoch, index). Augmentation that draws from them gives the same sample in any worker, in any
-    batch, and when a run is resumed. CUDA's global stream is left alone. A dataset with `__getitems__` reads a batch at
-    once and is seeded by its first index.
-
-    A generator that is made while items are read was seeded from what this process read first; the batch in which it
-    appears is read once more, with it keyed.
-
-    The streams are left where the last item left them, so a `collate_fn` that draws is keyed by the batch.
+    torch's CPU generator, NumPy, `random`, and the generators that the dataset, its transforms or `collate_fn` hold are seeded with
+    (seed, split, epoch, position): a batch is the same in any worker and after a resume. Generators are looked for at the beginning of a
+    pass and after its first batch: where that has made one, it is keyed too, and the batch is read once more. A dataset that cannot draw is
+    not seeded, unless there is a `collate_fn`, which is then seeded once a batch.
 
     Args:
-        dataset: The dataset, with items by integer.
+        dataset: The dataset.
         seed: Base seed.
-        collates: The batch goes through a `collate_fn` of the user's, which may draw.
-        collate_fn: That function, for generators that it holds.
+        split: Name of the split.
+        by: `"batch"` seeds before each batch; `"sample"` before each sample with its own position, and reads them one by one.
+        ranks: The rank, where ranks have orders of their own; else empty.
+        collate_fn: The user's, which makes the batch; `None` leaves that to the loader.
         states: States that the dataset has in the workers of a resumed run, by worker and path.
     """
 
     def __init__(
         self,
-        dataset: object,
+        dataset: Any,
         seed: int,
         *,
-        collates: bool = False,
-        collate_fn: object = None,
+        split: str = "train",
+        by: str = "batch",
+        ranks: tuple[int, ...] = (),
+        collate_fn: Callable[[Any], Any] | None = None,
         states: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self.dataset = dataset
-        self.seed = seed
-        self.quiet = draws_nothing(dataset)
-        self.reads_batches = reads_batches(dataset)
-        self.seeds_batch = self.quiet and collates
-        self._roots = reading_roots(dataset, collate_fn if collates else None)
-        self._generators: Generators | None = None
-        self._holders = 0
-        self._looks_at_streams = False
+        self.seed, self.split, self.ranks = seed, split, ranks
+        self.collate_fn = collate_fn
+        self.draws = not draws_nothing(dataset)
+        self.by_sample = self.draws and by == "sample"
+        self.reads_batches = reads_batches(dataset) and not self.by_sample
         self._states = dict(states or {})
-        self._family: Family = -1
+        self._generators: Generators | None = None
+        self._epoch = -1
         self._base = 0
 
     def __len__(self) -> int:
@@ -78,109 +82,60 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def __getstate__(self) -> dict[str, object]:
         # A worker looks for the generators of its own copy.
-        return {**self.__dict__, "_generators": None}
+        return {**self.__dict__, "_generators": None, "_epoch": -1}
 
-    def __getitem__(self, key: Key) -> Any:
-        """Return the item of one key, its randomness seeded."""
-        return self.settled(lambda: self.read([key], True))
+    def __getitem__(self, key: BatchKey) -> Any:
+        """Return the item of a key, through `collate_fn` where there is one."""
+        return self._settled(key, single=True)
 
-    def __getitems__(self, keys: Sequence[Key]) -> object:
-        """Return the items of a batch of keys of one epoch."""
-        # Of most datasets nobody keeps a state, nor a generator.
-        return self.settled(lambda: self.read(keys, False)) if self._states or self._roots else self.read(keys, False)
+    def __getitems__(self, key: BatchKey) -> Any:
+        """Return the items of a key, or what `collate_fn` makes of them."""
+        return self._settled(key, single=False)
 
-    def settled(self, read: Callable[[], T]) -> T:
-        """Return what is read of a batch once all generators that it draws from are known: those that it brings about are keyed too.
-
-        Args:
-            read: Reads the batch.
-        """
-        self._prepare()
-        data = read()
-        while self._found_generators():
-            data = read()
-        return data
-
-    # The steps of reading
-
-    def _prepare(self) -> None:
-        """Look for generators, and put the dataset of a worker into the state that it has there, before the first batch."""
+    def _settled(self, key: BatchKey, *, single: bool) -> Any:
         if self._states:
             self._take_over_state()
-        if self._generators is None and self._roots:
-            self._generators = Generators(self._roots)
-            self._look_at_code()
+        if not (self.draws or self.collate_fn is not None) or key.epoch == self._epoch:
+            return self._read(key, single)
+        self._epoch = key.epoch
+        self._base = derive_seed(self.seed, "read", self.split, key.epoch, *self.ranks)
+        self._generators = self._generators or Generators(self._roots())
+        self._generators.look()
+        data = self._read(key, single)
+        return self._read(key, single) if self._generators.look() else data
 
-    @property
-    def has_own_randomness(self) -> bool:
-        """Whether there are generators, or reading may look at a stream without moving it."""
-        return self._looks_at_streams or bool(self._generators)
+    def _roots(self) -> dict[str, object]:
+        return {**({"dataset": self.dataset} if self.draws else {}), "collate_fn": self.collate_fn}
 
-    def _found_generators(self) -> bool:
-        """Return whether reading has brought about generators, or objects that may make some: then what was read is not keyed."""
-        if self._generators is None or not self._generators.changed():
-            return False
-        found, looked = self._generators.look_again(), self._looks_at_streams
-        self._look_at_code()
-        return found or self._looks_at_streams > looked
-
-    def parts(self, keys: Sequence[Key], single: bool) -> list[Sequence[Key]]:
-        """Return the keys of a batch in the parts that are seeded by their first key and read at once."""
-        whole = single or self.quiet or self.reads_batches
-        return [keys] if whole else [[key] for key in keys]
-
-    def seed_for(self, key: Key, streams: Sequence[int] = ALL_STREAMS) -> None:
-        """Seed streams, and all generators, for a key.
-
-        Args:
-            key: That of the part.
-            streams: Which ones, by their places.
-        """
-        family, index = key
-        if family != self._family:
-            parts = family if isinstance(family, tuple) else (family,)
-            self._family, self._base = family, derive_seed(self.seed, "sample", *parts)
-        seed = mix_seed(self._base, index if type(index) is int else index_number(index))
-        if self._generators:
-            self._generators.seed(seed)
-        for number in streams:
-            HOST_STREAMS.all[number].seed(seed)
-
-    def read(self, keys: Sequence[Key], single: bool, streams: Sequence[int] = ALL_STREAMS) -> Any:
-        """Return what is read of a batch of keys, or of a single one.
-
-        Args:
-            keys: The keys.
-            single: There is one, and its item is asked for.
-            streams: Those that are seeded for each part.
-
-        Raises:
-            RuntimeError: If an item raises StopIteration, with which a pass would end in silence.
-        """
+    def _read(self, key: BatchKey, single: bool) -> Any:
+        if self._generators is not None:
+            self._seed(key.position)
         try:
-            return self._items(keys, single, streams)
-        except StopIteration as error:
+            items = self.dataset[key.indices] if single else self._items(key)
+        except StopIteration as error:  # with which a pass would end in silence
             raise RuntimeError(
                 "Expected a dataset that has an item at each index below its length. Received: StopIteration from one of the items "
-                f"{[index for _, index in keys]}. Mend its __getitem__, or shorten its __len__."
+                f"{key.indices}. Mend its __getitem__, or shorten its __len__."
             ) from error
+        return items if self.collate_fn is None else self.collate_fn(items)
 
-    def _items(self, keys: Sequence[Key], single: bool, streams: Sequence[int]) -> Any:
-        dataset = self.dataset
-        seeds = bool(streams or self._generators) and (not self.quiet or self.seeds_batch)
-        if seeds and (single or self.quiet or self.reads_batches):
-            self.seed_for(keys[0], streams)
-        if single:
-            return dataset[keys[0][1]]
+    def _items(self, key: BatchKey) -> Any:
         if self.reads_batches:
-            return dataset.__getitems__(list(map(_index_of, keys)))
-        if not seeds or self.quiet:
-            return [dataset[index] for _, index in keys]
+            return self.dataset.__getitems__(list(key.indices))
+        if not self.by_sample:
+            return [self.dataset[index] for index in key.indices]
         items = []
-        for key in keys:
-            self.seed_for(key, streams)
-            items.append(dataset[key[1]])
+        for position, index in enumerate(key.indices, key.position):
+            if position > key.position:
+                self._seed(position)
+            items.append(self.dataset[index])
         return items
+
+    def _seed(self, position: int) -> None:
+        seed = mix_seed(self._base, position)
+        if self._generators:
+            self._generators.seed(seed)
+        seed_host_streams(seed)
 
     def _take_over_state(self) -> None:
         info = get_worker_info()
@@ -188,19 +143,39 @@ class KeyedDataset(WorkersView, Dataset[Any]):
             set_states(stateful_parts(self.dataset), self._states[info.id])
         self._states = {}
 
-    def _look_at_code(self) -> None:
-        assert self._generators is not None
-        if self._holders != len(self._generators.holders):
-            self._holders = len(self._generators.holders)
-            # An iterator goes on where it is: a batch must not be read twice.
-            moves_on = bool(self._generators.uncontrollable)
-            self._looks_at_streams = self._looks_at_streams or moves_on or may_look_at_streams(self._roots)
+
+def reads_batches(dataset: object) -> bool:
+    """Return whether the dataset reads a batch at once, by `__getitems__`; that of a `Subset` only loops over what it is a part of."""
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return callable(getattr(inner, "__getitems__", None)) and callable(getattr(dataset, "__getitems__", None))
 
 
-def reading_roots(dataset: object, collate_fn: object = None) -> dict[str, object]:
-    """Return what may hold generators that reading draws from, by name: the dataset, and a `collate_fn`."""
-    roots = {} if draws_nothing(dataset) else {"dataset": dataset}
-    return roots if collate_fn is None else {**roots, "collate_fn": collate_fn}
+def draws_nothing(dataset: object) -> bool:
+    """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly.
+
+    Raises:
+        ValueError: If its `draws_random` is neither `True` nor `False`.
+    """
+    said = declared_draws(dataset)
+    if said is not None:
+        return not said
+    parts = parts_of(dataset)
+    if parts is not None:
+        return all(map(draws_nothing, parts.values()))
+    return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
+
+
+def declared_draws(dataset: object) -> bool | None:
+    """Return the attribute `draws_random` of a dataset, `None` where there is none."""
+    said = getattr(dataset, "draws_random", None)
+    if said is None or isinstance(said, bool):
+        return said
+    raise ValueError(
+        f"Expected {type(dataset).__name__}.draws_random to be True or False. Received: draws_random={said!r} "
+        f"({type(said).__name__}). Say whether reading a sample draws random numbers, or leave it out."
+    )
 
 
 def index_number(index: Any) -> int:
@@ -211,46 +186,152 @@ def index_number(index: Any) -> int:
         return derive_seed(repr(index))
 
 
-def reads_batches(dataset: object) -> bool:
-    """Return whether the dataset reads a batch at once, by `__getitems__`.
+def as_is(data: object) -> Any:
+    """Return a batch that is already made."""
+    return data
 
-    A `Subset` has one that only loops: unless what it is a part of reads batches, its items are asked for, and seeded,
-    one by one.
+
+class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
+    """A `StatefulDataLoader` whose sampler yields a `BatchKey` for each batch, and that seeds before it reads; see `KeyedDataset`.
+
+    Args:
+        dataset: A map-style dataset.
+        keys: Yields keys.
+        batch_size: As the user gave it; `None` delivers items as they are.
+        drop_last: As the user gave it.
+        split: Name of the split.
+        ranks: The rank, where ranks have orders of their own.
+        batched: Batches are made.
+        keyed: What reading is seeded by, `"batch"` or `"sample"`.
+        collate_fn: Makes a batch of a list of samples; `None` is `danling.data.collation.collate`.
+        num_workers: Worker processes.
+        worker_init_fn: Called with its id in every worker.
+        settings: Further arguments of `StatefulDataLoader`.
     """
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return callable(getattr(inner, "__getitems__", None)) and callable(getattr(dataset, "__getitems__", None))
 
+    def __init__(
+        self,
+        dataset: object,
+        keys: Sampler[BatchKey],
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        split: str,
+        batched: bool,
+        ranks: tuple[int, ...] = (),
+        keyed: str = "batch",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.split, self.keyed = split, keyed
+        self._ranks = ranks
+        self._collates = collate_fn is not None
+        draws_nothing(dataset)  # refuses a declaration that is none
+        self.dataset_state = DatasetState(dataset, split, num_workers)
+        # The position is the whole state, so nothing is to be fetched from workers for it.
+        settings.update(generator=torch.Generator().manual_seed(0), snapshot_every_n_steps=0)
+        with quiet_torchdata():
+            super().__init__(
+                dataset,
+                batch_size=1 if batched else None,
+                **{"batch_sampler" if batched else "sampler": keys},
+                collate_fn=collate if collate_fn is None and batched else collate_fn,
+                num_workers=num_workers,
+                worker_init_fn=WorkerInit(worker_init_fn),
+                **settings,
+            )
+        # torch forgets both when it is given a batch sampler, and refuses to have them set.
+        self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
+        if num_workers:
+            end_with_process(self)
 
-def draws_nothing(dataset: object) -> bool:
-    """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly."""
-    if own_word(dataset) is False:
-        return True
-    parts = parts_of(dataset)
-    if parts is not None:
-        return all(map(draws_nothing, parts.values()))
-    return type(dataset) in (TensorDataset, list, tuple, range, Tensor)
+    @property
+    def seed(self) -> int:
+        """Base seed of order and randomness."""
+        raise NotImplementedError
 
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in."""
+        raise NotImplementedError
 
-def declared_draws(dataset: object) -> bool | None:
-    """Return what a dataset says by `draws_random`, or one that torch's wrappers hold; `None` where none says `True` or all say nothing."""
-    said = own_word(dataset)
-    if said is not None:
-        return said
-    return True if True in map(declared_draws, (parts_of(dataset) or {}).values()) else None
+    @property
+    def consumed(self) -> int:
+        """How far the pass is consumed, 0 at its beginning."""
+        raise NotImplementedError
 
+    def __iter__(self) -> Any:
+        """Return an iterator over the batches from the position to the end of the pass."""
+        told = hasattr(self.dataset, "set_epoch")
+        if isinstance(self.dataset, Mixture):
+            self.dataset.set_seed(self.seed)
+        if told:
+            self.dataset.set_epoch(self.epoch)
+        if told or self.dataset_state:
+            # Persistent workers hold copies of the dataset that would not hear of it.
+            shut_down_workers(self)
+        if self.dataset_state:
+            self.dataset_state.begin(first=not self.consumed)
+        if not self.num_workers and not self.pin_memory:
+            return self._read_here()
+        iterator = super().__iter__()
+        if self.dataset_state and self.num_workers:
+            return self.dataset_state.unwrapped(iterator)
+        return iterator
 
-def own_word(dataset: object) -> bool | None:
-    """Return the attribute `draws_random` of a dataset, `None` where there is none.
+    def _get_iterator(self) -> Any:
+        # The iterator sees keys; `loader.dataset` is the user's own dataset.
+        view = copy.copy(self)
+        view.__dict__["dataset"] = self._reading()
+        if self._collates:
+            view.__dict__["collate_fn"] = as_is
+        if self.dataset_state and self.num_workers:
+            view.__dict__["collate_fn"] = Stamped(view.collate_fn, self.dataset)
+        return super(KeyedLoader, view)._get_iterator()
 
-    Raises:
-        ValueError: If it is neither `True` nor `False`.
-    """
-    said = getattr(dataset, "draws_random", None)
-    if said is None or isinstance(said, bool):
-        return said
-    raise ValueError(
-        f"Expected {type(dataset).__name__}.draws_random to be True or False. Received: draws_random={said!r} "
-        f"({type(said).__name__}). Say whether reading a sample draws random numbers, or leave it out."
-    )
+    def _reading(self) -> KeyedDataset:
+        return KeyedDataset(
+            self.dataset,
+            self.seed,
+            split=self.split,
+            by=self.keyed,
+            ranks=self._ranks,
+            collate_fn=self.collate_fn if self._collates else None,
+            states=self.dataset_state.of_workers,
+        )
+
+    def _read_here(self) -> Iterator[object]:
+        """Read in this process, without the bookkeeping that torchdata has for a position of its own."""
+        reading = self._reading()
+        batched = self.batch_sampler is not None
+        read = reading.__getitems__ if batched else reading.__getitem__
+        finish = as_is if self._collates else self.collate_fn
+        # Taken here and not where the first batch is asked for: moving the position must not disturb the iterator.
+        keys = iter(self.batch_sampler if batched else self.sampler)
+        # Not a chain of `map`: that takes a StopIteration of the user's for its own end.
+        return (finish(read(key)) for key in keys)
+
+    def held_state(self) -> dict[str, object]:
+        """Return the state that the dataset has of its own, under `dataset`; nothing where it has none."""
+        return {"dataset": self.dataset_state.state_dict()} if self.dataset_state else {}
+
+    def load_held_state(self, state: Mapping[str, Any]) -> None:
+        """Put the dataset into the state that `held_state` returned.
+
+        Raises:
+            ValueError: If there is none, or it was kept by another number of workers.
+        """
+        if self.dataset_state and "dataset" not in state:
+            raise ValueError(
+                f"Expected the state of the dataset of split {self.split!r}, which has state_dict. Received: a position "
+                f"without it (keys={sorted(state)}). Restore the dataset that the run was saved with, or exclude "
+                "'dataloaders' from loading."
+            )
+        if self.dataset_state:
+            self.dataset_state.load_state_dict(state["dataset"], within=self.consumed > 0)
+
+    def close(self) -> None:
+        """End the worker processes; the loader can be iterated again."""
+        shut_down_workers(self)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .keyed_loader import KeyedLoader
+from .keyed import KeyedLoader
 from .mixture import Mixture
 from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
-
-_LISTED, _COMPUTED = "listed", "computed"
-"""How the permutation is generated; positions saved by older versions, which listed it, do not say."""
 
 
 class DataLoader(KeyedLoader):
@@ -83,7 +80,7 @@ class DataLoader(KeyedLoader):
         self._check_not_empty()
         super().__init__(
             dataset,
-            KeySampler(self.positions) if batch_size is None else self.positions,
+            KeySampler(self.positions, batched=batch_size is not None),
             batch_size=batch_size if division is None else division.micro_batch_size,
             drop_last=drop_last,
             split=split,
@@ -192,7 +189,6 @@ class DataLoader(KeyedLoader):
             "length": self.positions.length,
             "end": self.positions.end,
             "shuffle": self.positions.shuffle,
-            "order": _LISTED if self.positions.listed else _COMPUTED,
             **({"mixture": self.dataset.fingerprint(self.epoch)} if isinstance(self.dataset, Mixture) else {}),
             **self.held_state(),
         }
@@ -208,7 +204,6 @@ class DataLoader(KeyedLoader):
             # Workers that are kept hold a copy of the old seed.
             self.close()
         self.positions.seed = state_dict["seed"]
-        self.positions.listed = state_dict.get("order", _LISTED) == _LISTED
         self.positions.epoch, self.positions.consumed = state_dict["epoch"], state_dict["consumed"]
         self.load_held_state(state_dict)
 

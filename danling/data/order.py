@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from .host_streams import get_numpy
-from .randomness import mix_seed
+from .randomness import get_numpy, mix_seed
 
 LISTED_UP_TO = 1 << 16
 """Up to this length `torch.randperm` draws the order: it takes half a megabyte per epoch, and is quicker to read."""
@@ -50,7 +49,7 @@ class Order(ABC):
             yield from self.indices(first, _BLOCK)
 
 
-def epoch_order(length: int, seed: int | None, *, listed: bool = False) -> Order:
+def epoch_order(length: int, seed: int | None) -> Order:
     """Return the order of a pass.
 
     Up to `LISTED_UP_TO` samples `torch.randperm` draws the permutation; above, each index is computed when it is read.
@@ -58,11 +57,10 @@ def epoch_order(length: int, seed: int | None, *, listed: bool = False) -> Order
     Args:
         length: Number of samples.
         seed: Seed of the permutation; `None` gives the dataset's own order.
-        listed: Draw the permutation whatever the length is, as older versions did.
     """
     if seed is None:
         return DatasetOrder(length)
-    return ListedPermutation(length, seed) if listed or length <= LISTED_UP_TO else KeyedPermutation(length, seed)
+    return ListedPermutation(length, seed) if length <= LISTED_UP_TO else KeyedPermutation(length, seed)
 
 
 class DatasetOrder(Order):

@@ -279,7 +279,7 @@ class RunData:
         if sampler is not None:
             self.splits.divide_themselves.add(split)
             settings = self.splits.settings(split)
-            settings.update(order_setting(sampler, dataset, settings))
+            settings.update(order_setting(sampler, settings))
         return build_dataloader(
             dataset,
             settings,

@@ -1,54 +1,51 @@
-"""Batches in the order of a sampler of the user's, with a position that comes back."""
+"""Reads a map-style dataset in the order of a sampler of the user's, with a position that comes back."""
 
 from __future__ import annotations
 
-import logging
+import copy
+import inspect
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from zlib import crc32
 
-import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from torch.utils.data import (
     BatchSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.collate import default_collate, default_convert
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatchSampler
 
-from .host_streams import HOST_STREAMS
-from .keyed import Family, Key, index_number
-from .randomness import derive_seed, seed_host_streams
-from .sampler_state import SamplerState
-
-logger = logging.getLogger("danling")
+from .dataset_state import from_plain, is_stateful, to_plain
+from .generators import Generators
+from .keyed import BatchKey, KeyedLoader, index_number
+from .randomness import derive_seed, mix_seed, seed_host_streams
+from .sampler import KeySampler
 
 _OWN_ORDER = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 """Samplers that draw an order for one rank, never one of which each rank takes a part."""
-_KNOWN = (*_OWN_ORDER, SequentialSampler, DistributedSampler, torchdata_samplers.RandomSampler)
-"""Samplers that give the same indices however far ahead they are asked for them."""
-_AHEAD = 4096
+_BATCH_SAMPLERS = (BatchSampler, StatefulBatchSampler)
 
 
-class SampledBatches(Sampler[list[Key]]):
-    """Batches of keys (epoch, index) of one rank in the order of a sampler, from any position of any pass on.
+class SampledBatches(Sampler[BatchKey]):
+    """Keys of the batches of one rank in the order of a sampler, from any position of any pass on.
 
-    The sampler is asked inside random streams of its own, seeded by (seed, split, epoch), and its generators and the attributes that it
-    changes are put back to how the pass found them: so it gives the pass again when the run is resumed. What was
-    consumed is drawn once more, without reading a sample, and compared with a check sum.
-
-    A sample that is drawn again within a pass gets randomness of its own: its key is ((epoch, n), index) at the n-th
-    repetition. So it does on each of several ranks, which may draw the same sample.
+    A pass begins with `set_epoch` of the sampler, if it has that, and with the global streams and the sampler's generators seeded with
+    (seed, "order", split, epoch). A sampler with a length is drawn to its end at once; one without is seeded before each batch of indices.
+    On a resume what was consumed is drawn once more, without reading a sample, and compared with a checksum.
 
     Args:
-        sampler: Anything that yields indices, or lists of them.
+        sampler: Yields indices, or lists of them. One that changes what it draws from without `set_epoch` has `state_dict` and
+            `load_state_dict`, of which the state before a pass is saved.
         batched: It yields lists.
-        dataset: What it draws from.
         batch_size: Indices of a batch, where it yields single ones.
         drop_last: Leave out a last batch that is not full.
         seed: Base seed.
@@ -62,7 +59,6 @@ class SampledBatches(Sampler[list[Key]]):
         sampler: Any,
         *,
         batched: bool,
-        dataset: object,
         batch_size: int = 1,
         drop_last: bool = False,
         seed: int = 0,
@@ -72,7 +68,6 @@ class SampledBatches(Sampler[list[Key]]):
     ) -> None:
         self.sampler = sampler
         self.batched = batched
-        self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
@@ -86,12 +81,9 @@ class SampledBatches(Sampler[list[Key]]):
         """Batches of the pass that are consumed on this rank."""
         self._digest = 0
         self._ahead: deque[tuple[int, int]] = deque()
-        self._state = SamplerState(sampler, dataset)
-        self._found: Mapping[str, Any] | None = None
+        self._found: object = None
+        """The state that a sampler with one had when the pass began."""
         self._order: _Order | None = None
-        self._warned = False
-
-    # Lengths
 
     @property
     def length(self) -> int | None:
@@ -140,19 +132,19 @@ class SampledBatches(Sampler[list[Key]]):
                 self.consumed += 1 if self.batched else self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, how the pass found the sampler, and how the sampler is now."""
-        current = self._state.capture()
-        return {
+        """Return the position, and the state of a sampler that has one: as the pass found it, and as it is."""
+        state: dict[str, Any] = {
             "seed": self.seed,
             "epoch": self.epoch,
             "consumed": self.batches,
             "position": self.consumed,
-            "digest": self._digest,
-            "length": self.length,
-            "world_size": self.world_size,
-            "sampler": current,
-            "sampler_found": current if self._found is None else self._found,
         }
+        state |= {"digest": self._digest, "length": self.length, "world_size": self.world_size}
+        held = _stateful(self.sampler)
+        if held is None:
+            return state
+        current = to_plain(held.state_dict())
+        return {**state, "sampler": current, "sampler_found": current if self._found is None else self._found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position.
@@ -162,8 +154,8 @@ class SampledBatches(Sampler[list[Key]]):
         """
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        self._found = dict(state["sampler_found"])
-        self._state.restore(self._found)
+        self._found = state.get("sampler_found")
+        self._load_sampler(self._found)
         self._tell_epoch()
         if state["position"] and state["length"] != self.length:
             raise ValueError(
@@ -172,152 +164,270 @@ class SampledBatches(Sampler[list[Key]]):
                 "sampler, or exclude 'dataloaders' from loading to start the epoch anew."
             )
         # A pass that is over is not begun again, and the next one finds the sampler as this one left it.
-        self._state.restore(state["sampler"])
+        self._load_sampler(state.get("sampler"))
         self.consumed, self.batches, self._digest = state["position"], state["consumed"], state["digest"]
+
+    def _load_sampler(self, state: object) -> None:
+        held = _stateful(self.sampler)
+        if state is not None and held is not None:
+            held.load_state_dict(from_plain(state))
 
     # Order
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[BatchKey]:
+        return self.keys()
+
+    def keys(self) -> Iterator[BatchKey]:
+        """Yield what is to be read of each batch from the position on."""
         order = self._order
         if order is None or order.position != self.consumed:
             order = self._order = self._begin()
         self._ahead.clear()
-        digest, size = self._digest, 1 if self.batched else self.batch_size
-        while chunk := order.take(size):
-            if not self.batched and self.drop_last and len(chunk) < size:
+        size = 1 if self.batched else self.batch_size
+        while True:
+            first = order.samples
+            chunk = order.take(size)
+            if not chunk or (not self.batched and self.drop_last and len(chunk) < size):
                 return
-            indices = chunk[0] if self.batched else chunk
-            digest = order.digest
-            self._ahead.append((order.position, digest))
-            yield order.keys(indices)
+            self._ahead.append((order.position, order.digest))
+            yield BatchKey(self.epoch, first, list(chunk[0]) if self.batched else chunk)
 
     def _begin(self) -> _Order:
-        if self._found is None:
-            self._found = self._state.capture()
-            self._name_opaque()
-        else:
-            self._state.restore(self._found)
+        if self._found is not None:
+            self._load_sampler(self._found)
+        elif (held := _stateful(self.sampler)) is not None:
+            self._found = to_plain(held.state_dict())
         self._tell_epoch()
         order = _Order(self)
-        while order.position < self.consumed and (chunk := order.take(min(_AHEAD, self.consumed - order.position))):
-            for indices in chunk if self.batched else [chunk]:
-                order.keys(indices)
+        size = 1 if self.batched else self.batch_size
+        while order.position < self.consumed and order.take(min(size, self.consumed - order.position)):
+            pass
         if (order.position, order.digest) != (self.consumed, self._digest):
             raise ValueError(
                 f"Expected the sampler of split {self.split!r} to give the {self.consumed} "
                 f"{'batches' if self.batched else 'indices'} of epoch {self.epoch} again that were consumed when the run "
-                f"was saved. Received: others from {type(self.sampler).__name__}. Let it draw from the global streams, "
-                "from a generator that it holds as an attribute, or from its epoch alone; or exclude 'dataloaders' from "
-                "loading to start the epoch anew."
+                f"was saved. Received: others from {type(self.sampler).__name__}. Define set_epoch(epoch) on it, which its order follows "
+                "from, or state_dict and load_state_dict for what it changes; and let it draw from the global streams or from a generator "
+                "that it holds as an attribute. Or exclude 'dataloaders' from loading to start the epoch anew."
             )
         return order
 
     def _tell_epoch(self) -> None:
-        for holder in (self.sampler, getattr(self.sampler, "sampler", None)):
-            set_epoch = getattr(holder, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(self.epoch)
-
-    def _name_opaque(self) -> None:
-        changed = self._state.opaque_changes() if not self._warned else []
-        if changed:
-            self._warned = True
-            logger.warning(
-                "The sampler of split %r (%s) changes %s, which cannot be saved: a resumed run may draw another order. "
-                "Keep numbers, lists, tensors or generators there.",
-                self.split,
-                type(self.sampler).__name__,
-                ", ".join(changed),
-            )
+        for holder in _holders(self.sampler):
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(self.epoch)
 
     @property
     def order_seed(self) -> int:
-        """Seed of the streams inside which the sampler draws this pass."""
+        """Seed of the order of this pass."""
         inner = self.sampler.sampler if type(self.sampler) in _BATCH_SAMPLERS else self.sampler
         apart = (self.rank,) if type(inner) in _OWN_ORDER else ()
-        return derive_seed(self.seed, "pass", self.split, self.epoch, *apart)
-
-    @property
-    def looks_ahead(self) -> int:
-        """How many items may be drawn at once."""
-        if type(self.sampler) in _BATCH_SAMPLERS:
-            return _AHEAD // 64 if type(self.sampler.sampler) in _KNOWN else 1
-        return _AHEAD if type(self.sampler) in _KNOWN or isinstance(self.sampler, (list, tuple, range)) else 1
+        return derive_seed(self.seed, "order", self.split, self.epoch, *apart)
 
 
-_BATCH_SAMPLERS = (BatchSampler, torchdata_samplers.BatchSampler)
-
-
-def yields_batches(sampler: Any, dataset: object) -> bool:
-    """Return whether a sampler yields lists of indices, the batches, and not single ones.
-
-    A class of the user's own is asked for its first item inside streams of its own, and put back to how it was.
-
-    Args:
-        sampler: Anything that yields indices, or lists of them.
-        dataset: What it draws from.
-    """
+def yields_batches(sampler: Any) -> bool:
+    """Return whether a sampler yields lists of indices, the batches, and not single ones. A class of the user's own is asked for one."""
     if isinstance(sampler, _BATCH_SAMPLERS):
         return True
-    if type(sampler) in _KNOWN or hasattr(sampler, "__next__"):
+    if hasattr(sampler, "__next__"):
         return False
-    state, streams = SamplerState(sampler, dataset), HOST_STREAMS.save()
-    found = state.capture()
-    try:
-        return isinstance(next(iter(sampler), None), (list, tuple))
-    finally:
-        state.restore(found)
-        HOST_STREAMS.put_back(streams)
+    return isinstance(next(iter(copy.copy(sampler)), None), (list, tuple))
+
+
+def _holders(sampler: object) -> list[Any]:
+    return [held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None]
+
+
+def _stateful(sampler: object) -> Any:
+    """Return what keeps the state of a sampler, itself or what it makes batches of; `None` where the order follows from the epoch."""
+    holders = _holders(sampler)
+    if any(callable(getattr(held, "set_epoch", None)) for held in holders):
+        return None
+    return next((held for held in holders if is_stateful(held)), None)
 
 
 class _Order:
-    """The items of one pass as the sampler gives them, drawn inside streams of their own."""
+    """The items of one pass as the sampler gives them."""
 
     def __init__(self, plan: SampledBatches) -> None:
-        self.position = 0
-        self.digest = 0
+        self.position = self.samples = self.digest = 0
         self._plan = plan
-        self._epoch = plan.epoch
-        self._streams: Any = None
-        self._iterator: Iterator[Any] | None = None
-        self._drawn: deque[Any] = deque()
-        self._seen: dict[int, int] = {}
+        self._seed, self._chunks = plan.order_seed, 0
+        self._length = plan.length
+        self._generators = Generators({"sampler": plan.sampler})
+        self._items: Iterator[Any] = self._begun()
+        if self._generators.look():  # what drawing has made is seeded too
+            self._items = self._begun()
+
+    def _begun(self) -> Iterator[Any]:
+        self._seed_all(self._seed)
+        items = iter(self._plan.sampler)
+        return items if self._length is None else chain(list(islice(items, self._length)), items)
+
+    def _seed_all(self, seed: int) -> None:
+        self._generators.seed(seed)
+        seed_host_streams(seed)
 
     def take(self, number: int) -> list[Any]:
-        """Return the next items, fewer where the pass ends."""
-        if len(self._drawn) < number:
-            self._draw(max(number - len(self._drawn), self._plan.looks_ahead))
-        items = [self._drawn.popleft() for _ in range(min(number, len(self._drawn)))]
+        """Return the next items, those of a batch; fewer where the pass ends."""
+        if self._length is not None and self.position + number <= self._length:
+            items = list(islice(self._items, number))
+        else:
+            self._seed_all(mix_seed(self._seed, self._chunks))
+            items = list(islice(self._items, number))
+        self._chunks += 1
         self.position += len(items)
         for indices in items if self._plan.batched else [items]:
+            self.samples += len(indices)
             self.digest = crc32(array("Q", [_word(index) for index in indices]).tobytes(), self.digest)
         return items
-
-    def _draw(self, number: int) -> None:
-        outside = HOST_STREAMS.save()
-        try:
-            if self._streams is None:
-                seed_host_streams(self._plan.order_seed)
-            else:
-                HOST_STREAMS.put_back(self._streams)
-            if self._iterator is None:
-                self._iterator = iter(self._plan.sampler)
-            self._drawn.extend(islice(self._iterator, number))
-            self._streams = HOST_STREAMS.save()
-        finally:
-            HOST_STREAMS.put_back(outside)
-
-    def keys(self, indices: Any) -> list[Key]:
-        """Return the keys of the next batch."""
-        return [(self._family(index), index) for index in indices]
-
-    def _family(self, index: object) -> Family:
-        number = index_number(index)
-        repetition = self._seen.get(number, 0)
-        self._seen[number] = repetition + 1
-        salt = repetition * self._plan.world_size + self._plan.rank
-        return (self._epoch, salt) if salt else self._epoch
 
 
 def _word(index: object) -> int:
     return index_number(index) & 0xFFFFFFFFFFFFFFFF
+
+
+class SampledLoader(KeyedLoader):
+    """A loader whose order is that of a sampler, and whose position and randomness come back exactly.
+
+    The sampler is not divided over ranks: that is its own business.
+
+    Args:
+        dataset: A map-style dataset, or anything that takes what the sampler yields.
+        sampler: Yields indices.
+        batch_sampler: Yields lists of indices, instead of `sampler`.
+        batch_size: Samples of a batch on this rank; `None` delivers items as they are.
+        drop_last: Leave out a last batch that is not full.
+        seed: Base seed, the same on all ranks.
+        rank: Coordinate of this process in the data domain.
+        world_size: Size of the data domain.
+        split: Name of the split.
+        settings: Further arguments of `KeyedLoader` and `StatefulDataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        *,
+        sampler: object = None,
+        batch_sampler: object = None,
+        batch_size: int | None = 1,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        split: str = "train",
+        **settings: Any,
+    ) -> None:
+        batched = batch_sampler is not None
+        self.order = SampledBatches(
+            batch_sampler if batched else sampler,
+            batched=batched,
+            batch_size=batch_size or 1,
+            drop_last=drop_last,
+            seed=seed,
+            split=split,
+            rank=rank,
+            world_size=world_size,
+        )
+        batched = batched or batch_size is not None
+        super().__init__(
+            dataset,
+            KeySampler(self.order, batched=batched),
+            batch_size=batch_size,
+            drop_last=drop_last,
+            split=split,
+            batched=batched,
+            ranks=(rank,),
+            **settings,
+        )
+
+    @property
+    def seed(self) -> int:
+        """Base seed of order and randomness."""
+        return self.order.seed
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the position is in."""
+        return self.order.epoch
+
+    @property
+    def consumed(self) -> int:
+        """Batches of the pass that are consumed on this rank."""
+        return self.order.batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a pass."""
+        self.order.set_epoch(epoch)
+
+    def advance(self, batches: int) -> None:
+        """Move the position by so many batches."""
+        self.order.advance(batches)
+        self.dataset_state.advance(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {**self.order.state_dict(), **self.held_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Go to a position. Another number of workers does not matter.
+
+        Raises:
+            ValueError: If the sampler has another length.
+        """
+        if state_dict["seed"] != self.seed:
+            # Workers that are kept hold a copy of the old seed.
+            self.close()
+        self.order.load_state_dict(state_dict)
+        self.load_held_state(state_dict)
+
+
+TAKEN = (
+    frozenset(inspect.signature(TorchDataLoader.__init__).parameters)
+    & frozenset(inspect.signature(StatefulDataLoader.__init__).parameters)
+) - {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
+"""Settings that a loader of the library takes over from one of the user's."""
+
+
+def is_plain_loader(loader: Any) -> bool:
+    """Return whether a loader is one of torch or torchdata, no subclass, that gives its batches in order."""
+    if type(loader) not in (TorchDataLoader, StatefulDataLoader):
+        return False
+    return bool(getattr(loader, "in_order", True)) or not loader.num_workers
+
+
+def taken_settings(loader: Any, *more: str) -> dict[str, Any]:
+    """Return the settings of a user's loader that one of the library is made with."""
+    settings = {name: getattr(loader, name) for name in (*TAKEN, *more) if hasattr(loader, name)}
+    unused = () if loader.num_workers else ("prefetch_factor", "timeout")
+    return {name: value for name, value in settings.items() if name not in unused}
+
+
+def keyed_twin(loader: Any, **place: Any) -> KeyedLoader | None:
+    """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
+
+    The user's own is not touched: its dataset, samplers and functions are used as they are.
+
+    Args:
+        loader: The loader.
+        place: Seed, split, rank and world size.
+
+    Returns:
+        `None` where the loader is no plain one of torch or torchdata over a map-style dataset: what a subclass does is not known.
+    """
+    if not is_plain_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    settings = taken_settings(loader)
+    if loader.collate_fn not in (default_collate, default_convert):
+        settings["collate_fn"] = loader.collate_fn
+    batched = loader.batch_sampler is not None
+    twin = SampledLoader(
+        loader.dataset,
+        **{"batch_sampler" if batched else "sampler": loader.batch_sampler if batched else loader.sampler},
+        batch_size=1 if batched else None,
+        **place,
+        **settings,
+    )
+    twin.__dict__.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    return twin

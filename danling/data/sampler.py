@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice, repeat
+from typing import Any
 
 from torch.utils.data import Sampler
 
-from .keyed import Key
+from .keyed import BatchKey
 from .order import Order, epoch_order
 from .randomness import derive_seed
 from .shares import Division
@@ -16,7 +17,7 @@ _AHEAD = 1024
 """Samples whose order is computed at a time."""
 
 
-class PositionedBatchSampler(Sampler[list[Key]]):
+class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
     """Batches of keys (epoch, index) of one rank, from any position of any epoch on.
 
     The order of an epoch is a permutation drawn from (seed, epoch), or the dataset's own order. It is cut into
@@ -63,8 +64,6 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.listed = False
-        """Whether the order is that of `torch.randperm`, as in older checkpoints; a run that began with it keeps it."""
         self.epoch = 0
         self.consumed = 0
 
@@ -146,20 +145,23 @@ class PositionedBatchSampler(Sampler[list[Key]]):
             yield from (start + offset for offset, _ in self._cut(samples))
             start += samples
 
-    def __iter__(self) -> Iterator[list[Key]]:
-        # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
-        return self._batches(self.epoch, self.consumed, self._stretches(self.consumed))
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return ([(epoch, index) for index in indices] for epoch, _, indices in self.keys())
 
-    def _batches(self, epoch: int, start: int, stretches: Iterator[int]) -> Iterator[list[Key]]:
+    def keys(self) -> Iterator[BatchKey]:
+        """Return what is to be read of each batch from the position on; padding reads the first sample of its stretch."""
+        # Arguments are bound here, so that moving the position does not disturb an iterator that is under way.
+        return self._keys(self.epoch, self._read_places(self.consumed, self._stretches(self.consumed)))
+
+    def _keys(self, epoch: int, places: Iterator[tuple[int, int]]) -> Iterator[BatchKey]:
         order = self.order(epoch)
-        places = self._places(start, stretches)
         # Several batches at a time, since computing the order of one takes nearly as long.
         while ahead := list(islice(places, max(_AHEAD // self.batch_size, 1))):
-            for indices in order.parts(ahead):
-                yield list(zip(repeat(epoch), indices, strict=False))
+            for (position, _), indices in zip(ahead, order.parts(ahead), strict=True):
+                yield BatchKey(epoch, position, indices)
 
-    def _places(self, start: int, stretches: Iterator[int]) -> Iterator[tuple[int, int]]:
-        """Return the first position and the size of each batch of this rank; padding reads the first sample of its stretch."""
+    def _read_places(self, start: int, stretches: Iterator[int]) -> Iterator[tuple[int, int]]:
+        """Return the first position and the size of what is read of each batch of this rank."""
         full, whole = self.division.samples, self._cut(self.division.samples)
         for samples in stretches:
             for offset, size in whole if samples == full else self._cut(samples):
@@ -175,7 +177,7 @@ class PositionedBatchSampler(Sampler[list[Key]]):
     def order(self, epoch: int) -> Order:
         """Return the indices of an epoch in the order in which the ranks together read them."""
         seed = derive_seed(self.seed, "order", epoch) if self.shuffle else None
-        return epoch_order(self.length, seed, listed=self.listed)
+        return epoch_order(self.length, seed)
 
     def _tail(self, consumed: int) -> int:
         """Return the number of samples of the ragged stretch that ends a pass from a position on."""
@@ -190,14 +192,21 @@ class PositionedBatchSampler(Sampler[list[Key]]):
         return [(size, total) for (_, size), total in zip(self._cut(samples), totals, strict=False)]
 
 
-class KeySampler(Sampler[Key]):
-    """The keys of a sampler of batches of size 1, for a loader that does not collate."""
+class KeySampler(Sampler[BatchKey]):
+    """The keys of an order of batches, for a loader.
 
-    def __init__(self, batches: Sampler[list[Key]]) -> None:
-        self.batches = batches
+    Args:
+        order: Has the method `keys`.
+        batched: Batches are made; else an order of batches of size 1 gives keys of single samples.
+    """
+
+    def __init__(self, order: Any, *, batched: bool) -> None:
+        self.order = order
+        self.batched = batched
 
     def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
+        return len(self.order)
 
-    def __iter__(self) -> Iterator[Key]:
-        return (keys[0] for keys in self.batches)
+    def __iter__(self) -> Iterator[BatchKey]:
+        keys: Iterator[BatchKey] = self.order.keys()
+        return keys if self.batched else (key._replace(indices=key.indices[0]) for key in keys)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-from .cursors import Batch, Cursor, PositionCursor
-from .live_cursors import CountedCursor, StatefulCursor
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from .cursors import Batch, CountedCursor, Cursor, PositionCursor, SampledCursor, StatefulCursor
+from .dataset_state import get_states, is_stateful, set_states, stateful_parts
 from .loader import DataLoader
-from .sampled_cursor import SampledCursor
-from .sampled_loader import SampledLoader, can_be_keyed, keyed_twin
-from .stream_loader import is_stream, stream_twin
-from .user_loader import describe, describe_dataset
+from .sampled import SampledLoader, keyed_twin
+from .stream_loader import stream_twin
 from .windows import ReaderPlace, WindowCursor, WindowLoader
 
 logger = logging.getLogger("danling")
+
+_VALUES = 64
+"""How many values of a tensor or a list are looked at."""
 
 
 class BatchSource:
@@ -65,13 +73,14 @@ class BatchSource:
             )
         self.loader = loader
         self.split = split
-        read = loader
         if place is not None and isinstance(loader, WindowLoader):
             loader.take_place(place)
-        if seed is not None and can_be_keyed(loader):
-            read = keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
-        elif seed is not None and is_stream(loader):
-            read = stream_twin(loader, split=split, seed=seed, rank=rank)
+        read = loader
+        if seed is not None:
+            twin: Any = keyed_twin(loader, split=split, seed=seed, rank=rank, world_size=world_size)
+            if twin is None:
+                twin = stream_twin(loader, split=split, seed=seed, rank=rank)
+            read = loader if twin is None else twin
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
             logger.warning(
                 "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them "
@@ -86,8 +95,8 @@ class BatchSource:
         Args:
             batch: The first one of a pass.
         """
-        held = describe_dataset(self.loader)
-        return describe(batch.data) if held is None else held
+        held = _describe_dataset(self.loader)
+        return _describe(batch.data) if held is None else held
 
     @property
     def kind(self) -> str:
@@ -167,6 +176,31 @@ class BatchSource:
         """Return how far the loader and those who fill it are; empty where nobody does. May be called on one rank."""
         return self._cursor.standing()
 
+    @property
+    def can_restart(self) -> bool:
+        """Whether a pass can be begun, left and begun anew with the same batches.
+
+        An iterator, and a loader over one, give each batch once; and a loader with a state of its own that torch does not know keeps its
+        place.
+        """
+        if self.kind == "stateful" and not isinstance(self.loader, TorchDataLoader):
+            return False
+        return not any(hasattr(part, "__next__") for part in (self.loader, getattr(self.loader, "dataset", None)))
+
+    @contextmanager
+    def peek(self) -> Iterator[None]:
+        """Put the states that the dataset and the samplers of the loader declare by `state_dict` back on exit, also after an error."""
+        parts = stateful_parts(getattr(self.loader, "dataset", None))
+        order = self.loader.order if isinstance(self.loader, SampledLoader) else self.loader
+        for name in ("sampler", "batch_sampler"):
+            if is_stateful(held := getattr(order, name, None)):
+                parts[name] = held
+        states = get_states(parts)
+        try:
+            yield
+        finally:
+            set_states(parts, states)
+
     def finish_pass(self) -> None:
         """Go to the beginning of the next pass."""
         self._cursor.finish_pass()
@@ -216,3 +250,75 @@ def _choose_cursor(loader: Any) -> type[Cursor]:
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return StatefulCursor
     return CountedCursor
+
+
+def _describe_dataset(loader: object) -> object:
+    """Return what a dataset holds, as far as it can be told without reading it, where the loader reads all of it; else `None`.
+
+    Reading a sample would open files in this process that only workers are to open.
+    """
+    if not isinstance(loader, TorchDataLoader) or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        return None
+    return _describe(loader.dataset, depth=4)
+
+
+def _describe(value: Any, depth: int = 4) -> object:
+    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another.
+
+    Args:
+        value: A batch, or what a dataset holds.
+        depth: How deep to look.
+    """
+    if isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "ravel")):
+        return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
+    if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
+        return repr(value)
+    if depth == 0:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return [(repr(name), _describe(item, depth - 1)) for name, item in islice(value.items(), _VALUES)]
+    if isinstance(value, (list, tuple)):
+        return len(value), [_describe(item, depth - 1) for item in value[:_VALUES]]
+    return type(value).__name__, _describe(getattr(value, "__dict__", {}), depth - 1)
+
+
+class Placeholder:
+    """Takes the place of the data of a batch."""
+
+    def __repr__(self) -> str:
+        return "PLACEHOLDER"
+
+
+PLACEHOLDER = Placeholder()
+"""The data of a batch that this rank does not read."""
+
+
+class ProxySource(BatchSource):
+    """A source for a rank that reads no data: it yields placeholders, and its position follows that of the ranks that read.
+
+    For a loader of the library, or of windows, the number of batches is known. The end of a user's loader is known only to the ranks that
+    read it, so the proxy never ends by itself: the ranks have to agree on the end.
+    """
+
+    reads = False
+
+    @property
+    def even(self) -> bool:
+        """Whether the number of batches is known here."""
+        return self._cursor.foreseen and self._cursor.even
+
+    def batches(self) -> Iterator[Batch]:
+        """Return placeholders from the position on."""
+        return self._cursor.unread(PLACEHOLDER)
+
+    def commit(self, batches: Sequence[Batch]) -> None:
+        """Move the position as the ranks do that read."""
+        self._cursor.commit(len(batches))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; the state of the loader itself is for the ranks that read it."""
+        if self._cursor.foreseen:
+            super().load_state_dict(state)
+            return
+        self._cursor.set_epoch(int(state["epoch"]))
+        self._cursor.commit(int(state["consumed"]))

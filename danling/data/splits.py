@@ -13,9 +13,8 @@ from danling.utils.suggest import did_you_mean, nearest
 from .batching import AUTO, divide_updates, merge_settings
 from .datamodule import LoaderSettings
 from .loader import DataLoader
-from .proxy import ProxySource
 from .shares import Division
-from .source import BatchSource
+from .source import BatchSource, ProxySource
 from .windows import ReaderPlace
 
 DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]

@@ -1,38 +1,197 @@
-"""The loader that the library reads iterable datasets with."""
+"""Reads iterable datasets with all randomness keyed by (seed, split, pass, worker, batch)."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils.collate import default_collate, default_convert
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .collation import collate
-from .keyed_stream import KeyedStream, generator_origins
-from .plain_state import check_savable, is_stateful
-from .replayed import Replayed, forgets_its_buffer
-from .sampled_loader import TAKEN, is_plain_loader
-from .sampler_state import SamplerState
-from .workers import WorkerInit, end_with_process, quiet_torchdata
+from .dataset_state import check_savable, from_plain, is_stateful, to_plain
+from .generators import Generators
+from .keyed import draws_nothing
+from .randomness import derive_seed, mix_seed, seed_host_streams
+from .sampled import is_plain_loader, taken_settings
+from .workers import WorkerInit, WorkersView, end_with_process, quiet_torchdata
 
 logger = logging.getLogger("danling")
+
+
+class KeyedStream(WorkersView, IterableDataset[Any]):
+    """An iterable dataset before each of whose batches all randomness is seeded.
+
+    torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, epoch,
+    rank * workers + worker, number of the batch). What the method `__iter__` itself draws, unless it is a generator function, is
+    seeded like the order of a sampler: alike on all ranks.
+
+    Args:
+        dataset: The dataset.
+        seed: Base seed.
+        split: Name of the split.
+        epoch: The pass.
+        every: Items between two seedings.
+        rank: Coordinate of this process in the data domain.
+        collate_fn: The user's, or `None`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        *,
+        split: str,
+        epoch: int,
+        every: int,
+        rank: int = 0,
+        collate_fn: object = None,
+    ) -> None:
+        self.dataset = dataset
+        self.seed, self.split, self.epoch, self.rank = seed, split, epoch, rank
+        self.every = every
+        self.collate_fn = collate_fn
+
+    def __iter__(self) -> StreamIterator:
+        return StreamIterator(self)
+
+
+class StreamIterator:
+    """Iterates over a `KeyedStream`; its state is that of the dataset or its iterator, or the number of items."""
+
+    def __init__(self, stream: KeyedStream) -> None:
+        self.stream = stream
+        info = get_worker_info()
+        self._worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        self._base = derive_seed(stream.seed, "read", stream.split, stream.epoch, stream.rank * workers + self._worker)
+        # A stream of `datasets` never forgets the state that it was told: a later pass would begin there.
+        self._dataset = _apart(stream.dataset) if _of_datasets(stream.dataset) else stream.dataset
+        self._draws = stream.collate_fn is not None or not draws_nothing(stream.dataset)
+        self._generators = Generators({"dataset": self._dataset, "collate_fn": stream.collate_fn})
+        self._iterator: Iterator[Any] | None = None
+        self._items = 0
+        self._over = False
+
+    def __iter__(self) -> StreamIterator:
+        return self
+
+    def __next__(self) -> object:
+        """Return the next item."""
+        if self._over:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._begin()
+        if self._draws and self._items % self.stream.every == 0:
+            if self._items == self.stream.every:
+                self._generators.look()  # for what the first batch has made
+            self._seed(mix_seed(self._base, self._items // self.stream.every))
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._over = True
+            raise
+        self._items += 1
+        return item
+
+    def _begin(self) -> Iterator[Any]:
+        stream = self.stream
+        self._seed(derive_seed(stream.seed, "order", stream.split, stream.epoch))
+        return iter(self._dataset)
+
+    def _seed(self, seed: int) -> None:
+        self._generators.seed(seed)
+        seed_host_streams(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of items, and the state of the dataset or its iterator where they have one."""
+        dataset, iterator = self._dataset, self._iterator
+        held = iterator is not dataset and is_stateful(dataset)
+        return {
+            "items": self._items,
+            "over": self._over,
+            "epoch": self.stream.epoch,
+            "dataset": to_plain(dataset.state_dict()) if held else None,
+            "iterator": to_plain(iterator.state_dict()) if is_stateful(iterator) else None,  # type: ignore[union-attr]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved place; without a state of the dataset's, what was read is read again and dropped."""
+        why = _why_again(self.stream.dataset)
+        dataset, iterator = (None, None) if why else (state["dataset"], state["iterator"])
+        if dataset is not None:
+            self._dataset.load_state_dict(from_plain(dataset))
+        if state["over"] or state["epoch"] != self.stream.epoch:
+            # A dataset may be at its beginning again by then, and torchdata's workers ask once more.
+            self._over = bool(state["over"] or state["items"])
+        elif dataset is None and iterator is None:
+            self._read_again(
+                state["items"], why or "Give it, or the iterator that it returns, state_dict and load_state_dict."
+            )
+        elif state["items"] or iterator is not None:
+            self._iterator = self._begin()
+            if iterator is not None:
+                self._iterator.load_state_dict(from_plain(iterator))  # type: ignore[attr-defined]
+            self._items = state["items"]
+            self._seed(mix_seed(self._base, self._items // self.stream.every))
+
+    def _read_again(self, items: int, why: str) -> None:
+        if items and self.stream.rank == 0 and self._worker == 0:
+            logger.warning(
+                "The dataset of split %r (%s) cannot be positioned: its first %d items of epoch %d are read again and dropped. %s",
+                self.stream.split,
+                type(self.stream.dataset).__name__,
+                items,
+                self.stream.epoch,
+                why,
+            )
+        for _ in range(items):
+            next(self)
+
+
+def _of_datasets(dataset: object) -> bool:
+    return type(dataset).__module__.startswith("datasets.")
+
+
+def _apart(dataset: Any) -> Any:
+    # `copy.copy` would share the attributes, see its `__setstate__`.
+    twin = object.__new__(type(dataset))
+    vars(twin).update(vars(dataset))
+    return twin
+
+
+def _why_again(dataset: object) -> str | None:
+    """Return why the state of a stream of `datasets` is not enough to go on from, `None` where it is."""
+    waiting = [getattr(dataset, "_ex_iterable", None)] if _of_datasets(dataset) else []
+    makes_groups = False
+    while waiting:
+        part = waiting.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return "Its state leaves out what its shuffle buffer holds."
+        makes_groups |= bool(getattr(part, "batched", False))
+        inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+        waiting += [found for found in inner if found is not None]
+    if makes_groups and not draws_nothing(dataset):
+        return (
+            "It makes rows in groups (batched=True), of which a part cannot be made again alone if random numbers are drawn for them. Set "
+            "draws_random = False on it if none are."
+        )
+    return None
 
 
 class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     """A `StatefulDataLoader` over an iterable dataset, with its randomness keyed; see `KeyedStream`.
 
-    Workers are made anew for each pass, so that what a pass is does not depend on what they read before. In this process
-    the attributes that the dataset changes are carried from pass to pass, as those of a sampler are.
+    Workers are made anew for each pass, so that what a pass is does not depend on what they read before.
 
     Args:
         dataset: An iterable dataset.
         seed: Base seed, the same on all ranks.
         rank: Coordinate of this process in the data domain.
         split: Name of the split.
+        keyed: What reading is seeded by, `"batch"` or `"sample"`.
         settings: Further arguments of `StatefulDataLoader`; `persistent_workers` has no effect.
 
     Raises:
@@ -42,11 +201,18 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     next_iter_state: dict[str, Any] | None
     """The loaded state, until an iterator is made from it."""
 
-    def __init__(self, dataset: object, *, seed: int = 0, rank: int = 0, split: str = "train", **settings: Any) -> None:
-        self.split, self.seed, self.rank = split, seed, rank
+    def __init__(
+        self,
+        dataset: object,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        split: str = "train",
+        keyed: str = "batch",
+        **settings: Any,
+    ) -> None:
+        self.split, self.seed, self.rank, self.keyed = split, seed, rank, keyed
         self.epoch = 0
-        if forgets_its_buffer(dataset):
-            dataset = Replayed(dataset)
         if is_stateful(dataset):
             check_savable(dataset, split)
         if settings.pop("persistent_workers", False) and settings.get("num_workers") and rank == 0:
@@ -57,14 +223,6 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
         self._collate = None if collate_fn in (default_collate, default_convert) else collate_fn
         if collate_fn in (None, default_collate) and settings.get("batch_size", 1) is not None:
             settings["collate_fn"] = collate
-        self.origins = generator_origins(dataset, self._collate)
-        # A pass of `datasets` is a function of seed and epoch: what moves inside of it is made anew by the next one.
-        held = () if isinstance(dataset, Replayed) else dataset
-        self._state = None if is_stateful(dataset) else SamplerState(held, None)
-        self._found: tuple[int, Mapping[str, Any]] | None = None
-        self._resumed: Mapping[str, Any] | None = None
-        """What the dataset was like when the run was saved, until the pass goes on from there."""
-        self._warned = False
         settings["worker_init_fn"] = WorkerInit(settings.get("worker_init_fn"))
         with quiet_torchdata():
             super().__init__(dataset, **settings)
@@ -74,90 +232,43 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     @property
     def is_read_again(self) -> bool:
         """Whether a resumed pass is read from its beginning up to the position, since the dataset keeps no place itself."""
-        return self._state is not None
+        return not is_stateful(self.dataset) or _why_again(self.dataset) is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Prepare a pass: put the dataset back to how the pass found it, or note how it does."""
+        """Prepare a pass."""
         self.epoch = epoch
-        if self._state is None:
-            return
-        if self._found is not None and self._found[0] == epoch:
-            self._state.restore(self._found[1])
-            return
-        self._found, self._resumed = (epoch, self._state.capture()), None
-        changed = self._state.opaque_changes()
-        if changed and not self._warned:
-            self._warned = True
-            logger.warning(
-                "The dataset of split %r (%s) changes %s, which cannot be saved: a resumed run may read something else. "
-                "Keep numbers, lists, tensors or generators there, or give it state_dict and load_state_dict.",
-                self.split,
-                type(self.dataset).__name__,
-                ", ".join(changed),
-            )
-
-    def carried(self) -> dict[str, object]:
-        """Return what a resumed run needs besides the place in the pass."""
-        state: dict[str, Any] = {"origins": dict(self.origins)}
-        if self._state is not None:
-            current = self._state.capture()
-            epoch, found = self._found or (self.epoch, current)
-            state.update(epoch=epoch, found=found, current=current)
-        return state
-
-    def carry(self, state: Mapping[str, Any]) -> None:
-        """Take over what `carried` returned."""
-        self.origins = dict(state.get("origins", self.origins))
-        if self._state is not None and "found" in state:
-            self._found = int(state["epoch"]), state["found"]
-            self._resumed = state["current"]
-            self._state.restore(self._resumed)
 
     def _get_iterator(self) -> object:
-        # The iterator sees the keyed view, whoever looks at `loader.dataset` sees the user's own dataset.
+        # The iterator sees the keyed view; `loader.dataset` is the user's own dataset.
         view = copy.copy(self)
         view.__dict__["dataset"] = KeyedStream(
             self.dataset,
             self.seed,
             split=self.split,
             epoch=self.epoch,
-            every=self.batch_size or 1,
+            every=1 if self.keyed == "sample" else self.batch_size or 1,
+            rank=self.rank,
             collate_fn=self._collate,
-            origins=self.origins,
-            speaks=self.rank == 0,
         )
-        resumes = self.next_iter_state is not None
         iterator = super(StreamLoader, view)._get_iterator()
         self.next_iter_state = None
-        if resumes:
-            self._go_on_as_saved()
         return iterator
 
-    def _go_on_as_saved(self) -> None:
-        # The pass was found again from how it began. Where it was read to its end, or its iterator has a state, nothing
-        # was read again that would have changed the dataset as the pass did.
-        resumed, self._resumed = self._resumed, None
-        if self._state is not None and resumed is not None:
-            self._state.restore(resumed)
 
-
-def is_stream(loader: object) -> bool:
-    """Return whether a loader of the user's is one of torch or torchdata over an iterable dataset, as it was made."""
-    dataset = getattr(loader, "dataset", None)
-    return is_plain_loader(loader) and isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
-
-
-def stream_twin(loader: Any, *, split: str, seed: int, rank: int = 0) -> StreamLoader:
+def stream_twin(loader: Any, *, split: str, seed: int, rank: int = 0) -> StreamLoader | None:
     """Return a loader that reads what a loader of the user's does, with randomness keyed. The user's own is not touched.
 
     Args:
-        loader: For which `is_stream` holds.
+        loader: The loader.
         split: Name of the split.
         seed: Base seed, the same on all ranks.
         rank: Coordinate of this process in the data domain.
+
+    Returns:
+        `None` where the loader is no plain one of torch or torchdata over an iterable dataset.
     """
-    names = {*TAKEN, "batch_size", "drop_last", "collate_fn", "snapshot_every_n_steps"}
-    settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    if not loader.num_workers:
-        settings = {name: value for name, value in settings.items() if name not in ("prefetch_factor", "timeout")}
-    return StreamLoader(loader.dataset, split=split, seed=seed, rank=rank, **settings)
+    dataset = getattr(loader, "dataset", None)
+    if not is_plain_loader(loader) or not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe):
+        return None
+    settings = taken_settings(loader, "batch_size", "drop_last", "collate_fn", "snapshot_every_n_steps")
+    return StreamLoader(dataset, split=split, seed=seed, rank=rank, **settings)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import default_collate
 
-from danling.data import Batch, Division, ReaderPlace, derive_seed, preserved_random_state
+from danling.data import Batch, Division, ReaderPlace, derive_seed
+from danling.data.randomness import seed_host_streams
 
 from .protocols import FeatureStore, RefChannel
 from .refs import SampleRef
@@ -305,9 +305,8 @@ class StreamLoader:
     def _collated(self, part: Part, samples: list[Sample]) -> Any:
         if self.collate_fn is None:
             return default_collate([dict(sample) for sample in samples])
-        seed = derive_seed(self._place.seed, "batch", self._place.split, self.epoch, part.start)
-        with preserved_random_state(torch.device("cpu"), seed=seed):
-            return self.collate_fn(samples)
+        seed_host_streams(derive_seed(self._place.seed, "read", self._place.split, self.epoch, part.start))
+        return self.collate_fn(samples)
 
     def _pooled(self) -> ThreadPoolExecutor:
         if self._pool is None:

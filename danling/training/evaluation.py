@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danling.data import PLACEHOLDER, Batch, BatchSource, can_glance, glanced
+from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import all_arrive
 from danling.metrics import Meters, MetricSet, as_number
 from danling.utils.names import canonical_name
@@ -236,9 +236,9 @@ def try_one_batch(
     Returns:
         `None` where batches are given once, and none was read, or the model cannot be run forward only, which is said.
     """
-    if not can_glance(source):
+    if not source.can_restart:
         return None
-    with glanced(source.loader), preserved_tensors(written):
+    with source.peek(), preserved_tensors(written):
         try:
             sums = evaluate(source if source.kind == "position" else reopen(source.loader))
         except EvaluationUnsupported as error:

@@ -15,8 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.data import BatchSource, build_dataloader
-from danling.data.dataset_state import DatasetState
-from danling.data.plain_state import from_plain, to_plain
+from danling.data.dataset_state import DatasetState, from_plain, to_plain
 
 
 class Counting(Dataset[Tensor]):

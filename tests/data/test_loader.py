@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.datasets import Augmented, BatchAugmented, drain, host_state, ids
+from support.datasets import Augmented, BatchAugmented, drain, ids
 from support.warm import interpreter
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from danling.data import BatchSource, DataLoader, derive_seed, preserved_random_state
-from danling.data.order import LISTED_UP_TO, KeyedPermutation
+from danling.data import BatchSource, DataLoader, derive_seed, seed_streams
+from danling.data.order import KeyedPermutation
 
 LENGTH = 23
 
@@ -124,13 +124,13 @@ def test_prefetched_batches_do_not_count() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_then_one_then_three_ranks(workers: int) -> None:
     """The global order of samples stays, none is lost or repeated, and each looks the same."""
-    straight = passes(source_of(make(batch_size=2)), 1)
+    straight = passes(source_of(make(batch_size=2, keyed="sample")), 1)
     rows = {int(row[0]): row for batch in straight for row in batch}
     seen: list[Tensor] = []
     state: dict[str, Any] | None = None
     for world, batch_size, updates in ((2, 3, 2), (1, 2, 1), (3, 2, 9)):
         sources = [
-            source_of(make(workers, batch_size=batch_size, rank=rank, world_size=world), rank, world)
+            source_of(make(workers, batch_size=batch_size, rank=rank, world_size=world, keyed="sample"), rank, world)
             for rank in range(world)
         ]
         for source in sources:
@@ -151,35 +151,6 @@ def test_two_then_one_then_three_ranks(workers: int) -> None:
     assert all(torch.equal(row, rows[int(row[0])]) for row in seen)
 
 
-def test_reading_leaves_training_streams_alone() -> None:
-    def noisy(samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples) + torch.rand(())
-
-    for settings in (
-        {},
-        {"collate_fn": noisy},
-        {"workers": 2},
-        {"dataset": BatchAugmented(LENGTH)},
-        {"batch_size": None},
-    ):
-        before = host_state()
-        for _ in make(**settings):
-            assert host_state() == before
-        assert host_state() == before
-
-
-def test_streams_are_put_back_after_an_error() -> None:
-    class Broken(Augmented):
-        def __getitem__(self, index: int) -> Tensor:
-            torch.rand(3)
-            raise KeyError(index)
-
-    before = host_state()
-    with pytest.raises(KeyError):
-        next(iter(make(dataset=Broken(4))))
-    assert host_state() == before
-
-
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(LENGTH)), BatchAugmented(LENGTH)])
 def test_collate_function_that_draws_is_the_same_with_workers(dataset: Any) -> None:
     def mixed(samples: list[Any]) -> Tensor:
@@ -187,8 +158,8 @@ def test_collate_function_that_draws_is_the_same_with_workers(dataset: Any) -> N
         return torch.stack(rows) + torch.rand(())
 
     here = list(make(dataset=dataset, collate_fn=mixed))
-    with preserved_random_state(seed=1):
-        there = list(make(2, dataset=dataset, collate_fn=mixed))
+    seed_streams(1)
+    there = list(make(2, dataset=dataset, collate_fn=mixed))
     assert same(here, there)
 
 
@@ -427,19 +398,3 @@ def test_a_long_dataset_is_read_in_an_order_that_is_not_written_down() -> None:
 
 def make_long(length: int, **settings: Any) -> DataLoader:
     return DataLoader(Numbers(length), **{"batch_size": 4, "shuffle": True, "seed": 7, "pad": True, **settings})
-
-
-def test_a_run_that_began_with_a_listed_order_ends_with_it() -> None:
-    length = LISTED_UP_TO + 40
-    fresh = make_long(length)
-    older = {key: value for key, value in fresh.state_dict().items() if key != "order"}
-    resumed = make_long(length)
-    resumed.load_state_dict({**older, "consumed": length - 8})
-    listed = torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(7, "order", 0))).tolist()
-    assert [int(index) for batch in resumed for index in batch] == listed[-8:]
-    again = make_long(length)
-    again.load_state_dict(resumed.state_dict())
-    again.set_epoch(1)
-    listed = torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(7, "order", 1))).tolist()
-    assert next(iter(again)).tolist() == listed[:4]
-    assert next(iter(fresh)).tolist() != listed[:4]

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import danling as dl
 from danling.data import BatchSource, Mixture, build_dataloader
-from danling.data.proportions import LARGEST_PERIOD, Turns, proportions_of
+from danling.data.mixture import LARGEST_PERIOD, Turns, proportions_of
 
 WEIGHTS = {"web": 0.7, "code": 0.2, "maths": 0.1}
 SIZES = {"web": 40, "code": 7, "maths": 3}
@@ -212,13 +212,13 @@ def test_a_run_goes_on_at_every_position(workers: int) -> None:
 
 
 def test_an_epoch_goes_on_with_another_number_of_ranks() -> None:
-    whole = epochs(source_of(make_mixture(), batch_size=2), 1)
-    first = source_of(make_mixture(), batch_size=2)
+    whole = epochs(source_of(make_mixture(), batch_size=2, keyed="sample"), 1)
+    first = source_of(make_mixture(), batch_size=2, keyed="sample")
     taken = drain(first, 6)
     state = first.state_dict()
     ranks = []
     for rank in range(2):
-        source = source_of(make_mixture(), rank, 2, batch_size=1)
+        source = source_of(make_mixture(), rank, 2, batch_size=1, keyed="sample")
         source.load_state_dict(state)
         ranks.append(drain(source))
     taken += [torch.cat(pair) for pair in zip(*ranks, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from support.datasets import stateful_loader
 from torch.utils.data import RandomSampler
 
-from danling.data.live_cursors import StatefulCursor
+from danling.data.cursors import StatefulCursor
 
 
 def cursor() -> StatefulCursor:

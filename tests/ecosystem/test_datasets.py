@@ -20,8 +20,7 @@ from support.seen import Seeing, seen
 from torch import nn
 from torch.utils.data import DataLoader
 
-from danling.data.keyed_stream import KeyedStream
-from danling.data.replayed import Replayed
+from danling.data.stream_loader import KeyedStream
 
 datasets = pytest.importorskip("datasets")
 
@@ -53,6 +52,11 @@ def in_tens(data: Any, function: Callable[[Any], Any]) -> Any:
     return data.map(function, batched=True, batch_size=10)
 
 
+def draws_nothing(data: Any) -> Any:
+    data.draws_random = False
+    return data
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "map": plain,
     "stream": lambda: stream().map(noisy),
@@ -63,6 +67,7 @@ KINDS: dict[str, Callable[[], Any]] = {
         stream().map(noisy).filter(lambda rows: [True] * len(rows["input"]), batched=True, batch_size=10)
     ),
     "groups": lambda: in_tens(stream(), dict),
+    "groups without draws": lambda: draws_nothing(in_tens(stream(), dict)),
 }
 
 
@@ -99,21 +104,19 @@ def test_samples_are_those_of_the_uninterrupted_run(
     for stop in (7, 17) if "groups" in kind else (5, 12, 17):
         root = tmp_path / str(stop)
         assert [*read_by_run(root, kind, workers, 2, stop), *read_by_run(root, kind, workers, 2)] == whole
-    said = [record.getMessage() for record in caplog.records]
-    assert not any("cannot be saved" in message for message in said)
     if workers:
         return  # which say it in their own processes
+    said = [record.getMessage() for record in caplog.records]
     read_again = {message.rpartition("dropped. ")[2] for message in said if "read again" in message}
-    drawn = {message for message in read_again if "Draw in the collate_fn" in message}
-    assert len(read_again) == (kind not in ("map", "stream", "groups")) and (drawn == read_again or kind == "buffer")
-
-
-def late(rows: dict[str, Any]) -> dict[str, Any]:
-    return jitter(rows) if rows["input"][0] >= 20 else rows
+    groups = {message for message in read_again if "Set draws_random = False on it" in message}
+    assert len(read_again) == (kind not in ("map", "stream", "groups without draws"))
+    assert groups == read_again or kind == "buffer"
 
 
 def test_a_pass_is_gone_back_in_again_and_again_over_one_dataset() -> None:
-    keyed = KeyedStream(in_tens(stream(), late), 1, split="train", epoch=0, every=4)
+    data = in_tens(stream(), dict)
+    data.draws_random = False
+    keyed = KeyedStream(data, 1, split="train", epoch=0, every=4)
 
     def values(iterator: Any, number: int) -> list[float]:
         return [float(row["input"]) for row in islice(iterator, number)]
@@ -123,59 +126,10 @@ def test_a_pass_is_gone_back_in_again_and_again_over_one_dataset() -> None:
     for position in range(0, NUMBER, 4):
         states[position] = reading.state_dict()
         whole += values(reading, 4)
-    assert [states[position]["dataset"] is None for position in (8, 36)] == [False, True]  # nothing was drawn before 20
     for position in (8, 36, 16, 28):
         again = iter(keyed)
         again.load_state_dict(states[position])
         assert values(again, 8) == whole[position : position + 8]
-
-
-def test_a_state_of_a_version_that_took_that_of_the_buffer_is_gone_on_from() -> None:
-    def keyed(data: Any) -> Any:
-        return iter(KeyedStream(data, 1, split="train", epoch=0, every=4))
-
-    reading = keyed(KINDS["buffer"]())
-    whole = [float(row["input"]) for row in islice(reading, 12)]
-    state = reading.state_dict()
-    assert state["dataset"] is not None
-    whole += [float(row["input"]) for row in reading]
-    for stop in (0, 4):
-        again = keyed(Replayed(KINDS["buffer"]()))
-        again.load_state_dict(state)
-        assert [float(row["input"]) for row in islice(again, stop)] == whole[12 : 12 + stop]
-        state = again.state_dict()
-        assert state["items"] == 12 + stop
-    again = keyed(Replayed(KINDS["buffer"]()))
-    again.load_state_dict(state)
-    assert [float(row["input"]) for row in again] == whole[16:]
-
-
-def test_a_state_of_a_version_that_did_not_watch_for_draws_in_groups_is_gone_on_from_exactly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def keyed() -> Any:
-        return iter(KeyedStream(KINDS["groups that draw"](), 1, split="train", epoch=0, every=4))
-
-    def values(iterator: Any, number: int) -> list[float]:
-        return [float(row["input"]) for row in islice(iterator, number)]
-
-    whole = values(keyed(), NUMBER)
-    with monkeypatch.context() as earlier:
-        earlier.setattr("danling.data.keyed_stream.draws_of_groups", lambda dataset: None)
-        reading = keyed()
-        assert values(reading, 16) == whole[:16]
-        state = reading.state_dict()
-    assert set(state) == {"items", "over", "epoch", "dataset", "iterator"} and state["dataset"] is not None
-    again = keyed()
-    again.load_state_dict(state)
-    assert values(again, 8) == whole[16:24]
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "its first 16 items of epoch 0 are read again" in said and "is of an earlier version" in said
-    caplog.clear()
-    later = keyed()
-    later.load_state_dict(again.state_dict())
-    assert values(later, NUMBER) == whole[24:]
-    assert [("earlier version" in record.getMessage()) for record in caplog.records] == [False]
 
 
 @pytest.mark.parametrize("kind", ["buffer", "groups that draw"])

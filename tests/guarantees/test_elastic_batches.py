@@ -140,15 +140,17 @@ def test_two_one_three_four_processes_with_kills(cut: dict[str, Any], tmp_path: 
 
 def test_batches_of_ranks_go_on_while_their_product_is_the_same(tmp_path: Path) -> None:
     """Two processes of six samples, one of twelve, three of two in two micro-batches: one directory, the same updates."""
-    (whole,) = run_processes(train, settings(tmp_path / "whole", {"batch_size": 12}), world_size=1)
+    (whole,) = run_processes(train, settings(tmp_path / "whole", {"batch_size": 12, "keyed": "sample"}), world_size=1)
     expected = updates_at(tmp_path / "whole", 1)
     begun = 0
     for world_size, batch_size, accum_steps, steps in ((2, 6, 1, 3), (1, 12, 1, 7), (3, 2, 2, 14)):
-        config = settings(tmp_path / "parts", {"batch_size": batch_size}, accum_steps=accum_steps, steps=steps)
+        config = settings(
+            tmp_path / "parts", {"batch_size": batch_size, "keyed": "sample"}, accum_steps=accum_steps, steps=steps
+        )
         ended = run_processes(train, {**config, "scheduler": {"type": "constant"}}, world_size=world_size)
         assert updates_at(tmp_path / "parts", world_size) == {step: expected[step] for step in range(begun, steps)}
         begun = steps
-    constant = {**settings(tmp_path / "flat", {"batch_size": 12}), "scheduler": {"type": "constant"}}
+    constant = {**settings(tmp_path / "flat", {"batch_size": 12, "keyed": "sample"}), "scheduler": {"type": "constant"}}
     (whole,) = run_processes(train, constant, world_size=1)
     assert (ended[0]["weights"] - whole["weights"]).abs().max().item() < TOLERANCE
     assert len(list((tmp_path / "parts").rglob("latest.pth"))) == 1

@@ -99,7 +99,7 @@ class Counts(Rows):
 
 
 class Shuffles:
-    """A sampler without `__len__` that shuffles its list in place by Python's global stream."""
+    """A sampler without `__len__` that shuffles its list in place by Python's global stream, and has a state therefore."""
 
     def __init__(self) -> None:
         self.order = list(range(LENGTH))
@@ -108,9 +108,15 @@ class Shuffles:
         random.shuffle(self.order)
         return iter(self.order)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
 
-class Permutes(Shuffles):
-    """The same with a length, by NumPy's global stream or a generator."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+
+
+class Permutes:
+    """A sampler with a length, by NumPy's global stream or a generator."""
 
     def __init__(self, rng: Any = numpy.random) -> None:
         self.rng = None if rng is numpy.random else rng
