@@ -58,8 +58,6 @@ def test_seeding_drops_a_deviate_that_is_held_back() -> None:
     assert (numpy.random.randn(), random.gauss(0, 1)) == first
 
 
-
-
 def test_seeding_works_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danling.data.randomness._numpy", [None])
     seed_streams(1)
