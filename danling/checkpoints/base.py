@@ -74,6 +74,9 @@ class CheckpointManager(ABC):
         """Copies what is saved to another place in the background; on all ranks or on none."""
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
+        self.planned_history: Callable[[], int] = int
+        """Returns how many checkpoints with a history name the whole run will make; 0 where that is not known."""
+        self._said_need = False
         self.after_save: Callable[[Mapping[str, Any]], None] = _unheard
         """Called on rank 0 with the payload of a full state that lies on the disk, maybe in the background; it must not communicate."""
 
@@ -150,7 +153,21 @@ class CheckpointManager(ABC):
             global_step: Committed updates.
         """
         self.before_save()
+        self._say_need(needed)
         return self._lineage.open_attempt(names, needed=needed, epoch=epoch, global_step=global_step)
+
+    def _say_need(self, size: int) -> None:
+        """Say, once, what the run will need on disk where all of its history is kept. Called on rank 0."""
+        count = 0 if self._said_need or self.settings.keep_latest_k else self.planned_history()
+        self._said_need = True
+        if count > 1:
+            logger.info(
+                "%d checkpoints of %s will be kept in %s, %s in all; checkpoint.keep_latest_k=3 keeps three.",
+                count,
+                _as_size(size),
+                self.directory,
+                _as_size(count * size),
+            )
 
     def _mirrored(
         self,
@@ -410,6 +427,11 @@ class CheckpointManager(ABC):
         self._ranks.agree(
             self._executor.take_error() or (self.mirror.take_error() if self.mirror is not None else None)
         )
+
+
+def _as_size(size: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u), (1.0, "bytes"))
+    return f"{size / unit:.3g} {name}"
 
 
 def _unheard(payload: Mapping[str, Any]) -> None:

@@ -118,8 +118,22 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
     elif source.suffix == ".safetensors":
         weights = _read_safetensors(source)
     else:
-        weights = _state_dict(_read_torch_file(source), source, which)
+        return weights_in(_read_torch_file(source), source, which)
     return _canonical(weights)
+
+
+def weights_in(content: Any, source: object, which: str = "model") -> dict[str, Tensor]:
+    """Return the weights in what a file holds: a `state_dict`, alone or as `model` or `state_dict`.
+
+    Args:
+        content: What the file holds.
+        source: What it is called in errors.
+        which: As in `import_weights`.
+
+    Raises:
+        CheckpointMismatch: If it holds none.
+    """
+    return _canonical(_state_dict(content, source, which))
 
 
 def _read_torch_file(path: Path) -> object:
@@ -287,7 +301,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return {**weights, **shared}
 
 
-def _state_dict(loaded: Any, path: Path, which: str) -> dict[str, Tensor]:
+def _state_dict(loaded: Any, path: object, which: str) -> dict[str, Tensor]:
     if isinstance(loaded, Mapping) and which == "model" and "model" not in loaded:
         # As PyTorch Lightning and many published checkpoints have it.
         loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from . import storage
 from .archive import archive_complaints
@@ -27,13 +28,20 @@ class FileStore(CheckpointStore):
     that at every instant one of the two describes the file that is there.
     """
 
+    suffix: ClassVar[str] = SUFFIX
+    """What names of files end with; another kind of single files has another one."""
+
     def path(self, name: str) -> Path:
         """Return `{name}.pth`."""
-        return self.directory / f"{name}{SUFFIX}"
+        return self.directory / f"{name}{self.suffix}"
 
     def locate(self, source: Path) -> Path | None:
         """Return the file itself, or `latest.pth` in a checkpoint or run directory."""
-        for candidate in (source, source / f"latest{SUFFIX}", source / self.directory.name / f"latest{SUFFIX}"):
+        for candidate in (
+            source,
+            source / f"latest{self.suffix}",
+            source / self.directory.name / f"latest{self.suffix}",
+        ):
             # A bare name is a pointer to a sharded checkpoint.
             if not is_name(candidate.name) and storage.size_of(candidate) is not None:
                 return candidate
@@ -69,7 +77,7 @@ class FileStore(CheckpointStore):
 
     def _make_way(self, path: Path) -> None:
         # A deletion that failed half-way must not be finished on what takes the name now.
-        storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
+        storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(self.suffix)}")
         for part in (path, _beside(path, NEXT), _beside(path, SUMS)):
             self.moved(part, storage.make_way(part))
         bare = all(storage.absence(_beside(path, suffix)) == storage.MISSING for suffix in (SUMS, NEXT))
@@ -87,7 +95,7 @@ class FileStore(CheckpointStore):
 
     def _settle_all(self) -> None:
         for name in sorted(storage.names(self.directory)):
-            if name.endswith(f"{SUFFIX}{NEXT}"):
+            if name.endswith(f"{self.suffix}{NEXT}"):
                 self._settle(self.directory / name.removesuffix(NEXT))
 
     def _settle(self, path: Path) -> None:
@@ -109,12 +117,15 @@ class FileStore(CheckpointStore):
 
     def _named(self, present: set[str], suffixes: Sequence[str]) -> list[Path]:
         """Return the files and those of which only checksums are left, sorted."""
-        files = {name for name in present if name.endswith(SUFFIX)}
+        files = {name for name in present if name.endswith(self.suffix)}
         described = {
-            name.removesuffix(suffix) for suffix in suffixes for name in present if name.endswith(f"{SUFFIX}{suffix}")
+            name.removesuffix(suffix)
+            for suffix in suffixes
+            for name in present
+            if name.endswith(f"{self.suffix}{suffix}")
         }
         # A pipe or a directory under a name that the library never gives is no checkpoint, and not worth a word at every restart.
-        others = {name for name in files - described if not is_name(name.removesuffix(SUFFIX))}
+        others = {name for name in files - described if not is_name(name.removesuffix(self.suffix))}
         strange = {name for name in others if storage.is_no_file(self.directory / name)}
         return [self.directory / name for name in sorted((files | described) - strange)]
 
@@ -153,7 +164,7 @@ class FileStore(CheckpointStore):
 
     def claims(self, path: Path) -> bool:
         """Whether a path ends as a file does."""
-        return path.suffix == SUFFIX
+        return path.suffix == self.suffix
 
     def listed(self) -> list[Path]:
         """Return every file, and every file of which only the checksums are left."""
@@ -198,7 +209,7 @@ def is_of_run(directory: Path) -> bool:
     """Whether files in a directory are checkpoints of a run, and no copies: others have checksums, or the run's description is near."""
     if storage.size_of(directory.parent / "metadata" / "config.full.yaml") is not None:
         return True
-    return any(name.endswith((f"{SUFFIX}{SUMS}", f"{SUFFIX}{NEXT}")) for name in storage.names(directory))
+    return any(name.endswith((SUMS, NEXT)) for name in storage.names(directory))
 
 
 def missing_sums(path: Path) -> CheckpointDamaged:
@@ -264,7 +275,7 @@ def _compared(path: Path, sums: Path, level: str) -> tuple[Manifest | None, list
 
 def _parsed(path: Path, sums: Path) -> Manifest:
     manifest = read_sums(sums, sums.name)
-    if set(manifest.files) != {path.name} or f"{manifest.record.name}{SUFFIX}" != path.name:
-        described = sorted({*manifest.files, f"{manifest.record.name}{SUFFIX}"} - {path.name})
+    if set(manifest.files) != {path.name} or f"{manifest.record.name}{path.suffix}" != path.name:
+        described = sorted({*manifest.files, f"{manifest.record.name}{path.suffix}"} - {path.name})
         raise CheckpointDamaged(f"{sums.name} describes {', '.join(described) or 'nothing'} instead of {path.name}")
     return manifest

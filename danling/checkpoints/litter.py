@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import storage
 from .errors import CheckpointDamaged
-from .file_store import DELETING, SUFFIX, SUMS, read_manifest
+from .file_store import DELETING, SUMS, read_manifest
 from .manifest import read_manifest as read_sums
 from .policy import Record, is_history
 from .target_store import TARGETS, is_target, is_unfinished
@@ -34,9 +34,9 @@ def litter_in(directory: Path, *, keep: int = 0) -> list[Path]:
 
 def half_deleted(directory: Path) -> list[Path]:
     """Return the checksums whose file was removed by a deletion that was killed before it came to them."""
-    marked = (name.removeprefix(DELETING) for name in storage.names(directory) if name.startswith(DELETING))
+    marked = {name.removeprefix(DELETING) for name in storage.names(directory) if name.startswith(DELETING)}
     orphans = _orphans(directory)
-    return [directory / f"{name}{SUFFIX}{SUMS}" for name in marked if f"{name}{SUFFIX}{SUMS}" in orphans]
+    return [directory / name for name in orphans if Path(name.removesuffix(SUMS)).stem in marked]
 
 
 def pruned_sums(directory: Path, keep: int) -> list[Path]:
@@ -44,7 +44,7 @@ def pruned_sums(directory: Path, keep: int) -> list[Path]:
     if keep <= 0:
         return []
     names = storage.names(directory)
-    whole = [record for name in names if name.endswith(SUFFIX) and (record := _whole(directory / name)) is not None]
+    whole = [record for name in names if f"{name}{SUMS}" in names and (record := _whole(directory / name)) is not None]
     history = {record.sequence for record in whole if is_history(record.name)}
     found = []
     for name in _orphans(directory):
@@ -56,7 +56,7 @@ def pruned_sums(directory: Path, keep: int) -> list[Path]:
 
 def _orphans(directory: Path) -> set[str]:
     names = storage.names(directory)
-    return {name for name in names if name.endswith(f"{SUFFIX}{SUMS}") and name.removesuffix(SUMS) not in names}
+    return {name for name in names if name.endswith(SUMS) and name.removesuffix(SUMS) not in names}
 
 
 def _whole(path: Path) -> Record | None:

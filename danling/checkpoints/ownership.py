@@ -46,7 +46,7 @@ def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
 
 def _manifests(directory: Path) -> Iterator[Path]:
     names = _names(directory)
-    yield from (directory / name for name in names if name.endswith(f"{SUFFIX}{FILE_SUMS}"))
+    yield from (directory / name for name in names if name.endswith(FILE_SUMS))
     yield from (directory / TARGETS / target / SUMS for target in _names(directory / TARGETS))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backends import backend_named, backend_of, locate
 from .errors import CheckpointError, CheckpointMismatch
-from .exchange import import_weights
+from .exchange import import_weights, weights_in
 from .file_store import has_sums
 from .policy import is_name
 from .target_store import TARGETS
@@ -155,17 +155,19 @@ def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return kept
 
 
-def read_model(manager: CheckpointManager, source: str | Path) -> dict[str, Tensor]:
+def read_model(manager: CheckpointManager, source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a checkpoint of this library, or of what another program wrote. Call on all ranks.
 
     Args:
         manager: Finds and verifies checkpoints of this library.
         source: A name or a path of a checkpoint; or a file with a `state_dict`, a `.safetensors` file, its index, or a directory
-            with one of them.
+            with one of them; or what such a file holds.
 
     Raises:
         CheckpointMismatch: If there are no weights in it.
     """
+    if isinstance(source, Mapping):
+        return weights_in(source, "a mapping")
     path = manager.bring_file(source) or Path(source)
     if manager.on_main(lambda: _is_foreign(path)):
         foreign = manager.on_all(lambda: import_weights(path))

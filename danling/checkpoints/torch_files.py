@@ -128,9 +128,7 @@ def check_format(payload: Any, path: Path) -> dict[str, object]:
             f"Expected a checkpoint of format_version {FORMAT_VERSION} or older. Received: {path} of format_version {version}. Update "
             "danling to read it."
         )
-    loaders = payload.get("dataloaders")
-    splits = [f"dataloaders.{split}" for split in loaders] if isinstance(loaders, Mapping) else []
-    for name in (*_MAPPINGS, *splits):
+    for name in _MAPPINGS:
         value: Any = payload
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None

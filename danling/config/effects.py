@@ -129,15 +129,9 @@ def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list
 
 
 def _idle_group_checkpoints(config: RunnerConfig, changed: list[str]) -> Iterable[tuple[bool, str, str]]:
-    section, prefix = config.checkpoint, "checkpoint."
-    switch = f"{prefix}enable_ft_dataloader_checkpoints"
-    for name, reads in (
-        ("enable_ft_dataloader_checkpoints", True),
-        ("ft_dataloader_checkpoint_prefix", True),
-        ("ft_replica_id", section.enable_ft_dataloader_checkpoints),
-    ):
-        missing = "ft.enabled" if not config.ft.enabled else "" if reads else switch
-        yield prefix + name in changed and bool(missing), prefix + name, f"{missing} is not set"
+    for name in ("enable_ft_dataloader_checkpoints", "ft_dataloader_checkpoint_prefix", "ft_replica_id"):
+        key = f"checkpoint.{name}"
+        yield key in changed and not config.ft.enabled, key, "ft.enabled is not set"
 
 
 def _switched_off(config: RunnerConfig, changed: list[str], name: str, switch: str) -> tuple[bool, str, str]:

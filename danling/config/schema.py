@@ -166,7 +166,7 @@ class CheckpointConfig(ClosedSection):
     export_dtype: str | None = None
     """Floating dtype of that export, such as bfloat16; none keeps each tensor's own."""
     enable_ft_dataloader_checkpoints: bool = False
-    """Save the loader state of every replica group, for TorchFT."""
+    """Save the loader state of a replica group; with ft.enabled every group does."""
     ft_replica_id: str | None = None
     """Name of this replica group in those checkpoints; none takes ft.replica_id."""
     ft_dataloader_checkpoint_prefix: str = "ft-replica"

@@ -565,7 +565,7 @@ class BaseRunner(metaclass=MetaRunner):
         """Return the scheduler of the configuration."""
         raise _unimplemented(self, "build_scheduler")
 
-    def load_pretrained(self, checkpoint: str | Path) -> None:
+    def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
         """Load only the model of a checkpoint."""
         raise _unimplemented(self, "load_pretrained")
 
@@ -935,8 +935,12 @@ class BaseRunner(metaclass=MetaRunner):
             compare=self.config_differences,
         )
         self.checkpoint_manager.before_save = self._run_place.confirm
+        self.checkpoint_manager.planned_history = self._planned_history
         self.checkpoint_manager.look_in(self._elsewhere.sources)
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
+
+    def _planned_history(self) -> int:
+        return ((self.steps if self.is_step_mode else self.epochs) or 0) // self.checkpoint_interval
 
     def remote_credentials(self) -> Mapping[str, Any] | None:
         """Return credentials of the object store of `checkpoint.remote.url`; `None` leaves them to the environment.
@@ -1219,20 +1223,24 @@ class BaseRunner(metaclass=MetaRunner):
         return runner
 
     @classmethod
-    def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path) -> Self:
+    def from_pretrained(cls, config: Mapping[str, Any], checkpoint: str | Path | Mapping[str, Any]) -> Self:
         """Construct a runner and load only the model of a checkpoint into it.
 
         Args:
             config: The configuration of the new run.
-            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+            checkpoint: A checkpoint of this library, a file with a plain `state_dict`, or weights by name, also as `{"model": weights}`.
 
         Raises:
             CheckpointNotFound: If there is none.
             CheckpointMismatch: If names or shapes are not those of the model.
         """
         own = deepcopy(config) if isinstance(config, RunnerConfig) else cls.config_class(config)
-        own.pretrained = str(checkpoint)
+        if not isinstance(checkpoint, Mapping):
+            own.pretrained = str(checkpoint)
         runner: Self = cls(own)
+        if isinstance(checkpoint, Mapping) and runner.state.train.global_step == 0:
+            # A run that goes on has its own weights, as with `pretrained`.
+            runner.load_pretrained(checkpoint)
         return runner
 
     @classmethod

@@ -1048,11 +1048,11 @@ class TorchRunner(BaseRunner):
         """
         self.scheduler.load_state_dict(dict(state))
 
-    def load_pretrained(self, checkpoint: str | Path) -> None:
+    def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
         """Load only the weights of the model; everything else starts from the beginning. Call on all ranks.
 
         Args:
-            checkpoint: A checkpoint of this library, or a file with a plain `state_dict`.
+            checkpoint: A checkpoint of this library, a file with a plain `state_dict`, or weights by name, also as `{"model": weights}`.
 
         Raises:
             CheckpointNotFound: If there is none.
@@ -1068,4 +1068,4 @@ class TorchRunner(BaseRunner):
             logger.warning("%s", sentence)
         if self.ema is not None:
             self.ema.reset()
-        logger.info("Loaded the weights of %s.", checkpoint)
+        logger.info("Loaded the weights of %s.", "a mapping" if isinstance(checkpoint, Mapping) else checkpoint)

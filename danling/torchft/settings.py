@@ -48,13 +48,13 @@ class ReplicaSettings:
 
 
 def position_owner(config: RunnerConfig) -> str | None:
-    """Return the replica group that saves its own place in the data beside full checkpoints; `None` where none does.
+    """Return the replica group that saves its own place in the data beside full checkpoints: each one does; `None` without groups.
 
     Args:
         config: Configuration of the run.
     """
     settings, ft = config.checkpoint, config.ft
-    if not settings.enable_ft_dataloader_checkpoints:
+    if not (ft.enabled or settings.enable_ft_dataloader_checkpoints):
         return None
     if settings.ft_replica_id is not None:
         return str(settings.ft_replica_id)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.errors import CheckpointDamaged, CheckpointMismatch
 from danling.data import BatchSource, DataLoader
 from danling.utils.protocols import ReductionDomain
 
@@ -145,6 +145,8 @@ def differences_of_passes(stored: Mapping[str, Any], loaders: Mapping[str, objec
     lines = []
     for split, loader in loaders.items():
         state = stored.get(split) or {}
+        if not isinstance(state, Mapping):
+            raise CheckpointDamaged(f"Expected a mapping as dataloaders.{split}. Received: {type(state).__name__}.")
         before = state.get("end")
         if before is None or not isinstance(loader, DataLoader) or state.get("length") != loader.positions.length:
             continue

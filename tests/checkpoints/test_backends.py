@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.saves import load, save
 
-from danling.checkpoints import CheckpointNotFound, CheckpointSettings, backends
+from danling.checkpoints import CheckpointNotFound, CheckpointSettings, FileCheckpointManager, backends
 from danling.checkpoints.backends import BACKENDS, Backend, backend_named, backend_of, locate, stores, stores_in
 from danling.checkpoints.file_store import FileStore
 from danling.checkpoints.policy import Record
@@ -129,6 +130,47 @@ def test_a_backend_is_one_store_and_one_row(tmp_path: Path, monkeypatch: pytest.
     assert read_sections(tmp_path, ["runner"])["runner"] == {"step": 17}
     contents: Any = read_contents(tmp_path)
     assert contents.kind == "note" and contents.record["step"] == 17
+
+
+class BinStore(FileStore):
+    suffix = ".bin"
+
+
+class BinManager(FileCheckpointManager):
+    store_class = BinStore
+
+
+def test_single_files_of_another_kind_have_another_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass of the store and of the manager saves, prunes, resumes, tidies and verifies as the library's own."""
+    monkeypatch.setattr(
+        backends,
+        "BACKENDS",
+        (
+            Backend("bin", BinStore, lambda path: path.suffix == ".bin", BACKENDS[0].reader, ("bins", "BinManager")),
+            *BACKENDS,
+        ),
+    )
+    settings = CheckpointSettings(async_mode="disabled", keep_latest_k=1)
+
+    def manager() -> BinManager:
+        return BinManager(tmp_path, domain=LocalDomain(), run_id="run", settings=settings, step_mode=True)
+
+    first = manager()
+    for step in (1, 2):
+        save(first, step, best=step == 1)
+    assert {path.name for path in tmp_path.iterdir() if path.suffix == ".bin"} == {
+        "latest.bin", "best.bin", "ckpt-s000000000002.bin", "ckpt-s000000000001.bin",
+    }  # fmt: skip
+    (tmp_path / ".deleting-ckpt-s000000000002").touch()
+    (tmp_path / "ckpt-s000000000002.bin").unlink()
+    second = manager()
+    second.tidy()
+    assert not list(tmp_path.glob("ckpt-s000000000002*")) and not list(tmp_path.glob(".deleting*"))
+    source = second.find_latest()
+    assert source == "latest" and load(second, source) == 2
+    second.begin(source)
+    save(second, 3)
+    assert load(manager(), "best") == 3 and not [v for v in verify(tmp_path, "full") if v["problems"]]
 
 
 def test_the_table_needs_no_torch() -> None:

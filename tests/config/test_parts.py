@@ -44,7 +44,7 @@ def test_a_stack_is_known_by_its_aliases() -> None:
 
 
 def test_stacks_say_what_they_write_and_where_flops_are_counted() -> None:
-    assert set(get_args(get_type_hints(CheckpointConfig)["backend"])) == {"auto", *BACKENDS}
+    assert {"auto", *BACKENDS} <= set(get_args(get_type_hints(CheckpointConfig)["backend"]))
     assert [name for name in STACKS if counts_flops(name)] == ["ddp", "accelerate"]
     assert not counts_flops("one of a user's own")
 

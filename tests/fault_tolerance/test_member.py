@@ -223,12 +223,12 @@ def test_what_groups_cannot_be_is_refused(
         check_layout(stack, axes, shared=shared, replica_id=place[0], group_size=place[1])
 
 
-def test_a_group_keeps_its_own_place_in_the_data_where_it_is_asked_to_and_has_a_name() -> None:
+def test_every_group_keeps_its_own_place_in_the_data() -> None:
     asked = {"enable_ft_dataloader_checkpoints": True}
     groups = {"enabled": True, "replica_id": 2, "group_size": 3}
     for settings, owner in (
         ({}, None),
-        ({"ft": groups}, None),
+        ({"ft": groups}, "2"),
         ({"checkpoint": asked}, None),
         ({"checkpoint": asked, "ft": groups}, "2"),
         ({"checkpoint": {**asked, "ft_replica_id": "mine"}, "ft": groups}, "mine"),

@@ -211,6 +211,12 @@ def test_from_checkpoint_and_from_pretrained() -> None:
         assert tuned.state.train.epoch == 0
         for ours, theirs in zip(tuned.model.parameters(), first.model.parameters()):
             assert torch.equal(ours, theirs)
+    for given in (first.model.state_dict(), {"model": first.model.state_dict()}, torch.load(path, weights_only=True)):
+        with Classifier.from_pretrained(settings(lineage="given"), given) as tuned:
+            assert tuned.state.train.epoch == 0
+            assert torch.equal(tuned.model[0].weight, first.model[0].weight)
+    with pytest.raises(CheckpointMismatch, match="state_dict of tensors"):
+        Classifier.from_pretrained(settings(lineage="given"), {"model": {"weight": 1}})
     torch.save(first.model.state_dict(), "plain.pth")
     with Classifier(settings(pretrained="plain.pth", lineage="plain")) as plain:
         assert torch.equal(plain.model[0].weight, first.model[0].weight)
@@ -509,6 +515,28 @@ def two_in_a_row() -> list[int]:
 
 def test_two_runners_one_after_the_other_on_two_processes() -> None:
     assert run_processes(two_in_a_row, world_size=2) == [[8, 8], [8, 8]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": 4}, ["4 checkpoints"]),
+        ({"steps": 6, "checkpoint": {"interval": 2}}, ["3 checkpoints"]),
+        ({"epochs": 4, "checkpoint": {"keep_latest_k": 2}}, []),
+        ({"epochs": 1}, []),
+    ],
+)
+def test_the_first_save_says_what_the_run_will_need_on_disk(
+    changes: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "danling"), Classifier(settings(**changes)) as runner:
+        runner.train()
+        history = len(list(runner.workspace.checkpoints.glob("ckpt-*.pth")))
+    lines = [text for text in caplog.messages if "will be kept in" in text]
+    assert [" ".join(line.split()[:2]) for line in lines] == said
+    assert all(
+        line.startswith(f"{history} checkpoints of ") and "keep_latest_k=3 keeps three" in line for line in lines
+    )
 
 
 def test_importing_loads_nothing_optional() -> None:
