@@ -2,15 +2,11 @@
 
     python benchmarks/object_stores.py                      # 250 MB to a server on this machine, a minute
     python benchmarks/object_stores.py --megabytes 1000 --url s3://bucket/prefix --json remote.json
-    python benchmarks/object_stores.py --parts              # what is moved of a sharded checkpoint, on 1, 2 and 4 ranks
 
 Saves a state of so many megabytes as a file, and copies it by obstore alone and by the library in turn, several times. The library
 reads every file once more, to compare it with its SHA-256 before it goes up, and puts a manifest. Then it trains on one thread, with and
 without a copy under way: updates a second, the longest update, how long a save in the background stops the loop, and the most memory of
 the process. Without `--url` it starts localbucket, which keeps objects on the disk of this machine and takes its share of the processors.
-
-With `--parts` two processes save sharded weights of so many megabytes, and 1, 2 and 4 processes load their shards from the store: the bytes
-that all of them read, counted in the client, in checkpoints.
 """
 
 from __future__ import annotations
@@ -28,25 +24,19 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import get_context
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import obstore
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from danling.checkpoints import CheckpointSettings, FileCheckpointManager, TorchDistributedCheckpointManager
-from danling.distributed import LocalDomain, world_of
-from danling.remote import RemoteSettings, RemoteStore, RunLayout, open_store
+from danling.checkpoints import CheckpointSettings, FileCheckpointManager
+from danling.distributed import LocalDomain
+from danling.remote import RemoteStore, RunLayout, open_store
 from danling.remote.mirror import MirrorSettings
 from danling.remote.run_mirror import RunMirror
-from danling.remote.sources import RemoteSources
-from danling.remote.store import Tag
 
 ROUNDS = 5
 SECONDS_OF_TRAINING = 4.0
@@ -184,94 +174,6 @@ def train(run: Run | None) -> Trained:
     return Trained(len(times) / spent, max(times) * 1e3, statistics.median(stops) if stops else 0.0)
 
 
-class Counting(RemoteStore):
-    """A client that counts the bytes of objects that it has read."""
-
-    read = 0
-
-    def get_tagged(self, key: str) -> tuple[bytes, Tag]:
-        """Count."""
-        found = super().get_tagged(key)
-        self.read += len(found[0])
-        return found
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Count."""
-        found = super().get_ranges(key, ranges)
-        self.read += sum(map(len, found))
-        return found
-
-    def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
-        """Count."""
-        for piece in super().chunks(key, size):
-            self.read += len(piece)
-            yield piece
-
-
-def sharded(rank: int, world: int, port: int, place: str, url: str, megabytes: int, counts: Any) -> None:
-    """Save sharded weights on all ranks, or load them where some are stored, and count what this rank has read.
-
-    Args:
-        rank: Of this process.
-        world: Number of processes.
-        port: A free one.
-        place: A directory that is empty.
-        url: Of the store.
-        megabytes: Size of the weights.
-        counts: Bytes by rank; `None` saves.
-    """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    mesh, store = init_device_mesh("cpu", (world,)), Counting(url, settings=RemoteSettings())
-    manager = TorchDistributedCheckpointManager(
-        Path(place, "checkpoints"),
-        domain=world_of(world, torch.device("cpu")),
-        run_id="run",
-        settings=CheckpointSettings(async_mode="disabled"),
-        step_mode=True,
-    )
-    layout, rows = RunLayout("bench", "parts"), megabytes * 2**20 // 8 // 8192 // 4
-    weights = {
-        f"weight{number}": distribute_tensor(torch.randn(rows, 8192), mesh, [Shard(0)], src_data_rank=None)
-        for number in range(8)
-    }
-    if counts is None:
-        RunMirror(store, layout, directory=Path(place), manager=manager, settings=MirrorSettings())
-        manager.save_checkpoint({"format_version": 1, "model": weights, "state": {}}, epoch=0, global_step=1)
-    else:
-        manager.look_in(RemoteSources(Path(place), run_id="run", connect=lambda _: store, home=(url, layout)))
-        found = manager.find_latest()
-        assert found is not None
-        manager.load_checkpoint(found, template={"model": weights})
-        counts[rank] = store.read
-    manager.close()
-    dist.destroy_process_group()
-
-
-def _on(world: int, *args: object) -> None:
-    """Run `sharded` on so many processes."""
-    context, port = get_context("spawn"), free_port()
-    processes = [context.Process(target=sharded, args=(rank, world, port, *args)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert not any(process.exitcode for process in processes)
-
-
-def moved(place: Path, url: str, megabytes: int) -> dict[str, float]:
-    """Return the bytes that 1, 2 and 4 ranks read of a sharded checkpoint, in checkpoints, and the largest share of a rank of them."""
-    figures = {}
-    _on(2, str(place / "saved"), url, megabytes, None)
-    for world in (1, 2, 4):
-        counts = get_context("spawn").Array("q", world)
-        _on(world, str(place / f"on{world}"), url, megabytes, counts)
-        size = megabytes * 2**20
-        figures[f"moved_by_{world}"] = sum(counts[:]) / size
-        figures[f"largest_of_{world}"] = max(counts[:]) / size
-    return figures
-
-
 def copied(place: Path, url: str, megabytes: int) -> dict[str, float]:
     """Return what it costs to copy saves of a file."""
     store = open_store(url)
@@ -304,15 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=250)
     parser.add_argument("--url", help="where to; localbucket on this machine without it")
-    parser.add_argument("--parts", action="store_true", help="measure what is moved of a sharded checkpoint")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         server = contextlib.nullcontext(asked.url) if asked.url else local_server(Path(place, "server"))
         with server as url:
-            measure = moved if asked.parts else copied
-            found = measure(Path(place), url, asked.megabytes)
+            found = copied(Path(place), url, asked.megabytes)
     for name, value in found.items():
         print(f"{name:28} {value:10.2f}")
     if asked.json is not None:

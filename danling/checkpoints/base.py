@@ -232,35 +232,24 @@ class CheckpointManager(ABC):
         """
         return self._read(self._fetched(source), template=template, sections=sections)
 
-    def _fetched(self, source: str | Path) -> tuple[Path, CheckpointStore | None]:
-        """Return the verified file or target of a checkpoint, which every rank can read, and the store that it was brought from, if any."""
+    def _fetched(self, source: str | Path) -> Path:
+        """Return the verified file or target of a checkpoint, which every rank can read."""
         self.wait()
         number, path = self.on_main(lambda: self.search.verified(source))
-        if number < 0:
-            return path, None
-        store = self.search.stores_for(source)[number]
-        self.on_all(lambda: store.bring(path))
-        return path, store
+        if number >= 0:
+            store = self.search.stores_for(source)[number]
+            self.on_all(lambda: store.bring(path))
+        return path
 
     def _read(
         self,
-        found: tuple[Path, CheckpointStore | None],
+        path: Path,
         *,
         template: Mapping[str, object] | None,
         sections: Iterable[str] | None,
     ) -> dict[str, Any]:
-        path, store = found
-
-        def read() -> dict[str, Any]:
-            pieces = store.pieces(path) if store is not None else None
-            try:
-                trust = self.settings.trust
-                return read_payload(path, template=template, sections=sections, trust=trust, pieces=pieces)
-            finally:
-                if pieces is not None:
-                    pieces.close()
-
-        return self.on_all(read)
+        trust = self.settings.trust
+        return self.on_all(lambda: read_payload(path, template=template, sections=sections, trust=trust))
 
     def skip(self, source: str, error: Exception) -> None:
         """Leave out a save from now on that `find_latest` has returned and that cannot be read. Call on all ranks.

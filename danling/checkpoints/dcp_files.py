@@ -31,11 +31,10 @@ from .dcp_plans import LoadPlanner, SavePlanner, destinations, nest
 from .errors import CheckpointDamaged
 from .manifest import Manifest, read_manifest
 from .outline import READ_WHOLE, Entry, Outline, without_tensors
-from .pieces import Pieces, PiecesReader
 from .plan_cache import PlanCache
 from .policy import Record
 from .reuse import Reuse
-from .shard_index import INDEX, ShardIndex, from_metadata, to_metadata
+from .shard_index import INDEX, from_metadata, to_metadata
 from .stock_metadata import read_index
 from .target_store import SUMS
 from .torch_files import check_format, check_values
@@ -193,7 +192,6 @@ def read_target(
     *,
     template: Mapping[str, object] | None = None,
     sections: Iterable[str] | None = None,
-    pieces: Pieces | None = None,
 ) -> dict[str, object]:
     """Return the state in a target. Communicates nothing.
 
@@ -201,13 +199,12 @@ def read_target(
         path: The target.
         template: A state whose DTensors say how tensors of the same name and shape are sharded here; others are read whole.
         sections: First components of the names to read; `None` reads all.
-        pieces: Its files, where they lie elsewhere; `path` is then what the target is called.
 
     Raises:
         CheckpointDamaged: If it cannot be read.
     """
-    metadata = _metadata(path) if pieces is None else _stock(pieces.index, path)
-    reader = TargetReader(path, metadata) if pieces is None else PiecesReader(pieces, metadata)
+    metadata = _metadata(path)
+    reader = TargetReader(path, metadata)
     flat = destinations(metadata, template, None if sections is None else frozenset(sections))
     elsewhere = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
     flat = {name: value for name, value in flat.items() if name not in elsewhere}
@@ -265,10 +262,6 @@ def _metadata(path: Path) -> Metadata:
         raise CheckpointDamaged(
             f"Expected the files of {path}. Received: an index that names more bytes than they have."
         )
-    return _stock(index, path)
-
-
-def _stock(index: ShardIndex, path: Path) -> Metadata:
     try:
         return to_metadata(index)
     except ValueError as error:
@@ -285,10 +278,9 @@ def read_payload(
     sections: frozenset[str] | None = None,
     mmap: bool = False,
     trust: bool = False,
-    pieces: Pieces | None = None,
 ) -> dict[str, Any]:
     """Return the payload of a target; see `Backend.read_payload`."""
-    return check_format(read_target(path, template=template, sections=sections, pieces=pieces), path)
+    return check_format(read_target(path, template=template, sections=sections), path)
 
 
 def read_outline(path: Path) -> Outline:

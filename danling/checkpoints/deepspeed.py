@@ -145,10 +145,9 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
 
         In a checkpoint of an engine `model` and `optimizer` are an `EngineTag`, which the engine reads, unless sections are named.
         """
-        found = self._fetched(source)
-        path = found[0]
+        path = self._fetched(source)
         if sections is not None or not self.on_main(lambda: is_engine_target(path)):
-            return self._read(found, template=template, sections=sections)
+            return self._read(path, template=template, sections=sections)
         payload = self.on_all(lambda: read_runner_file(path))
         if "model" in payload:
             raise CheckpointMismatch(

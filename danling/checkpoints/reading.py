@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .backends import backend_named, backend_of, locate
+from .backends import backend_of, locate
 from .errors import CheckpointError, CheckpointMismatch
 from .exchange import import_weights, weights_in
 from .file_store import has_sums
@@ -32,7 +31,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .base import CheckpointManager
-    from .pieces import Pieces
 
 logger = logging.getLogger("danling")
 
@@ -44,7 +42,6 @@ def read_payload(
     sections: Iterable[str] | None = None,
     mmap: bool = False,
     trust: bool = False,
-    pieces: Pieces | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint, a file or a directory, onto the CPU, without running anything that is in it. Verifies nothing.
 
@@ -54,7 +51,6 @@ def read_payload(
         sections: Components to return; `None` returns all.
         mmap: Leave the tensors of a file on disk until they are used.
         trust: Let DeepSpeed put the shares of an engine together, which runs what is in its files.
-        pieces: The files of a sharded checkpoint that lies elsewhere, of which this rank reads what it needs.
 
     Raises:
         CheckpointDamaged: If torch cannot read it.
@@ -62,11 +58,6 @@ def read_payload(
         CheckpointMismatch: If it is not a checkpoint of this library, or has a format that this version does not know.
     """
     wanted = None if sections is None else frozenset({*sections, "format_version"})
-    if pieces is not None:
-        sharded: dict[str, Any] = import_module(backend_named("dcp").reader).read_payload(
-            path, template=template, sections=wanted, pieces=pieces
-        )
-        return sharded
     return backend_of(path).read_payload(path, template=template, sections=wanted, mmap=mmap, trust=trust)
 
 

@@ -168,11 +168,8 @@ class CheckpointSearch:
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
         named = self.sources.named(source) if self.sources is not None else None
-        number = self._brought.get(Path(source), -1)
-        stores, wanted = (self._whole() if number < 0 else self.stores, source) if named is None else named
-        if number >= 0 and self.stores[number].pieces(Path(source)) is not None:
-            # It stayed where it is, and what lies at its path is another one, or damaged.
-            return self.stores[number], Path(source)
+        is_brought = Path(source) in self._brought
+        stores, wanted = (self.stores if is_brought else self._whole(), source) if named is None else named
         for store in stores:
             found = store.find(wanted)
             if found is not None:

@@ -8,14 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from . import storage
 from .manifest import Manifest
 from .policy import Line, Record, is_name, on_line, to_delete
-
-if TYPE_CHECKING:
-    from .pieces import Pieces
 
 logger = logging.getLogger("danling")
 
@@ -170,10 +167,6 @@ class CheckpointStore(ABC):
     def bring(self, path: Path) -> None:
         """See to it that a checkpoint which was verified on rank 0 can be read at its path by every process. Called on all ranks."""
         return
-
-    def pieces(self, path: Path) -> Pieces | None:
-        """Return the files of a sharded checkpoint that is read in parts where it lies; `None` for one that is read at its path."""
-        return None
 
     def describe(self, path: Path) -> Record | None:
         """Return the record of a checkpoint of this directory; `None` for one that lies elsewhere.

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the contents."""
-    with checkpoint_at(options.checkpoint, outline=True) as path:
+    with checkpoint_at(options.checkpoint) as path:
         contents = read_contents(path)
     place = shown(contents.path, options.checkpoint)
     if options.json:

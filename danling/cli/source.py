@@ -42,12 +42,11 @@ def _brought(url: str, stack: ExitStack) -> list[Run]:
 
 
 @contextmanager
-def checkpoint_at(source: str, *, outline: bool = False, files: Sequence[str] = ()) -> Iterator[Path]:
+def checkpoint_at(source: str, *, files: Sequence[str] = ()) -> Iterator[Path]:
     """Yield the path of a checkpoint: of a verified copy, where a URL names it, for as long as it is looked at.
 
     Args:
         source: A path, or the URL of a run, of one of its checkpoints, or of a file of weights.
-        outline: Leave the tensors of a file in the store.
         files: Directories of the run's other files that are wanted above the copy, such as `metadata`.
     """
     if not is_url(source):
@@ -55,7 +54,7 @@ def checkpoint_at(source: str, *, outline: bool = False, files: Sequence[str] = 
         return
     from danling.remote.sources import local_copy
 
-    with local_copy(source, outline=outline, files=files) as path:
+    with local_copy(source, files=files) as path:
         yield path
 
 

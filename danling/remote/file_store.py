@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from danling.checkpoints import storage
-from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
-from danling.checkpoints.file_store import SUFFIX, SUMS, FileStore
+from danling.checkpoints.errors import CheckpointError
+from danling.checkpoints.file_store import SUFFIX, FileStore
 from danling.checkpoints.policy import is_name
 from danling.distributed.environment import is_first_on_machine
 
-from .ranged import without_tensors
 from .records import RemoteCheckpoints
 from .store import is_url
 
@@ -47,21 +46,6 @@ class RemoteFiles(RemoteCheckpoints, FileStore):
         # `latest` becomes visible last, as in a save.
         records = sorted(same, key=lambda record: record.name == "latest") or [found.record]
         self.write(partial(self.run.download, found, file), records)
-
-    def bring_whole(self, path: Path) -> None:
-        """Bring a checkpoint here; the same as `verify`."""
-        self.verify(path, "full")
-
-    def bring_outline(self, path: Path) -> None:
-        """Bring a checkpoint without the contents of its tensors: a copy for those who look, which nobody may resume from."""
-        found = self._described(path)
-        size, digest = found.manifest.files[path.name]
-        problems = self.run.problems(found)
-        if problems:
-            raise CheckpointDamaged("; ".join(problems))
-        storage.make_directory(self.directory)
-        without_tensors(self.run.store, self.run.layout.object(digest), size, path)
-        storage.write_text(path.with_name(path.name + SUMS), found.manifest.text())
 
     def bring(self, path: Path) -> None:
         """Bring a checkpoint to this machine, where the directory is not that of the main process."""

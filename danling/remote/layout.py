@@ -6,14 +6,13 @@ Below `url/lineage[-code_id]/id/` lies what the run directory has, under the nam
     checkpoints/objects/<sha256>                 contents of file checkpoints; equal contents lie there once
     checkpoints/<name>.pth.sha256                the manifest of a file checkpoint: its digest names the object
     checkpoints/targets/<target>/<file>          files of a sharded checkpoint, as they lie in the run directory
-    checkpoints/digests/<target>/<file>          digests of the chunks of such a file, see `danling.remote.digests`
     checkpoints/targets/<target>/manifest.sha256 the manifest of a sharded checkpoint
     checkpoints/<name>                           the name of the target that `latest`, `best`, ... lead to
     files/<path>                                 the run's other files, below the path that they have in the run directory
 
 What is visible when: a file checkpoint counts under a name when the manifest of that name is there. It is put after the object that it
 names, and the one of `latest` is put last, as on the disk. A target counts when its manifest is there; it is put after all other files of
-the target and their digests, and before the pointers. Every one of these puts is atomic, so that nothing that counts is ever incomplete.
+the target, and before the pointers. Every one of these puts is atomic, so that nothing that counts is ever incomplete.
 What is removed goes in the reverse order: pointer or manifest first, contents last. An object that no manifest names, and files of a target
 without a manifest, are what a killed upload leaves; the next writer removes them.
 """
@@ -32,7 +31,6 @@ FILES = "files"
 LOCK = "lock"
 OBJECTS = "objects"
 TARGETS = "targets"
-DIGESTS = "digests"
 SUMS = "manifest.sha256"
 FILE_SUMS = ".pth.sha256"
 
@@ -87,10 +85,6 @@ class RunLayout:
         """Return the key of the manifest of a target."""
         return self.target_file(target, SUMS)
 
-    def digests(self, target: str, file: str) -> str:
-        """Return the key of the digests of the chunks of a file of a target."""
-        return f"{self.checkpoints}/{DIGESTS}/{target}/{file}"
-
     def pointer(self, name: str) -> str:
         """Return the key of a pointer to a target, such as `latest`."""
         return f"{self.checkpoints}/{name}"
@@ -109,7 +103,7 @@ class Listed:
         objects: Digests of the contents that are there.
         pointers: Names that lead to a target.
         complete: Targets that have a manifest.
-        parts: Keys of the files and digests of each target, those without a manifest included; relative to the checkpoints' prefix.
+        parts: Keys of the files of each target, those without a manifest included; relative to the checkpoints' prefix.
     """
 
     manifests: frozenset[str]
@@ -136,11 +130,11 @@ def listed(keys: Iterable[str]) -> Listed:
                 pointers.add(key)
         elif head == OBJECTS and _DIGEST.fullmatch(rest):
             objects.add(rest)
-        elif head in (TARGETS, DIGESTS):
+        elif head == TARGETS:
             target, _, file = rest.partition("/")
             if is_target(target) and file:
                 parts.setdefault(target, set()).add(key)
-                if head == TARGETS and file == SUMS:
+                if file == SUMS:
                     complete.add(target)
     sets = {target: frozenset(keys) for target, keys in parts.items()}
     return Listed(frozenset(manifests), frozenset(objects), frozenset(pointers), frozenset(complete), sets)

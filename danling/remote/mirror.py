@@ -20,7 +20,6 @@ from danling.checkpoints.mirroring import Saved
 from danling.utils.numbers import Paced
 
 from .contents import RemoteRun
-from .digests import digest_file
 from .errors import RemoteError, RemoteUnavailable
 from .layout import FILE_SUMS, SUMS, TARGETS
 from .store import RemoteStore
@@ -400,21 +399,18 @@ class CheckpointMirror:
         self._retire(upload)
 
     def _put(self, saved: Saved, name: str, part: Part) -> int:
-        """Put a file, and before it the digests of its chunks; return how many bytes went up."""
+        """Put a file; return how many bytes went up."""
         layout, target = self.run.layout, saved.target
         if target is None and self.run.has(layout.object(name)):
             return 0
         key = layout.object(name) if target is None else layout.target_file(target, name)
         if target is not None and self.run.has(key):
             return 0
-        # Only a sharded checkpoint is read in parts.
-        digest, chunks = digest_file(part.file) if target is not None else (storage.hash_file(part.file), None)
+        digest = storage.hash_file(part.file)
         if part.digest is not None and digest != part.digest:
             raise CheckpointDamaged(
                 f"Expected {part.file} as it was written. Received: another SHA-256, as read to be uploaded. The disk may be failing."
             )
-        if target is not None and chunks is not None:
-            self.run.put(layout.digests(target, name), chunks.text().encode())
         self.run.put(key, part.file)
         return part.size
 
@@ -438,7 +434,7 @@ class CheckpointMirror:
                 )
             delay = min(2 * delay, _LONGEST_LOOK)
         for name in manifest.files:
-            self.run.note(self.run.layout.target_file(target, name), self.run.layout.digests(target, name))
+            self.run.note(self.run.layout.target_file(target, name))
 
     def _commit(self, upload: Upload) -> None:
         """Make a save visible: the manifest of a target and then its pointers, or the manifests of a file, `latest` last."""

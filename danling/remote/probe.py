@@ -60,7 +60,6 @@ class Probe:
         trials: dict[str, Callable[[], tuple[str, str]]] = {
             "put": self._put,
             "get": self._get,
-            "range": self._range,
             "list": self._list,
             "parts": self._parts,
             "create": self._create,
@@ -91,10 +90,6 @@ class Probe:
 
     def _get(self) -> tuple[str, str]:
         return _same(self._store.get(self._key), self._content)
-
-    def _range(self) -> tuple[str, str]:
-        (found,) = self._store.get_ranges(self._key, [(16, 20)])
-        return _same(bytes(found), self._content[16:36])
 
     def _list(self) -> tuple[str, str]:
         found = [entry.key for entry in self._store.list(self._prefix)]

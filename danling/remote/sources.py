@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
+from yaml import YAMLError
+
 from danling.checkpoints import storage
-from danling.checkpoints.errors import CheckpointError, CheckpointNotFound
+from danling.checkpoints.errors import CheckpointNotFound
 from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.policy import is_name
-from danling.checkpoints.reading import read_config
 from danling.checkpoints.store import CheckpointStore
 from danling.distributed.environment import is_first_on_machine
+from danling.utils.nesting import parse_yaml
 
-from .errors import RemoteError
+from .errors import RemoteMissing
 from .file_store import RemoteFiles
 from .layout import RunLayout
 from .store import RemoteStore, is_url, open_store
@@ -29,6 +31,7 @@ from .target_store import RemoteTargets
 logger = logging.getLogger("danling")
 
 _BROUGHT = f"{storage.STAGED}from-"
+_CONFIG = "metadata/config.full.yaml"
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
@@ -79,21 +82,19 @@ class RemoteSources:
         Args:
             asked: The URL that is resumed from, or the name of a checkpoint; `None` takes the newest one.
         """
-        if self.home is not None and not is_url(asked):
-            self.home.forget()
-            url = f"{self.home.url}/checkpoints/{asked or 'latest'}"
-        elif is_url(asked):
-            url = str(asked)
+        if is_url(asked):
+            place = place_of(str(asked))
+            store, layout = self._connect(place.base), place.layout
+        elif self.home is not None:
+            store, layout = self.home.store, self.home.layout
         else:
             return None
         try:
-            with local_copy(url, connect=self._connect, outline=True) as path:
-                seed = read_config(path).get("seed")
-        except (CheckpointError, OSError) as error:
-            if isinstance(error, RemoteError):
-                raise
+            settings = parse_yaml(store.get(layout.file(_CONFIG)).decode())
+        except (RemoteMissing, ValueError, YAMLError):
             return None
-        return int(seed) if seed is not None else None
+        seed = settings.get("seed") if isinstance(settings, dict) else None
+        return seed if isinstance(seed, int) else None
 
     def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
         """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL.
@@ -133,12 +134,11 @@ class RemoteSources:
             storage.write_file(path, lambda writer: [writer.write(piece) for piece in chunks])
         return path
 
-    def brought(self, url: str, *, outline: bool) -> Path:
+    def brought(self, url: str) -> Path:
         """Bring a checkpoint that a URL names, and return its file or target.
 
         Args:
             url: The URL.
-            outline: Leave the tensors of a file in the store.
 
         Raises:
             CheckpointNotFound: If there is none.
@@ -148,10 +148,7 @@ class RemoteSources:
         for store in self._named(place):
             found = store.find(place.name)
             if found is not None:
-                if outline:
-                    store.bring_outline(found)
-                else:
-                    store.bring_whole(found)
+                store.verify(found, "full")
                 return found
         raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name one that is there.")
 
@@ -176,7 +173,6 @@ def local_copy(
     source: str | Path,
     *,
     connect: Callable[[str], RemoteStore] = open_store,
-    outline: bool = False,
     files: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Yield the path of a checkpoint: of a copy that was verified, where a URL names it. The copy is removed when the context ends.
@@ -184,7 +180,6 @@ def local_copy(
     Args:
         source: A path, which is yielded as it is, or the URL of a run, of a checkpoint of it, or of a file of weights.
         connect: Returns a client of a URL.
-        outline: Leave the tensors of a file in the store: of these the copy has no contents.
         files: Directories of the run's other files that lie above the copy, as in a run directory, such as `metadata`.
 
     Raises:
@@ -199,7 +194,7 @@ def local_copy(
         sources = RemoteSources(Path(folder), run_id="", connect=connect, home=None)
         path = sources.bring_file(str(source))
         if path is None:
-            path = sources.brought(str(source), outline=outline)
+            path = sources.brought(str(source))
             place = place_of(str(source))
             for name in files:
                 bring_files(connect(place.base), place.layout, Path(folder), below=name)

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -280,22 +280,6 @@ class RemoteStore:
         stream = self._ask("get", key, lambda store: _obstore().get(store, key).stream(min_chunk_size=size))
         while (piece := self._ask("get", key, lambda _: next(stream, None), patient=False)) is not None:
             yield memoryview(piece)
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Return parts of an object.
-
-        Args:
-            key: Its key.
-            ranges: Of each part, where it begins and its length, in bytes.
-
-        Raises:
-            RemoteMissing: If there is none.
-        """
-        if not ranges:
-            return []
-        starts, lengths = zip(*ranges)
-        parts = self._ask("get", key, lambda store: _obstore().get_ranges(store, key, starts=starts, lengths=lengths))
-        return [memoryview(part) for part in parts]
 
     def head(self, key: str) -> RemoteObject:
         """Return what a listing would say of an object.

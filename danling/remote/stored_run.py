@@ -13,11 +13,10 @@ from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
 from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.policy import Record, is_name
-from danling.checkpoints.shard_index import INDEX
-from danling.checkpoints.target_store import RUNNER_FILE, is_target
+from danling.checkpoints.target_store import is_target
 
 from .errors import RemoteMissing
-from .layout import CHECKPOINTS, DIGESTS, SUMS, Listed, RunLayout, listed
+from .layout import CHECKPOINTS, SUMS, Listed, RunLayout, listed
 from .store import RemoteStore, check_url
 
 
@@ -140,12 +139,6 @@ class StoredRun:
             RemoteMissing: If it is not there.
         """
         return self.store.chunks(f"{self.layout.checkpoints}/{self.key(found, file)}")
-
-    def is_divisible(self, found: Described) -> bool:
-        """Whether a target can be read in parts: it is no engine's, and there are digests for each of its files."""
-        files = found.manifest.files
-        whole = found.target is None or RUNNER_FILE in files or INDEX not in files
-        return not whole and all(f"{DIGESTS}/{found.target}/{file}" in self.sizes for file in files)
 
     def download(self, found: Described, file: str, writer: storage.HashingWriter) -> None:
         """Write a file of a checkpoint.

@@ -1,24 +1,20 @@
-"""Sharded checkpoints in an object store as a manager sees them: brought here whole, or read in parts where they lie."""
+"""Sharded checkpoints in an object store as a manager sees them: to verify one is to bring it here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from danling.checkpoints import storage
 from danling.checkpoints.errors import CheckpointDamaged
-from danling.checkpoints.outline import READ_WHOLE
 from danling.checkpoints.policy import is_name
-from danling.checkpoints.target_store import RUNNER_FILE, SUMS, TARGETS, TargetStore, is_target
+from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore, is_target
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import refuse_link
 
 from .records import RemoteCheckpoints
 from .store import is_url
-from .stored_pieces import StoredPieces
 from .stored_run import Described
 
 
@@ -51,46 +47,12 @@ class RemoteTargets(RemoteCheckpoints, TargetStore):
         return path
 
     def verify(self, path: Path, level: str) -> None:
-        """Bring a target here, and the names that lead to it; or compare sizes alone, where it is read in parts that are verified then."""
+        """Bring a target here, and the names that lead to it."""
         found = self._described(path)
         problems = self.run.problems(found)
         if problems:
             raise CheckpointDamaged("; ".join(problems))
-        if not self.run.is_divisible(found):
-            self._stage(found, path)
-
-    def pieces(self, path: Path) -> StoredPieces | None:
-        """Return the files of a target, which stays in the store where every rank can read its own part of it."""
-        found = self._described(path)
-        return StoredPieces(self.run, found) if self.run.is_divisible(found) else None
-
-    def bring_outline(self, path: Path) -> None:
-        """Bring a target without the contents of its tensors: a copy for those who look, which nobody may resume from.
-
-        Of an engine that is what the runner has saved beside it. A target that cannot be read in parts is brought whole.
-        """
-        found = self._described(path)
-        problems = self.run.problems(found)
-        if problems:
-            raise CheckpointDamaged("; ".join(problems))
-        files = found.manifest.files
-        if RUNNER_FILE not in files and not self.run.is_divisible(found):
-            self._stage(found, path)
-            return
-        storage.make_directory(path)
-        for file, (size, _) in files.items():
-            with (path / file).open("wb") as hollow:
-                hollow.truncate(size)
-        if RUNNER_FILE in files:
-            storage.write_file(path / RUNNER_FILE, partial(self.run.download, found, RUNNER_FILE))
-        else:
-            with closing(StoredPieces(self.run, found)) as pieces:
-                _fill_in(path, pieces, {file: size for file, (size, _) in files.items()})
-        storage.write_text(path / SUMS, found.manifest.text())
-
-    def bring_whole(self, path: Path) -> None:
-        """Bring all of a target here, whether or not it could be read in parts."""
-        self._stage(self._described(path), path)
+        self._stage(found, path)
 
     def _stage(self, found: Described, path: Path) -> None:
         refuse_link(self.directory / TARGETS)
@@ -123,23 +85,4 @@ class RemoteTargets(RemoteCheckpoints, TargetStore):
     def bring(self, path: Path) -> None:
         """Bring a target to this machine, where the directory is not that of the main process."""
         if is_first_on_machine() and storage.size_of(path / SUMS) is None:
-            self.verify(path, "full")  # nothing where it is read in parts
-
-
-def _fill_in(target: Path, pieces: StoredPieces, sizes: Mapping[str, int]) -> None:
-    """Write all but weights to the hollow files of a target: plain values, sections that are read whole, files without tensors."""
-    with_tensors = {extent.file for extent in pieces.index.extents()}
-    wanted: dict[str, list[tuple[int, int]]] = {
-        file: [] if file in with_tensors else [(0, size)] for file, size in sizes.items()
-    }
-    small = [chunk for entry in pieces.index.tensors.values() if entry.path[0] in READ_WHOLE for chunk in entry.chunks]
-    for extent in [part.extent for part in small] + [value.extent for value in pieces.index.values.values()]:
-        wanted[extent.file].append((extent.offset, extent.length))
-    pieces.bring(wanted)
-    for file, ranges in wanted.items():
-        with (target / file).open("r+b") as copy:
-            for start, length in ranges:
-                brought = pieces.open(file)
-                brought.seek(start)
-                copy.seek(start)
-                copy.write(brought.read(length))
+            self.verify(path, "full")

@@ -1254,7 +1254,7 @@ class BaseRunner(metaclass=MetaRunner):
             CheckpointNotFound: If there is none.
             CheckpointDamaged: If it cannot be read.
         """
-        with local_copy(checkpoint, outline=True) as path:
+        with local_copy(checkpoint) as path:
             return read_config(path)
 
     # Ending

@@ -14,7 +14,6 @@ def test_keys_lie_below_the_run() -> None:
     assert layout.object(A) == f"line-abc/abc-0123-2/checkpoints/objects/{A}"
     assert layout.manifest("best") == "line-abc/abc-0123-2/checkpoints/best.pth.sha256"
     assert layout.target_manifest(TARGET) == f"line-abc/abc-0123-2/checkpoints/targets/{TARGET}/manifest.sha256"
-    assert layout.digests(TARGET, "x.distcp") == f"line-abc/abc-0123-2/checkpoints/digests/{TARGET}/x.distcp"
     assert layout.pointer("latest") == "line-abc/abc-0123-2/checkpoints/latest"
     assert layout.file("logs/1.log") == "line-abc/abc-0123-2/files/logs/1.log"
 
@@ -27,7 +26,6 @@ def test_what_is_there_is_told_from_the_keys_alone() -> None:
         layout.manifest("ckpt-e000001"),
         layout.pointer("best"),
         layout.target_file(TARGET, "index.json"),
-        layout.digests(TARGET, "index.json"),
         layout.target_manifest(TARGET),
         layout.target_file(KILLED, "index.json"),
     ]
@@ -38,14 +36,13 @@ def test_what_is_there_is_told_from_the_keys_alone() -> None:
 
 
 def test_what_nothing_leads_to_is_removed_manifest_first() -> None:
-    keys = [f"objects/{A}", f"objects/{B}", f"digests/{OLD}/0.distcp"]
+    keys = [f"objects/{A}", f"objects/{B}"]
     keys += [f"targets/{target}/{file}" for target in (OLD, TARGET) for file in ("0.distcp", "manifest.sha256")]
     keys += [f"targets/{KILLED}/0.distcp", "targets/of-somebody/0.distcp"]
     found = listed(keys)
     assert unreferenced(found, digests=[A], targets=[TARGET]) == [
         f"objects/{B}",
         f"targets/{OLD}/manifest.sha256",
-        f"digests/{OLD}/0.distcp",
         f"targets/{OLD}/0.distcp",
         f"targets/{KILLED}/0.distcp",
     ]

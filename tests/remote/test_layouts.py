@@ -1,5 +1,4 @@
-"""A sharded run whose machines are lost goes on elsewhere on another number of processes and at another layout, and each rank moves the
-bytes that it needs."""
+"""A sharded run whose machines are lost goes on elsewhere on another number of processes and at another layout."""
 
 from __future__ import annotations
 
@@ -146,7 +145,7 @@ def load(directory: str, url: str) -> None:
     manager.close()
 
 
-def test_each_rank_moves_the_bytes_that_it_needs(
+def test_a_machine_moves_a_checkpoint_once_for_all_its_ranks(
     tmp_path: Path, moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in moto.environment(proxy.endpoint).items():
@@ -159,6 +158,5 @@ def test_each_rank_moves_the_bytes_that_it_needs(
         proxy.forget()
         place = tmp_path / f"on {ranks}" / "checkpoints"
         run_processes(load, str(place), url, world_size=ranks, init_process_group=True)
-        # All ranks together move it once: each of them its own share, and of a chunk at an edge the whole.
-        assert size <= proxy.downloaded() < 1.25 * size
-        assert not list(place.rglob("*.distcp"))
+        assert size <= proxy.downloaded() < 1.05 * size
+        assert sum(file.stat().st_size for file in place.rglob("*.distcp")) >= size

@@ -20,7 +20,6 @@ from danling.checkpoints.mirroring import Saved
 from danling.checkpoints.policy import Record
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
 from danling.remote.contents import RemoteRun
-from danling.remote.digests import ChunkDigests
 from danling.remote.elsewhere import RunElsewhere
 from danling.remote.mirror import CheckpointMirror, MirrorSettings, Upload
 
@@ -65,7 +64,7 @@ def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServe
     first.saved(of_first)
     first.wait(0.5)
     there = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
-    assert there == {f"{kind}/{of_first.target}/{file}" for kind in ("targets", "digests") for file in FILES[0]}
+    assert there == {f"targets/{of_first.target}/{file}" for file in FILES[0]}
     second.saved(of_second)
     second.close()
     first.close()
@@ -75,8 +74,6 @@ def test_a_target_counts_when_the_files_of_all_ranks_are_there(moto: ObjectServe
     for file in (*FILES[0], *FILES[1]):
         content = (tmp_path / "targets" / str(of_first.target) / file).read_bytes()
         assert moto.read(bucket, f"{prefix}targets/{of_first.target}/{file}") == content
-        digests = ChunkDigests.parse(moto.read(bucket, f"{prefix}digests/{of_first.target}/{file}").decode())
-        digests.check(0, content)
 
 
 def test_the_manifest_goes_before_the_pointers_and_after_all_else(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
@@ -86,7 +83,7 @@ def test_the_manifest_goes_before_the_pointers_and_after_all_else(proxy: FaultPr
         mirror.close()
     puts = [request.path.partition("/checkpoints/")[2] for request in proxy.requests if request.method == "PUT"]
     puts = [path.partition("?")[0].rpartition("/")[2] for path in puts]
-    assert puts[-3:] == ["manifest.sha256", "best", "latest"] and len(puts) == 3 + 2 * 4
+    assert puts[-3:] == ["manifest.sha256", "best", "latest"] and len(puts) == 3 + 4
 
 
 def test_what_no_name_leads_to_any_more_is_removed_and_what_is_coming_is_not(

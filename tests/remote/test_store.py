@@ -79,8 +79,6 @@ def test_objects_are_put_listed_read_in_ranges_and_removed(store: RemoteStore, t
     store.put("a/deeper/b", b"0123456789")
     store.put("ab", b"beside")
     assert store.get("a/large") == large and b"".join(store.chunks("a/large", 1 << 20)) == large
-    assert [bytes(part) for part in store.get_ranges("a/deeper/b", [(7, 3), (0, 2)])] == [b"789", b"01"]
-    assert store.get_ranges("a/deeper/b", []) == []
     listed = {entry.key: entry.size for entry in store.list("a")}
     assert listed == {"a/large": len(large), "a/deeper/b": 10} and store.directories("a") == ["deeper"]
     assert store.directories() == ["a"] and store.head("ab").size == 6

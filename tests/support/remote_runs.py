@@ -13,7 +13,6 @@ from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.policy import is_name
 from danling.remote import RemoteStore, RunLayout
-from danling.remote.digests import digest_file
 from danling.remote.layout import FILE_SUMS, SUMS, TARGETS
 
 
@@ -38,9 +37,7 @@ def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: An
     }
 
 
-def upload_run(
-    directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints", digests: bool = True
-) -> None:
+def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
     """Copy a run directory as it lies now: contents first, then manifests, then pointers, then the other files.
 
     Args:
@@ -48,7 +45,6 @@ def upload_run(
         store: A client.
         layout: Keys of the run.
         checkpoints: Name of its directory of checkpoints.
-        digests: Put digests of chunks as well, so that sharded checkpoints can be read in parts.
     """
     place = directory / checkpoints
     for sums in sorted(place.glob(f"*{FILE_SUMS}")):
@@ -59,8 +55,6 @@ def upload_run(
         store.put(layout.manifest(name), sums)
     for target in sorted((place / TARGETS).glob("*")):
         files = sorted(target.iterdir(), key=lambda path: path.name == SUMS)
-        for file in files if digests else ():
-            store.put(layout.digests(target.name, file.name), digest_file(file)[1].text().encode())
         for file in files:
             store.put(layout.target_file(target.name, file.name), file)
     for pointer in sorted(place.iterdir()):
