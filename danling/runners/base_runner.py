@@ -895,6 +895,7 @@ class BaseRunner(metaclass=MetaRunner):
             self.open_trackers()
             self.init_signal_handlers()
             session.begin()
+            self._keys.begin_micro_batch(None, (), 0)
             with self._reporter.trackers.telling_status():
                 try:
                     yield
@@ -911,9 +912,11 @@ class BaseRunner(metaclass=MetaRunner):
     def boundary(self) -> bool:
         """Return whether the loop must end because a signal came on any rank. Call it after every update, on all ranks.
 
-        It also writes the heartbeat and collects garbage when they are due. One small collective on several ranks.
+        It also writes the heartbeat and collects garbage when they are due, and seeds the random streams by rank and number of updates. One
+        small collective on several ranks.
         """
         self._session.updated(self.state.train.global_step, self.state.train.epoch)
+        self._keys.begin_micro_batch(None, (), 0)
         return self._session.agree_to_stop(self.world)
 
     # Saving

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
+REMEMBERED_BYTES = 2**26
+"""What is put back in sum where an update is computed again."""
 COMPARED_BYTES = 2**30
 """What is compared in sum; attributes beyond are named, unless `saved` or `not_saved` of the class says what becomes of them."""
 SECTIONS = ("requires_grad", "buffers", "attributes")
@@ -161,6 +163,26 @@ class KeptAttributes:
         for name, value in self._own().items():
             seen.add(("attributes", name), value, seen.encoder, declared=name in declared)
         return seen
+
+    def remember(self) -> Callable[[], None]:
+        """Copy what is there, up to `REMEMBERED_BYTES`, and return what puts it back in place. May be called on one rank."""
+        encoder, runner, size = self._encoder(), self._runner, 0
+        kept: dict[str, tuple[Any, object]] = {}
+        for name, value in self._own().items():
+            encoder.begin(declared=False)
+            node = encoder.encode(value, name, name=name)
+            if size + encoder.size <= REMEMBERED_BYTES:
+                size += encoder.size
+                kept[name] = _copied(node), value
+
+        def put_back() -> None:
+            decoder = Decoder(encoder.objects, encoder.components)
+            for name, (node, value) in kept.items():
+                before = decoder.decode(node, value, name)
+                if before is not MISSING and getattr(runner, name, MISSING) is not before:
+                    setattr(runner, name, before)
+
+        return put_back
 
     # Saving
 
@@ -318,6 +340,12 @@ def _declared(kind: type, what: str) -> set[str]:
 
 def _is_left(node: object) -> bool:
     return isinstance(node, dict) and node.get("kind") == "left"
+
+
+def _copied(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _copied(item) for key, item in node.items()}
+    return node.clone() if isinstance(node, Tensor) else list(node) if isinstance(node, list) else node
 
 
 def _on_host(node: Any) -> Any:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Recompute:
     """Takes the micro-batches of an update back, so that they can be run again.
 
-    What they change is put back: buffers, meters, counters, what is carried, the window and its gradient. Batches are not copied: a
-    step that has written to its batch cannot be run again, which is refused.
+    What they change is put back: buffers, meters, counters, what is carried, attributes of the user's, the window and its gradient.
+    Batches are not copied: a step that has written to its batch cannot be run again, which is refused.
 
     Args:
         runner: The runner.
@@ -32,7 +32,7 @@ class Recompute:
         runner, telemetry, flops = self._runner, self._runner._reporter.telemetry, self._runner._reporter.flops
         self._versions = {}
         buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        carry = map_carry(runner.carry, Tensor.clone)
+        carry, put_attributes_back = map_carry(runner.carry, Tensor.clone), runner._attributes.remember()
         metrics = runner._parts.train_metrics
         put_metrics_back = metrics.remember() if metrics is not None else None
         figures, micro_step = runner.meters.state_dict(), runner.state.train.micro_step
@@ -41,6 +41,7 @@ class Recompute:
         def take_back() -> None:
             runner.window.reset()
             runner.reduction.zero()
+            put_attributes_back()
             for name, buffer in self._buffers().items():
                 # One that was registered since is left as it is.
                 if name in buffers:

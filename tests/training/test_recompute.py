@@ -22,9 +22,19 @@ class Noisy(dl.TorchRunner):
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)}
+        self.count, self.norms, self.largest = 0, [0.5], torch.zeros(4)
+        self.teacher = nn.Linear(4, 2)
+        self.names = {"first": self.norms}
 
     def train_step(self, data: Any) -> Any:
-        """Note the norm, and draw."""
+        """Note the norm, draw, and change attributes, in place and not."""
+        self.count += 1
+        self.norms.append(float(data[0].norm()))
+        torch.maximum(self.largest, data[0].amax(0), out=self.largest)
+        with torch.no_grad():
+            self.teacher.weight += self.largest.sum()
+        if self.count > 2:
+            self.names = {"second": self.norms, "later": torch.ones(2)}
         self.meters.update({"norm": float(data[0].norm() + torch.rand(()))}, len(data[0]))
         self.carry = data[0].sum() if self.carry is None else self.carry + data[0].sum()
         return super().train_step(data)
@@ -44,6 +54,7 @@ def test_micro_batches_that_are_taken_back_come_to_the_same_again(tmp_path: Path
         runner.train_step(batches()[0])
         runner.step()
         before, carried = whole_state(runner), runner.carry
+        held = runner.norms, runner.names, runner.largest, runner.teacher
         take_back = runner._parts.recompute.remember()
         found = []
         for _ in range(2):
@@ -52,6 +63,9 @@ def test_micro_batches_that_are_taken_back_come_to_the_same_again(tmp_path: Path
             found.append((gradients(runner), whole_state(runner), runner.window.loss))
             take_back()
             assert differences(whole_state(runner), before) == [] and torch.equal(runner.carry, carried)
+            assert (runner.count, len(runner.norms)) == (1, 2) and list(runner.names) == ["first"]
+            assert all(a is b for a, b in zip(held, (runner.norms, runner.names, runner.largest, runner.teacher)))
+            assert runner.names["first"] is runner.norms
             assert runner.window.count == 0 and all(p.grad is None for p in runner.model.parameters())
         assert differences(*(list(each) for each in found)) == []
         assert differences(found[0][1], before) != []
