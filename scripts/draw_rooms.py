@@ -28,7 +28,10 @@ def rooms_of(root: Path) -> Rooms:
     found: Rooms = {path.name: set() for path in root.iterdir() if (path / "__init__.py").exists()}
     for file in root.glob("*/**/*.py"):
         room = file.relative_to(root).parts[0]
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        # Names of types are not imported when the library runs.
+        types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        for node in set(ast.walk(tree)) - {inner for block in types for inner in ast.walk(block)}:
             if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith(f"{root.name}."):
                 found[room].add(str(node.module).split(".")[1])
         found[room] &= found.keys() - {room}
