@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danling.distributed import Domain
 
-from .loop import Counters
 from .saving import RunSaver
 from .session import SessionEnd, TrainingSession
+
+if TYPE_CHECKING:
+    from danling.runners.state import TrainState
 
 logger = logging.getLogger("danling")
 
@@ -42,7 +44,7 @@ class TrainingEnd:
         session: TrainingSession,
         saver: RunSaver,
         domain: Domain,
-        counters: Callable[[], Counters],
+        counters: Callable[[], TrainState],
         manager: Callable[[], Any],
         pending: Callable[[], frozenset[str]],
         save: Callable[[], None],

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
-from danling.data import BatchSource
 from danling.reporting import Reporter
 
 from .boundaries import Boundaries, Boundary
@@ -17,65 +16,15 @@ from .results import RunResults
 from .safeguard import keeping_trained
 from .session import DataEnded, EvaluationStopped, TrainingSession
 
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
 logger = logging.getLogger("danling")
 
 EvaluationVerb = Literal["evaluate_epoch", "evaluate_steps"]
 
 
-class Counters(Protocol):
-    """Progress of a training."""
-
-    global_step: int
-    epoch: int
-
-
-class Progress(Protocol):
-    """Where a run stands."""
-
-    @property
-    def train(self) -> Counters:
-        """The progress."""
-
-
-class LoopHooks(Protocol):
-    """What the loops ask of a run. It is looked up anew each time, since a user may override it, and change the budget while it trains.
-
-    Attributes:
-        is_step_mode: Whether the budget counts updates instead of epochs.
-        epochs: Number of epochs after which training ends, `None` in step mode.
-        steps: Number of updates after which training ends, `None` when it is not known.
-        state: Where the run stands.
-        results: What was recorded by epoch or update.
-    """
-
-    @property
-    def is_step_mode(self) -> bool: ...
-    @property
-    def epochs(self) -> int | None: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def state(self) -> Progress: ...
-    @property
-    def results(self) -> Mapping[int, object]: ...
-
-    def train_epoch(self, split: str) -> object:
-        """Train a pass over a split and return its metrics."""
-
-    def evaluate_epoch(self, split: str) -> object:
-        """Evaluate a split."""
-
-    def evaluate_steps(self, split: str) -> object:
-        """Evaluate the first batches of a split."""
-
-    def source(self, split: str) -> BatchSource:
-        """Return the batches of a split and the position in them."""
-
-    def save_checkpoint(self) -> None:
-        """Save the full state."""
-
-
-def is_used_up(run: LoopHooks) -> bool:
+def is_used_up(run: TorchRunner) -> bool:
     """Whether a run is at the end of its budget."""
     counters = run.state.train
     if run.is_step_mode:
@@ -115,7 +64,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        run: LoopHooks,
+        run: TorchRunner,
         *,
         keys: RandomKeys,
         updates: Callable[[str], Iterator[UpdateOutcome]],

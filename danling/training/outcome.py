@@ -1,13 +1,21 @@
-"""The outcome of one update."""
+"""Whether an update is made, the same on all ranks, and what comes of it."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from danling.distributed import StepTotals
+from danling.utils.protocols import ReductionDomain
+
+if TYPE_CHECKING:
+    from danling.runners.state import TrainState
 
 logger = logging.getLogger("danling")
 
@@ -56,15 +64,7 @@ def no_gradient() -> ValueError:
     )
 
 
-class CountsSkips(Protocol):
-    """Counters of a run."""
-
-    global_step: int
-    skipped_updates: int
-    consecutive_skips: int
-
-
-def count_skip(counters: CountsSkips, reason: str | None, *, limit: int | None) -> None:
+def count_skip(counters: TrainState, reason: str | None, *, limit: int | None) -> None:
     """Count a skipped update, and log it.
 
     Args:
@@ -83,4 +83,93 @@ def count_skip(counters: CountsSkips, reason: str | None, *, limit: int | None) 
             f"Expected at most {limit} skipped updates in a row. Received: {counters.consecutive_skips} before step "
             f"{counters.global_step + 1} (the last one: {reason}). Look at the data and the learning rate, or raise "
             "max_skipped_updates."
+        )
+
+
+class UpdateDecision:
+    """Decides from the totals of a window and the norm of its gradient.
+
+    On the CPU the result of the check is available at once. On an accelerator, a run that may not skip updates does not wait for the
+    device: it reads the result one update later, and before anything is evaluated or saved.
+
+    Args:
+        domain: Ranks that share an update.
+        device: Where losses live.
+    """
+
+    def __init__(self, domain: ReductionDomain, device: torch.device) -> None:
+        self.domain = domain
+        self.device = device
+        self._pending: tuple[int, Tensor, float | Tensor] | None = None
+
+    def objection(
+        self,
+        totals: StepTotals,
+        grad_norm: Tensor,
+        *,
+        step: int,
+        own_nonfinite: float | Tensor,
+        scales: bool,
+        may_skip: bool,
+        named: Callable[[], list[str]],
+    ) -> str | None:
+        """Return why the update must not be made, `None` if it is made. Call on all ranks.
+
+        Args:
+            totals: What the ranks have agreed on for the window.
+            grad_norm: 2-norm of the whole gradient, 0-dim.
+            step: Number of the update.
+            own_nonfinite: 1 where a loss of this rank is not finite, else 0.
+            scales: Whether losses are scaled for float16; a gradient that is not finite then means that the scale is too large.
+            may_skip: Whether an update that is not finite may be skipped.
+            named: Returns the names of parameters whose gradient on this rank is not finite.
+
+        Raises:
+            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
+        """
+        if isinstance(totals.weight, float) and totals.weight == 0.0:
+            return "weightless"
+        if self.device.type == "cpu":
+            finite = not totals.nonfinite and math.isfinite(grad_norm.item())
+        else:
+            healthy = torch.isfinite(grad_norm) & (torch.as_tensor(totals.nonfinite, device=self.device) == 0)
+            if not (scales or may_skip):
+                self.raise_pending()
+                self._pending = (step, healthy, own_nonfinite)
+                return None
+            finite = bool(healthy)
+        if finite:
+            return None
+        if scales or may_skip:
+            return "overflow" if scales else "nonfinite"
+        raise self.error(step, own_nonfinite, named())
+
+    def raise_pending(self) -> None:
+        """Check the last update now, if that is still to be done. Call on all ranks.
+
+        Raises:
+            NonFiniteError: If the last update was not finite.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and not bool(pending[1]):
+            # The gradients of that update are gone.
+            raise self.error(pending[0], pending[2], None)
+
+    def error(self, step: int, own_nonfinite: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
+        """Return the error that says where an update is not finite. Call on all ranks.
+
+        Args:
+            step: Number of the update.
+            own_nonfinite: 1 where a loss of this rank is not finite, else 0.
+            gradients: Names of parameters whose gradient on this rank is not finite; `None` where they cannot be known any more.
+        """
+        found = self.domain.gather_objects((bool(own_nonfinite), gradients or []))
+        ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
+        names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
+        where = f"gradients that are not finite for {names or 'no parameter'}"
+        if gradients is None:
+            where = "gradients that have been dropped since"
+        return NonFiniteError(
+            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
+            f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         )

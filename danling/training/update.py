@@ -4,88 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from danling.distributed import GradientNorms, StepSync, StepTotals
 from danling.metrics import Meters
-from danling.utils.protocols import SteppedOptimizer, SteppedSchedule
 
-from .decision import UpdateDecision
-from .ema import EMA
 from .keys import RandomKeys
-from .outcome import UNCOMMITTED, CountsSkips, UpdateOutcome, count_skip, no_gradient
-from .precision import Precision
+from .outcome import UNCOMMITTED, UpdateDecision, UpdateOutcome, count_skip, no_gradient
 from .preparation import ModelPreparation
-from .reduction import GradientReduction
 from .session import TrainingSession
 from .window import Window
 
-
-class Counters(CountsSkips, Protocol):
-    """Counters of a run."""
-
-    samples: int
-
-
-class Progress(Protocol):
-    """Where a run stands."""
-
-    @property
-    def train(self) -> Counters:
-        """The counters."""
-
-
-class UpdateSettings(Protocol):
-    """What is configured of an update."""
-
-    @property
-    def skip_nonfinite_grad(self) -> bool:
-        """Whether an update that is not finite may be left out."""
-
-    @property
-    def max_skipped_updates(self) -> int | None:
-        """How many may be left out in a row; `None` for any number."""
-
-
-class UpdateHooks(Protocol):
-    """What an update asks of a run. It is looked up anew each time: a hook may be overridden, a component or a setting replaced."""
-
-    @property
-    def config(self) -> UpdateSettings: ...
-    @property
-    def state(self) -> Progress: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def reduction(self) -> GradientReduction: ...
-    @property
-    def optimizer(self) -> SteppedOptimizer: ...
-    @property
-    def scheduler(self) -> SteppedSchedule | None: ...
-    @property
-    def ema(self) -> EMA | None: ...
-    @property
-    def unwrapped_model(self) -> nn.Module: ...
-
-    def complete_gradients(self) -> None:
-        """Finish the reduction over the ranks."""
-
-    def unscale_gradients(self, totals: StepTotals) -> list[Tensor]:
-        """Divide the gradient by the global weight, and return what this rank holds of it."""
-
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the whole gradient."""
-
-    def clip_gradients(self, grad_norm: Tensor) -> None:
-        """Clip the gradient."""
-
-    def optimizer_step(self) -> None:
-        """Apply the gradient."""
-
-    def zero_gradients(self) -> None:
-        """Drop the gradient."""
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 
 class Auditor(Protocol):
@@ -133,7 +66,7 @@ class UpdateStep:
     """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does.
 
     Args:
-        run: What is asked, and what advances.
+        run: Its hooks are asked, its components and counters advance. All are looked up anew each time, since a user may replace them.
         keys: Seeds the random streams for the step of the optimizer.
         window: The window.
         sync: Sums it over the ranks.
@@ -160,7 +93,7 @@ class UpdateStep:
 
     def __init__(
         self,
-        run: UpdateHooks,
+        run: TorchRunner,
         *,
         keys: RandomKeys,
         window: Window,
@@ -284,7 +217,7 @@ class UpdateStep:
                 self.rates = [float(group["lr"]) for group in run.optimizer.param_groups]
             if scheduler is not None and self.steps_scheduler:
                 if self.tells_place:
-                    cast(Any, scheduler).step_update(train.global_step)
+                    scheduler.step_update(train.global_step)
                 else:
                     scheduler.step()
             if ema is not None:

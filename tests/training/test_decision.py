@@ -9,8 +9,7 @@ import torch
 from support.processes import run_processes
 
 from danling.distributed import Domain, LocalDomain, StepTotals
-from danling.training.decision import UpdateDecision
-from danling.training.outcome import NonFiniteError
+from danling.training.outcome import NonFiniteError, UpdateDecision
 
 
 def objection(decision: UpdateDecision, totals: StepTotals, norm: float, **more: Any) -> str | None:
