@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from .conditions import CREATE, REPLACE, creates_once, replaces_once
 from .errors import RemoteError, RemoteMissing
+from .lease import CREATE, REPLACE, creates_once, replaces_once
 from .store import RemoteStore
 
 _PARTS = 3

@@ -20,13 +20,12 @@ from danling.checkpoints.store import CheckpointStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.nesting import parse_yaml
 
+from .brought import RemoteFiles, RemoteTargets
 from .errors import RemoteMissing
-from .file_store import RemoteFiles
 from .layout import RunLayout
 from .store import RemoteStore, is_url, open_store
 from .stored_files import bring_files
 from .stored_run import Place, StoredRun, place_of
-from .target_store import RemoteTargets
 
 logger = logging.getLogger("danling")
 
@@ -70,7 +69,7 @@ class RemoteSources:
         return None if self._home is None else StoredRun(self._connect(self._home[0]), self._home[1])
 
     def bring_files(self, directory: Path) -> None:
-        """Bring the other files of the run, such as its metrics, into its directory; see `danling.remote.files`."""
+        """Bring the other files of the run, such as its metrics, into its directory; see `danling.remote.run_mirror`."""
         if self.home is not None:
             brought = bring_files(self.home.store, self.home.layout, directory)
             if brought:

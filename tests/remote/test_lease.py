@@ -18,8 +18,7 @@ from support.object_servers import ObjectServer
 
 import danling.remote.lease as lease_module
 from danling.remote import RemoteConflict, RemoteSettings, RemoteStore, open_store
-from danling.remote.conditions import unkept
-from danling.remote.lease import Lease, Writer
+from danling.remote.lease import Lease, Writer, unkept
 from danling.remote.probe import Probe
 
 KEY = "line/run/lock"

@@ -24,7 +24,7 @@ from support.forked import fork, kill, wait
 from support.patience import patience
 
 from danling.stream import DirectoryStore, FileChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
-from danling.stream.channels.ids import IdIndex
+from danling.stream.channels.file import IdIndex
 
 Open = Callable[[], RefChannel]
 SPEC = {"hidden": TensorSpec((4,), "float32")}
