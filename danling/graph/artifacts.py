@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from danling.utils.files import json_text, read_text, write_atomically
+from danling.utils.files import json_text, open_file, read_text, write_atomically
 from danling.utils.nesting import parse_json
+from danling.utils.plain_names import plain_path
 
 from .fingerprint import digest_of
 
@@ -127,12 +128,10 @@ class ArtifactDirectory:
 
     def _sum(self, name: str) -> str | None:
         # Names of a manifest that somebody else wrote must not lead out of the folder.
-        path = self.path / name
         try:
-            if not path.resolve().is_relative_to(self.path.resolve()):
-                return None
-            return hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError:
+            with open_file(self.path / plain_path(name)) as file:
+                return hashlib.sha256(file.read()).hexdigest()
+        except (OSError, ValueError):
             return None
 
     def _remove_unlisted(self, *, damaged: bool) -> None:

@@ -1,0 +1,219 @@
+"""Every function that opens, writes, renames or removes a file, and through which parser a name from a file comes to it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import danling
+from danling.utils.plain_names import is_plain_path, plain_name, plain_path
+
+ROOT = Path(danling.__file__).parent
+_OF_OS = {"open", "unlink", "remove", "rename", "replace", "link", "symlink", "rmdir", "mkdir", "makedirs", "truncate"}
+_OF_PATHS = {"unlink", "rmdir", "rename", "mkdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to"}
+_BY_NAME = {"open", "open_file", "open_new", "open_regular", "write_atomically", "safe_open"}
+_OF_TREES = {"rmtree", "copyfile", "copy", "copy2", "copytree", "move"}
+
+FUNCTIONS = {
+    "audit/digests": ["read_digests"],
+    "audit/environment": ["write_environment"],
+    "audit/layout_check": ["_train"],
+    "audit/layout_record": ["LayoutRecorder._write_rank"],
+    "audit/program": ["ProgramEnd.tail", "start_program"],
+    "checkpoints/archive": ["_opened"],
+    "checkpoints/dcp_files": [
+        "HashingFileSystem.create_stream",
+        "HashingFileSystem.rename",
+        "TargetWriter.finish",
+        "_taken_over",
+    ],
+    "checkpoints/deepspeed": ["DeepSpeedCheckpointManager._publish"],
+    "checkpoints/deepspeed_files": ["EngineAhead.link"],
+    "checkpoints/exchange": ["_put", "_read_safetensors", "_write_safetensors", "export_weights"],
+    "checkpoints/file_store": ["FileStore._make_way", "FileStore._settle", "FileStore.delete", "FileStore.write"],
+    "checkpoints/pretrained": ["write_description"],
+    "checkpoints/search": ["CheckpointSearch.tidy"],
+    "checkpoints/stock_metadata": ["read_stock_metadata"],
+    "checkpoints/storage": [
+        "chunks",
+        "file_size",
+        "link",
+        "make_directory",
+        "measure",
+        "open_new",
+        "open_regular",
+        "remove",
+        "remove_tree",
+        "replace",
+        "sync_directory",
+        "write_file",
+    ],
+    "checkpoints/target_store": ["TargetStore.delete", "TargetStore.publish", "TargetStore.sweep"],
+    "cli/contents": ["read_safetensors"],
+    "cli/doctor": ["_resume", "_train"],
+    "cli/doctor_job": ["DoctorRunner.step", "main"],
+    "cli/main": ["_main"],
+    "cli/output": ["write_drawing"],
+    "config/imposed": ["MeantRun.write"],
+    "distributed/board": ["Board.write"],
+    "graph/artifacts": [
+        "ArtifactDirectory._prepare",
+        "ArtifactDirectory._remove_unlisted",
+        "ArtifactDirectory._sum",
+        "ArtifactDirectory._take_lock",
+        "ArtifactDirectory._write_portable",
+        "ArtifactDirectory.seal",
+    ],
+    "remote/file_store": ["RemoteFiles.bring_outline"],
+    "remote/listing": ["_bring"],
+    "remote/mirror": ["CheckpointMirror._file"],
+    "remote/probe": ["Probe._parts"],
+    "remote/ranged": ["RangedFile.__init__"],
+    "remote/run_mirror": ["RunMirror._apart", "_written"],
+    "remote/stored_files": ["_bring"],
+    "remote/stored_pieces": ["_Partial.__init__"],
+    "remote/target_store": ["RemoteTargets._make_way", "RemoteTargets._stage", "RemoteTargets.bring_outline"],
+    "reporting/logging": ["_open_file"],
+    "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
+    "runners/driving": ["TrainingDriver.audit"],
+    "stream/channels/claims": ["Claim.take"],
+    "stream/channels/file": [
+        "FileChannel.__init__",
+        "FileChannel._absorb",
+        "FileChannel._lines",
+        "FileChannel._write",
+        "FileChannel._writing",
+        "FileChannel.commit",
+    ],
+    "stream/channels/sqlite": ["SQLiteChannel.__init__"],
+    "stream/files": ["_open_to_share", "exclusive", "sync_directory"],
+    "stream/stores/directory": [
+        "DirectoryStore.__init__",
+        "DirectoryStore._publish",
+        "DirectoryStore._remove",
+        "DirectoryStore._remove_abandoned",
+        "DirectoryStore._staged",
+        "UsageCount.write",
+        "_load",
+    ],
+    "supervision/activity": ["ThreadSleep.__init__"],
+    "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
+    "supervision/hangs": ["HangWatch._dump"],
+    "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
+    "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
+    "torchft/healing": ["Healing.take"],
+    "utils/files": ["clear_places", "open_file", "read_text", "write_atomically"],
+    "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made"],
+    "utils/torchrun": ["first_failure"],
+    "workspace/claim": ["Claim.make", "Claim.release", "make_directory"],
+    "workspace/litter": ["remove_litter"],
+    "workspace/series": ["has_line"],
+    "workspace/workspace": [
+        "Workspace.write_metadata",
+        "Workspace.write_results",
+        "Workspace.write_streams",
+        "_write_changed",
+    ],
+}
+"""By module: the functions. Whoever adds one enters it here, and in `PARSERS` if it takes a name from a file."""
+
+PARSERS = {
+    "checkpoints/exchange": "plain_name",  # index of safetensors
+    "checkpoints/file_store": "Manifest",
+    "checkpoints/target_store": "read_manifest",
+    "checkpoints/stock_metadata": "ShardIndex",
+    "checkpoints/dcp_files": "read_index",
+    "checkpoints/manifest": "plain_name",
+    "checkpoints/shard_index": "plain_name",
+    "graph/artifacts": "plain_path",
+    "remote/file_store": "manifest",
+    "remote/listing": "is_plain_path",
+    "remote/stored_files": "is_plain_path",
+    "remote/target_store": "manifest",
+    "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name
+}
+"""By module that takes names from files: what it parses them by, which comes to `plain_path` (or, of streams, quotes them)."""
+
+HOSTILE = [
+    "",
+    ".",
+    "..",
+    "/etc/passwd",
+    "../a",
+    "a/../../b",
+    "a//b",
+    "a\0b",
+    "a\nb",
+    "C:a",
+    "a\\b",
+    "a/",
+    "./a",
+    "a" * 300,
+    5,
+    None,
+    "\ud800",
+]
+
+
+def functions_of(path: Path) -> set[str]:
+    found: set[str] = set()
+
+    def visit(node: ast.AST, inside: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = inside
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = f"{inside}.{child.name}".lstrip(".")
+            if isinstance(child, ast.Call) and touches_a_file(child.func):
+                found.add(name)
+            visit(child, name)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
+
+
+def touches_a_file(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in _BY_NAME | _OF_TREES
+    if not isinstance(function, ast.Attribute):
+        return False
+    base, name = ast.unparse(function.value), function.attr
+    if base == "os":
+        return name in _OF_OS
+    if base in ("shutil", "storage"):
+        return name in _OF_TREES | _BY_NAME | _OF_PATHS | {"remove", "replace", "link"}
+    return name in _OF_PATHS or (name == "open" and base in ("path", "file", "self._log"))
+
+
+def test_the_list_of_functions_is_complete() -> None:
+    found = {
+        path.relative_to(ROOT).with_suffix("").as_posix(): sorted(functions)
+        for path in sorted(ROOT.rglob("*.py"))
+        if (functions := functions_of(path))
+    }
+    assert found == FUNCTIONS
+
+
+@pytest.mark.parametrize("module", PARSERS)
+def test_names_from_files_come_through_the_parser(module: str) -> None:
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert PARSERS[module] in used
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_parser_takes_no_name_that_leads_elsewhere(name: object) -> None:
+    for parse in (plain_path, plain_name):
+        with pytest.raises(ValueError, match="no plain relative name"):
+            parse(name)
+    assert not isinstance(name, str) or not is_plain_path(name)
+
+
+def test_the_parser_takes_plain_names() -> None:
+    for name in ("a", "a.b", "..a", "a b", "naïve", "-rf", "model-00001-of-00002.safetensors"):
+        assert plain_path(name) == plain_name(name) == name
+    assert plain_path("a/b/c") == "a/b/c"
+    with pytest.raises(ValueError, match="in the directory itself"):
+        plain_name("a/b")
