@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +77,11 @@ class ProgramEnd:
         with open(self.log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode(errors="replace")
+
+
+def announce(text: str) -> None:
+    """Say on stderr what begins: a program may train for minutes, and stdout has the result alone."""
+    print(f"danling: {text}", file=sys.stderr, flush=True)
 
 
 def run_program(

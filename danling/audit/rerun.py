@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from danling.checkpoints.backends import locate
+from danling.checkpoints.ownership import stored_settings
 from danling.checkpoints.reading import read_payload
+from danling.config.files import strict_json
 from danling.config.imposed import MeantRun
+from danling.reporting.progress import format_duration
 from danling.workspace.claim import is_in_use
 from danling.workspace.runs import Run, is_run
 
 from .digests import read_digests
 from .divergence import Comparison, compare_runs
-from .program import run_program, scratch_settings, settings_of_others
+from .program import announce, run_program, scratch_settings, settings_of_others
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,16 @@ def audit_run(
         ValueError: If it is written to, the stretch cannot be, or the program failed.
     """
     again = Retraining.of(run, scratch, start=start, end=end)
+    log = scratch / "output.log"
+    first = 0 if again.start is None else again.start.step
+    records = [record for record in Run(run, "stored").records if first <= record["step"] <= again.end.step]
+    times = [float(record["time"]) for record in records if isinstance(record.get("time"), (int, float))]
+    took = f", which took the run {format_duration(max(times) - min(times))}" if times else ""
+    announce(f"1 of 2: the program trains updates {first + 1} to {again.end.step} again{took}; it prints to {log}")
     ended = run_program(
         command,
         again.settings,
-        log=scratch / "output.log",
+        log=log,
         environment=again.meant.write(scratch / "run_that_is_meant.json"),
         timeout=timeout,
     )
@@ -208,6 +217,7 @@ def audit_run(
         )
     # What a program does after its training is not compared.
     failed = f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None
+    announce(f"2 of 2: the checkpoint at update {again.end.step} is compared with the stored one")
     return replace(again.result(), failed=failed)
 
 
@@ -258,10 +268,12 @@ class Retraining:
         }
         if of_run.config.get("seed") is not None:
             settings["seed"] = of_run.config["seed"]
+        known = stored_settings(run / "checkpoints")
         meant = MeantRun(
             {key: of_run.config.get(key) for key in ("lineage", "dir")},
             os.path.abspath(run),
             *settings_of_others(directory.with_name("others")),
+            *((strict_json(known[0]), known[1]) if known else ()),
         )
         return cls(run, directory, first, last, settings, meant)
 

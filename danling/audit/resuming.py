@@ -17,7 +17,15 @@ from danling.config.imposed import MeantRun
 
 from .digests import DigestLine, read_digests
 from .divergence import Divergence, compare_digests
-from .program import ProgramEnd, end_program, kill_program, scratch_settings, settings_of_others, start_program
+from .program import (
+    ProgramEnd,
+    announce,
+    end_program,
+    kill_program,
+    scratch_settings,
+    settings_of_others,
+    start_program,
+)
 
 Found = tuple[str, str, str]
 """Name, state (`ok` or `failed`) and detail of a check."""
@@ -70,9 +78,15 @@ class ResumeCheck:
             ValueError: If there is no such program.
         """
         whole, parts, updates = self.place / "whole", self.place / "parts", self.updates
+        begin = time.monotonic()
+        announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")
         # Longer than the other: a quick program goes on for a while before it hears that it is to stop.
         self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
         reference = read_digests(whole)
+        took = time.monotonic() - begin
+        announce(
+            f"2 of 4: it trains {updates} updates and is stopped by SIGTERM; about {3 * took:.0f} s are left at most"
+        )
         stopped = self._train(parts, updates, leave=self._stop)
         self._check_length(reference, stopped)
         divergence = _first(reference, parts, 1, stopped)
@@ -81,6 +95,9 @@ class ResumeCheck:
             return
         if not any((parts / "checkpoints").glob("latest*")):
             raise self._failed("it saved no checkpoint when it was stopped by SIGTERM")
+        announce(
+            f"3 of 4: it resumes, and is killed after {updates} updates more; about {2 * took:.0f} s are left at most"
+        )
         killed = self._train(parts, stopped + updates, leave=kill_program, resumes=True)
         divergence = _first(reference, parts, stopped + 1, killed)
         told = f"stopped after update {stopped}; updates {stopped + 1} to {min(killed, max(reference))} after it"
@@ -88,6 +105,7 @@ class ResumeCheck:
         if divergence is not None:
             return
         self._check_length(reference, killed)
+        announce(f"4 of 4: it resumes from the kill, and trains {updates} updates; about {took:.0f} s are left at most")
         end = self._train(parts, killed + updates, leave=kill_program, resumes=True)
         # What was trained after the last checkpoint is trained again, and compared again.
         divergence = _first(reference, parts, 1, end)

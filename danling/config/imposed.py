@@ -40,12 +40,16 @@ class MeantRun:
         place: Its directory, which its settings may name in another way; `None` where it has none yet.
         others: Settings by dotted key that other runs of the program get.
         looks: Those that they get where they only look at a run, which stays where it is.
+        stored: The configuration that the run was trained with; `None` where it is not compared.
+        replicas: Ranks that read different samples there.
     """
 
     names: Mapping[str, object]
     place: str | None
     others: Mapping[str, object]
     looks: Mapping[str, object]
+    stored: Mapping[str, object] | None = None
+    replicas: int = 1
 
     def is_meant(self, config: RunnerConfig) -> bool:
         """Return whether a configuration is that of the run.
@@ -99,6 +103,27 @@ def impose(config: RunnerConfig) -> None:
         config.set(key, value)
     if settings:
         logger.warning("%s sets %s in the place of what this program has set.", VARIABLE, ", ".join(settings))
+
+
+def check_identity(config: RunnerConfig, *, replicas: int) -> None:
+    """Refuse to train a run again with other settings than it had; nothing happens unless the environment says which run is meant.
+
+    Args:
+        config: The whole configuration, with what the program has set after its construction.
+        replicas: Ranks that read different samples.
+
+    Raises:
+        ValueError: If settings differ in what changes the result.
+    """
+    meant = _meant_run()
+    if meant is None or meant.stored is None or config.get("dir", None) != imposed().get("dir"):
+        return
+    differences = config.differences(meant.stored, stored_replicas=meant.replicas, replicas=replicas)
+    if differences:
+        raise ValueError(
+            f"Expected the program to have the settings of the run {meant.place}. Received: {'; '.join(differences)}. Start it with "
+            "the arguments that it had then."
+        )
 
 
 def end_after() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from danling.config import RunnerConfig
+from danling.config.imposed import check_identity
 from danling.distributed import Domain
 from danling.utils.secrets import secret_values, without_secrets
 
@@ -110,6 +111,7 @@ class RunPlace:
             foreign: Whether the directory holds checkpoints of another run.
         """
         config = self._settings()
+        check_identity(config, replicas=self._replicas)
         looks = config.checkpoint.load_only
         if looks and (foreign() or self._world.on_first(workspace.has_metadata)):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -64,6 +65,9 @@ def test_a_program_that_comes_back(command: list[str], tmp_path: Path) -> None:
         "resumes after SIGKILL",
     ]
     assert all("bitwise the same" in line for line in lines)
+    phases = [line for line in done.stderr.splitlines() if line.startswith("danling: ")]
+    assert [line.split(":")[1].strip() for line in phases] == [f"{phase} of 4" for phase in range(1, 5)]
+    assert all(re.search(r"about \d+ s are left at most$", line) for line in phases[1:])
     assert not (tmp_path / "elsewhere").exists()  # nothing is written but in the scratch directory
 
 

@@ -112,6 +112,13 @@ def test_another_program_and_one_that_fails_are_refused_with_what_they_said(
     monkeypatch.setenv("RATE", "0.5")
     assert audit("run") == 2
     assert "optim.lr" in capsys.readouterr().err
+    # From scratch no resume compares the settings: it is refused before it trains.
+    assert audit("run:0..8") == 2
+    told = capsys.readouterr().err
+    assert "Expected the program to have the settings of the run" in told and "optim.lr: stored 0.01, now 0.5" in told
+    assert "Training from step" not in told
+    assert "danling: 1 of 2: the program trains updates 1 to 8 again, which took the run 0:00:" in told
+    assert "2 of 2" not in told
     assert main(["audit", "run", "--", interpreter(), "-c", "print('no runner here')"]) == 2
     assert "no checkpoint there; the end of what it printed:\nno runner here" in capsys.readouterr().err
 
