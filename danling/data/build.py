@@ -98,6 +98,12 @@ def order_setting(sampler: object, settings: Mapping[str, object]) -> dict[str, 
         settings: The other settings of the split.
     """
     asks = "batch_size" not in settings or isinstance(sampler, BatchSampler)
+    if not asks and settings["batch_size"] is None and yields_batches(sampler):
+        logger.info(
+            "dataloader.batch_size=None: the dataset is asked for each list of indices of the %s at once. Leave batch_size out to have "
+            "single samples read and made into a batch.",
+            type(sampler).__name__,
+        )
     return {"batch_sampler" if asks and yields_batches(sampler) else "sampler": sampler}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.optim import Optimizer
@@ -23,18 +24,32 @@ def options_of(optimizer: Optimizer) -> Options:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def say_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> None:
+def given_names(optimizer: object) -> set[str]:
+    """Return the names of the arguments that an optimizer, or several in one, is made of.
+
+    Groups may have more entries: those of schedule-free optimizers have counters, which no program gives.
+    """
+    inner = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optimizer", None)]
+    names = set().union(*(given_names(each) for each in inner if each is not None))
+    for kind in type(optimizer).__mro__:
+        if "__init__" in vars(kind):
+            names |= inspect.signature(vars(kind)["__init__"]).parameters.keys()
+    return names
+
+
+def say_replaced(asked: Options, loaded: Options, *, given: Collection[str], scheduled: bool) -> None:
     """Warn of options that a restored state has given another value than the program did. May be called on one rank.
 
     Args:
         asked: What `options_of` returned before.
         loaded: What it returns now.
+        given: What `given_names` returns.
         scheduled: Whether a schedule moves the learning rate.
     """
     replaced: dict[str, str] = {}
     for before, after in zip(asked, loaded):
         moved = _MOVED_BY_SCHEDULES if "max_momentum" in after else {"lr"} if scheduled else set[str]()
-        for name in sorted(before.keys() & after.keys() - HOW - OF_SCHEDULES - moved):
+        for name in sorted(before.keys() & after.keys() & set(given) - HOW - OF_SCHEDULES - moved):
             if _is_plain(before[name]) and _is_plain(after[name]) and before[name] != after[name]:
                 replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
     if replaced:

@@ -31,7 +31,7 @@ from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import build_optimizer, build_scheduler
 from danling.optim.modes import enter_training, evaluation_weights, modal
-from danling.optim.options import adopt_options, options_of, say_replaced
+from danling.optim.options import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.supervision import Profiler
 from danling.torchft import ReplicaMember
@@ -1003,7 +1003,12 @@ class TorchRunner(BaseRunner):
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
             if self.is_main_process and not self._session.updated_once:
-                say_replaced(options, options_of(self.optimizer), scheduled=self.scheduler is not None)
+                say_replaced(
+                    options,
+                    options_of(self.optimizer),
+                    given=given_names(self.optimizer),
+                    scheduled=self.scheduler is not None,
+                )
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights into the unwrapped model, by name without wrapper prefixes. Called on all ranks.

@@ -141,10 +141,10 @@ class Readiness:
         self.check_optimizer_given()
         given = self._given
         kind = type(given.optimizer).__name__
-        if takes_closure(given.optimizer):
+        if takes_closure(given.optimizer) and not (self._overrides("step") and self._overrides("optimizer_step")):
             raise ValueError(
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
-                "again. Override `step` and `optimizer_step` for it, or choose another."
+                "again. Override both `step` and `optimizer_step` for it, or choose another."
             )
         mine = Coverage.of(given.named_parameters(), self._preparation.optimized_parameters(given.optimizer))
         whole = Coverage.joined(self._world.gather_objects(mine))

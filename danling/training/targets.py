@@ -109,7 +109,7 @@ def unweighed(data: object) -> str:
     if isinstance(data, (tuple, list)):
         received = f"a sequence of length {len(data)}"
     return (
-        f"Expected a target in each batch, since the criterion averages over those that it does not ignore. Received: {received}. Its "
-        f"samples are counted instead, which is another gradient where ignored targets are unequally many. Call the target one of "
+        f"Expected a target in each batch, by which its loss is weighed. Received: {received}. Its samples are counted instead, which is "
+        f"another gradient where the loss is averaged over something else, such as targets or sample weights. Call the target one of "
         f"{', '.join(TARGET_NAMES)}, or override `batch_weight(data, target)`."
     )
