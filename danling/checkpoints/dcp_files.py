@@ -34,8 +34,7 @@ from .outline import READ_WHOLE, Entry, Outline, without_tensors
 from .plan_cache import PlanCache
 from .policy import Record
 from .reuse import Reuse
-from .shard_index import INDEX, from_metadata, to_metadata
-from .stock_metadata import read_index
+from .shard_index import INDEX, from_metadata, read_index, to_metadata
 from .target_store import SUMS
 from .torch_files import check_format, check_values
 
@@ -192,6 +191,7 @@ def read_target(
     *,
     template: Mapping[str, object] | None = None,
     sections: Iterable[str] | None = None,
+    trust: bool = False,
 ) -> dict[str, object]:
     """Return the state in a target. Communicates nothing.
 
@@ -199,11 +199,12 @@ def read_target(
         path: The target.
         template: A state whose DTensors say how tensors of the same name and shape are sharded here; others are read whole.
         sections: First components of the names to read; `None` reads all.
+        trust: See `read_index`.
 
     Raises:
         CheckpointDamaged: If it cannot be read.
     """
-    metadata = _metadata(path)
+    metadata = _metadata(path, trust=trust)
     reader = TargetReader(path, metadata)
     flat = destinations(metadata, template, None if sections is None else frozenset(sections))
     elsewhere = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
@@ -250,8 +251,8 @@ def save_target(
         raise
 
 
-def _metadata(path: Path) -> Metadata:
-    index = read_index(path)
+def _metadata(path: Path, *, trust: bool = False) -> Metadata:
+    index = read_index(path, trust=trust)
     sizes = {extent.file: storage.size_of(path / extent.file) for extent in index.extents()}
     # What is no regular file, such as a pipe, would be waited for.
     missing = sorted(file for file, size in sizes.items() if size is None)
@@ -280,7 +281,7 @@ def read_payload(
     trust: bool = False,
 ) -> dict[str, Any]:
     """Return the payload of a target; see `Backend.read_payload`."""
-    return check_format(read_target(path, template=template, sections=sections), path)
+    return check_format(read_target(path, template=template, sections=sections, trust=trust), path)
 
 
 def read_outline(path: Path) -> Outline:

@@ -11,10 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.nesting import parse_json
 from danling.utils.plain_names import plain_name
+
+from . import storage
+from .errors import CheckpointDamaged, CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -222,6 +226,39 @@ def path_of(keys: Any) -> Name:
     return found
 
 
+def read_index(directory: Path, *, trust: bool = False) -> ShardIndex:
+    """Return what lies where in a target.
+
+    Args:
+        directory: The target.
+        trust: Where there is no index, as in what another program wrote, unpickle torch's `.metadata`, which runs what is in it.
+
+    Raises:
+        CheckpointDamaged: If it cannot be read.
+        CheckpointError: If there is no index and the files are not trusted.
+    """
+    path = directory / INDEX
+    if storage.size_of(path) is not None:
+        try:
+            return ShardIndex.parse(storage.read_text(path, limit=None))
+        except (ValueError, RecursionError, MemoryError, OSError) as error:
+            raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
+    if not trust:
+        raise CheckpointError(
+            f"Expected {INDEX} in a sharded checkpoint. Received: {directory}, which another program wrote. Convert it with `python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE`, or set checkpoint.trust=true, which unpickles "
+            "`.metadata` and so runs what is in it."
+        )
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        return from_metadata(FileSystemReader(directory).read_metadata())
+    except Exception as error:
+        raise CheckpointDamaged(
+            f"Expected the metadata of a sharded checkpoint. Received: {directory}: {error}"
+        ) from error
+
+
 def from_metadata(metadata: Metadata) -> ShardIndex:
     """Return the index of what `torch.distributed.checkpoint` has written."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -233,7 +270,7 @@ def from_metadata(metadata: Metadata) -> ShardIndex:
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, ValueEntry] = {}
     for name, about in metadata.state_dict_metadata.items():
-        path = tuple(metadata.planner_data[name])
+        path = tuple((metadata.planner_data or {}).get(name, (name,)))
         if not isinstance(about, TensorStorageMetadata):
             values[name] = ValueEntry(path, extent(MetadataIndex(name)))
             continue

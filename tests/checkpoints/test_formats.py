@@ -35,7 +35,7 @@ def payload_of_version_1() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["file/latest.pth", "sharded/latest", "python-3.11.2/latest", "indexed/latest"])
+@pytest.mark.parametrize("kind", ["file/latest.pth", "indexed/latest"])
 @pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
 def test_old_checkpoints_load(tmp_path: Path, version: int, kind: str) -> None:
     source = FIXTURES / f"v{version}" / kind

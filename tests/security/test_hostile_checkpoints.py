@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import sys
 import zipfile
@@ -18,7 +17,6 @@ from support.recorded import bounded, record_run
 from danling.checkpoints import CheckpointDamaged, storage
 from danling.checkpoints.file_store import SUMS
 from danling.checkpoints.manifest import Manifest
-from danling.checkpoints.stock_metadata import read_stock_metadata
 from danling.checkpoints.torch_files import check_values, read_file
 from danling.cli.main import main
 
@@ -167,21 +165,6 @@ def test_what_is_within_the_bounds_is_read(tmp_path: Path) -> None:
     found = read_file(tmp_path / "a.pt")
     assert torch.equal(found["view"], payload["view"]) and found["numbers"] == payload["numbers"]
     check_values(torch.ones(1), tmp_path)
-
-
-def test_tuples_as_keys_of_metadata_are_bounded(tmp_path: Path) -> None:
-    """Sixty tuples, of which each holds the one before twice: as a key, Python would hash 2**60 values."""
-    content = b"\x80\x02}K\x01\x85q\x00h\x00\x86q\x01" + b"".join(
-        b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(1, 60)
-    )
-    by_duplicate = b"\x80\x02}K\x01" + b"2\x86" * 60
-    for hostile in (content + b"K\x01s.", by_duplicate + b"K\x01s."):
-        (tmp_path / ".metadata").write_bytes(hostile)
-        with pytest.raises(CheckpointDamaged, match="a tuple of more than 100,000 values"):
-            read_stock_metadata(tmp_path / ".metadata")
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({(1, (2, 3)): 4}))
-    with pytest.raises(CheckpointDamaged, match="a part of it is a dict"):
-        read_stock_metadata(tmp_path / ".metadata")
 
 
 @pytest.mark.timeout(60)

@@ -21,8 +21,7 @@ from danling.checkpoints.dcp_files import read_target
 from danling.checkpoints.engine_pickles import read_engine_file
 from danling.checkpoints.exchange import import_weights
 from danling.checkpoints.reading import read_file
-from danling.checkpoints.shard_index import ShardIndex
-from danling.checkpoints.stock_metadata import TABLE, read_stock_metadata
+from danling.checkpoints.shard_index import ShardIndex, read_index
 from danling.utils.nesting import parse_json, parse_yaml
 from danling.workspace.placing import without_places
 
@@ -31,6 +30,12 @@ FIXTURES = Path(__file__).parents[1] / "checkpoints" / "fixtures" / "v1"
 
 def _in_metadata(place: Path, content: bytes) -> Path:
     place.write_bytes(content)
+    return place
+
+
+def _in_target(place: Path, content: bytes) -> Path:
+    place.mkdir()
+    (place / ".metadata").write_bytes(content)
     return place
 
 
@@ -57,7 +62,7 @@ def _in_value(place: Path, content: bytes) -> Path:
 
 
 READERS: dict[str, tuple[Callable[[Path, bytes], Path], Callable[[Path], Any]]] = {
-    ".metadata": (_in_metadata, read_stock_metadata),
+    ".metadata": (_in_target, read_index),
     "an archive": (_in_archive, read_file),
     "an archive, mapped": (_in_archive, lambda path: read_file(path, mmap=True)),
     "an old file": (_in_old_file, read_file),
@@ -87,14 +92,6 @@ def test_nothing_runs(tmp_path: Path, reader: str) -> None:
                 read(place)
             assert str(place) in str(caught.value) or "runner" in str(caught.value), kind
             assert not (tmp_path / "mark").exists(), kind
-
-
-def test_the_table_holds_no_name_with_dots_and_nothing_of_torch_but_dtypes() -> None:
-    for (module, name), value in TABLE.items():
-        assert "." not in name and module.partition(".")[0] in ("torch", "pathlib", "builtins")
-        assert isinstance(value, torch.dtype) or "stock_metadata" in (
-            value.__module__ if isinstance(value, type) else type(value).__module__
-        )
 
 
 def test_trust_is_what_runs_an_engines_pickle(tmp_path: Path) -> None:
