@@ -60,6 +60,8 @@ class OwnSteps(dl.Runner):
         pred, loss = self.loss_of(data)
         self.backward(loss)
         self.meters.update({"logit": pred.detach().double().mean()}, weight=float(len(pred)))
+        self.log_metric("own_loss", loss)
+        self.log_metric("spread", pred.detach().std(), weight=len(pred))
         return pred, loss
 
     def evaluate_step(self, data: Any) -> tuple[Tensor, Tensor]:
@@ -155,11 +157,12 @@ def test_a_step_of_the_users_own_has_the_gradients_of_one_process(
                 torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=1e-9)
         for epoch, splits in one["results"].items():
             for split, figures in splits.items():
-                for name in {"loss", "logit"} & set(figures):
+                for name in {"loss", "logit", "own_loss"} & set(figures):
                     assert rank["results"][epoch][split][name] == pytest.approx(figures[name], abs=1e-9), (split, name)
         assert bool(rank["after"]) == rank["last"], "code behind the call of the model runs on the last stage alone"
     assert names == one["gradients"][0].keys()
     assert "logit" in one["results"][1]["train"]
+    assert kind != "own" or {"own_loss", "spread"} <= one["results"][1]["train"].keys()
 
 
 class Noisy(OwnSteps):
