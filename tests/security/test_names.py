@@ -66,15 +66,12 @@ FUNCTIONS = {
         "ArtifactDirectory._write_portable",
         "ArtifactDirectory.seal",
     ],
-    "remote/file_store": ["RemoteFiles.bring_outline"],
+    "remote/brought": ["RemoteTargets._make_way", "RemoteTargets._stage"],
     "remote/listing": ["_bring"],
     "remote/mirror": ["CheckpointMirror._file"],
     "remote/probe": ["Probe._parts"],
-    "remote/ranged": ["RangedFile.__init__"],
     "remote/run_mirror": ["RunMirror._apart", "_written"],
     "remote/stored_files": ["_bring"],
-    "remote/stored_pieces": ["_Partial.__init__"],
-    "remote/target_store": ["RemoteTargets._make_way", "RemoteTargets._stage", "RemoteTargets.bring_outline"],
     "reporting/logging": ["_open_file"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
     "runners/driving": ["TrainingDriver.audit"],
@@ -128,10 +125,9 @@ PARSERS = {
     "checkpoints/manifest": "plain_name",
     "checkpoints/shard_index": "plain_name",
     "graph/artifacts": "plain_path",
-    "remote/file_store": "manifest",
     "remote/listing": "is_plain_path",
     "remote/stored_files": "is_plain_path",
-    "remote/target_store": "manifest",
+    "remote/brought": "manifest",
     "stream/stores/directory": "quote",  # ids of objects are quoted, so that any text is a name
 }
 """By module that takes names from files: what it parses them by, which comes to `plain_path` (or, of streams, quotes them)."""
