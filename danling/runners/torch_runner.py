@@ -750,7 +750,8 @@ class TorchRunner(BaseRunner):
 
         The default counts the targets that the criterion does not ignore, see `danling.training.criterion_weight`; without a criterion,
         the labels that the model's own loss counts, see `danling.training.model_weight` (your own `compute_loss` is assumed to count
-        the same); otherwise samples. Called on every rank for every batch, before its forward.
+        the same; `shifts_labels` says whether the first label of a sequence counts); otherwise samples. Called on every rank for every
+        batch, before its forward.
 
         Args:
             data: The batch, on the device.

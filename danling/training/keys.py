@@ -40,7 +40,7 @@ class RandomKeys:
         self._runner = runner
         self.key = 0
         """Key of the open micro-batch or of the batch that is evaluated."""
-        self._phase = 0
+        self._ordinal = self._phase = 0
         self._places: dict[int, tuple[int, ...]] = {}
         self.in_update = False
         """Whether an optimizer step of the runner is under way."""
@@ -71,7 +71,7 @@ class RandomKeys:
         key = mix_seed(_base(self._runner.seed, "train"), self._runner.state.train.attempted)
         for index in (placement.replica_group[0], *place, *placement.forward_place):
             key = mix_seed(key, index)
-        self.key, self._phase = key, 0
+        self.key, self._ordinal, self._phase = key, ordinal, 0
         self._seed(key)
 
     @contextmanager
@@ -80,7 +80,7 @@ class RandomKeys:
 
         The key is the same on ranks that hold copies of what is stepped.
         """
-        self._seed_update(0, self._runner.placement.update_place)
+        self._seed_update(0, 0, *self._runner.placement.update_place)
         self.in_update = True
         try:
             yield
@@ -98,7 +98,8 @@ class RandomKeys:
         def before(optimizer: Optimizer, *_: Any) -> None:
             if session.in_step:
                 shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])
-                self._seed_update(self._phase + 1, self._runner.placement.update_place if shards else ())
+                place = self._runner.placement.update_place if shards else ()
+                self._seed_update(self._ordinal + 1, self._phase, *place)
 
         def after(*_: Any) -> None:
             if session.in_step:
@@ -108,9 +109,9 @@ class RandomKeys:
         closers.callback(register_optimizer_step_pre_hook(before).remove)
         closers.callback(register_optimizer_step_post_hook(after).remove)
 
-    def _seed_update(self, phase: int, place: tuple[int, ...]) -> None:
+    def _seed_update(self, *place: int) -> None:
         key = mix_seed(_base(self._runner.seed, "update"), self._runner.state.train.attempted)
-        for index in (phase, *place):
+        for index in place:
             key = mix_seed(key, index)
         torch.default_generator.manual_seed(key)
         device = self._runner.device
@@ -130,14 +131,17 @@ class RandomKeys:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate inside: afterwards training goes on from its place; outside of a training the streams are what they were before."""
+        key = self.key
         if not self._runner._session.running:
             with preserved_streams(self._runner.device):
                 yield
+            self.key = key
             return
         try:
             yield
         finally:
             self.between_updates()
+            self.key = key
 
     def _seed(self, key: int) -> None:
         seed_streams(key, self._runner.device)

@@ -251,12 +251,14 @@ class Sampling(Drawing):
         self.own = torch.zeros(3, requires_grad=True)
         self.second = Langevin([self.own])
         self.phases: list[list[float]] = []
+        self.noises: list[list[float]] = []
 
     def train_step(self, data: Any) -> Any:
         """Step the second optimizer in the middle, with a gradient that all ranks share."""
         self.own.grad = torch.ones(3)
         self.phases.append(torch.rand(2).tolist())
         self.second.step()
+        self.noises.append(self.second.state[self.own]["noise"].tolist())
         self.phases.append(torch.rand(2).tolist())
         return super().train_step(data)
 
@@ -267,23 +269,23 @@ def sampled_by(config: dict[str, Any]) -> Any:
         held = [p.to_local() if hasattr(p, "to_local") else p for p in runner.unwrapped_model.parameters()]
         noise = [runner.optimizer.state[parameter]["noise"] for parameter in runner.unwrapped_model.parameters()]
         values = [[value.detach().tolist() for value in each] for each in (held, noise)]
-        return [*values, runner.own.tolist(), runner.phases]
+        return [*values, runner.own.tolist(), runner.noises, runner.phases]
 
 
 @pytest.mark.timeout(200)
 def test_noise_in_an_optimizer_is_equal_on_copies_and_differs_on_shards(tmp_path: Path) -> None:
-    config = settings(tmp_path / "copies", dataloader={"batch_size": 6}, epochs=1)
+    config = settings(tmp_path / "copies", dataloader={"batch_size": 3}, accum_steps=2, epochs=1)
     del config["optim"]
     copies = run_processes(sampled_by, config, world_size=2)
-    assert copies[0][:3] == copies[1][:3]
-    # What the samples are trained with is not.
-    assert copies[0][3] != copies[1][3]
-    # Each phase of each micro-batch draws others.
-    drawn = [tuple(phase) for found in copies for phase in found[3]]
-    assert len(set(drawn)) == len(drawn) == 2 * 2 * 3
+    assert copies[0][:4] == copies[1][:4]
+    noises = [tuple(noise) for noise in copies[0][3]]
+    assert len(set(noises)) == len(noises) == 2 * 3
+    # What the samples are trained with is not: each phase of each micro-batch draws others.
+    drawn = [tuple(phase) for found in copies for phase in found[4]]
+    assert len(set(drawn)) == len(drawn) == 2 * 2 * 2 * 3
     sharded = {**config, "dir": str(tmp_path / "shards"), "stack": "parallel", "parallel": {"axes": {"shard": 2}}}
     shards = run_processes(sampled_by, sharded, world_size=2)
-    assert shards[0][1][0] != shards[1][1][0] and shards[0][2] == shards[1][2]
+    assert shards[0][1][0] != shards[1][1][0] and shards[0][2:4] == shards[1][2:4]
 
 
 class Searching(Drawing):
