@@ -111,6 +111,17 @@ class DataLoader(KeyedLoader):
         return self.positions.seed
 
     @property
+    def length(self) -> int:
+        """Samples of a pass, as the dataset had them when the pass began."""
+        return self.positions.length
+
+    def take_length(self) -> None:
+        """Take over the length that the dataset has now. Call between two passes."""
+        self.positions.length = _checked_length(self.dataset, self.split)
+        self._check_not_empty()
+        self.close()  # workers that are kept hold a copy of the dataset
+
+    @property
     def epoch(self) -> int:
         """The pass that the position is in."""
         return self.positions.epoch
@@ -204,8 +215,13 @@ class DataLoader(KeyedLoader):
             # Workers that are kept hold a copy of the old seed.
             self.close()
         self.positions.seed = state_dict["seed"]
-        self.positions.epoch, self.positions.consumed = state_dict["epoch"], state_dict["consumed"]
+        self.positions.epoch = state_dict["epoch"]
+        # Between two passes, the dataset may have got another length.
+        self.positions.consumed = self.positions.end if self._is_over(state_dict) else state_dict["consumed"]
         self.load_held_state(state_dict)
+
+    def _is_over(self, state: Mapping[str, Any]) -> bool:
+        return bool(state["consumed"]) and state["consumed"] >= state.get("end", state["length"])
 
     def _check_fits(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"seed", "epoch", "consumed", "length", "shuffle"} - state.keys())
@@ -215,7 +231,7 @@ class DataLoader(KeyedLoader):
                 f"(keys={sorted(state)}). It was saved by another kind of loader; exclude 'dataloaders' from loading."
             )
         length = self.positions.length
-        if state["length"] != length:
+        if state["length"] != length and state["consumed"] and not self._is_over(state):
             raise ValueError(
                 f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
                 f"Received: {length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
@@ -223,7 +239,7 @@ class DataLoader(KeyedLoader):
             )
         if isinstance(self.dataset, Mixture) and "mixture" in state:
             self.dataset.check_fingerprint(state["mixture"], state["epoch"], self.split)
-        if not 0 <= state["consumed"] <= length:
+        if not 0 <= state["consumed"] <= state["length"]:
             raise ValueError(
                 f"Expected a position of split {self.split!r} between 0 and {length}. Received: "
                 f"consumed={state['consumed']}."

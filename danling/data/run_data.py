@@ -2,87 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from danling.distributed import Placement
 from danling.utils.protocols import ReductionDomain
 
 from .build import build_dataloader, order_setting
 from .datamodule import LoaderSettings
+from .keyed import KeyedLoader
+from .loader import DataLoader
 from .source import BatchSource
-from .sources import Sources
-from .splits import DividedSettings, Splits, open_source
-from .update_plan import UpdatePlan
+from .splits import DividedSettings, Splits, UpdatePlan, open_source
+from .stream_loader import StreamLoader
 from .windows import ReaderPlace, WindowLoader
 
-
-class Settings(Protocol):
-    """The configuration of a run."""
-
-    @property
-    def accum_steps(self) -> int:
-        """Micro-batches of an update that is not divided."""
-
-    def get(self, key: str, default: None) -> Any:
-        """Return a setting, the default where it is not set."""
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 
-class Counters(Protocol):
-    """Counters of a run."""
+class Sources(dict[str, BatchSource]):
+    """Batches by split. A loader that a program puts in the place of another one, or adds, is taken in when it is asked for.
 
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
+    Args:
+        run: Has datasets and loaders.
+        open: Returns the batches of a loader of a split.
+    """
 
+    def __init__(self, run: BaseRunner, open: Callable[[str, Iterable[object]], BatchSource]) -> None:
+        super().__init__()
+        self.open = open
+        self._run = run
+        self._datasets: dict[str, object] = {}
+        """What was in `self.datasets` when the loader of a split was taken in."""
+        self._replaced: list[BatchSource] = []
 
-class Progress(Protocol):
-    """Where a run stands."""
+    def open_all(self) -> None:
+        """Open every loader that is there now."""
+        self.clear()
+        for split, loader in self._run.dataloaders.items():
+            self._take_in(split, loader)
 
-    @property
-    def train(self) -> Counters:
-        """The counters."""
+    def of(self, split: str) -> BatchSource:
+        """Return the batches of a split; opened anew where its loader is another one now.
 
+        At the beginning of a pass, a dataset that was replaced in `self.datasets` is taken in, and a dataset that has another length.
 
-class DataHooks(Protocol):
-    """What its data is asked of a run. It is looked up anew each time, since a user may add data, and override or replace anything."""
+        Args:
+            split: The split, which has a dataset or a loader.
 
-    id: str
+        Raises:
+            ValueError: If nothing has made a loader for it, or its dataset was changed within a pass.
+        """
+        loaders, known = self._run.dataloaders, self.get(split)
+        if known is not None and known.remaining_batches() != 0 and self._change_of(split):
+            self.check_unchanged(split)
+            if split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(split):
+                del loaders[split]
+            else:
+                known.loader.take_length()
+        if split not in loaders:
+            self._run.build_dataloaders()
+        if split not in loaders:
+            raise ValueError(
+                f"Expected `build_dataloaders` to put a loader for every dataset into `self.dataloaders`. Received: none for {split!r}. "
+                "Call super().build_dataloaders() in it, or put the loader there in __init__."
+            )
+        if known is not None and known.loader is loaders[split]:
+            return known
+        added = self._take_in(split, loaders[split])
+        if epoch := self._run.state.train.epoch if known is None else known.epoch:
+            added.set_epoch(epoch)
+        if known is not None:
+            self._replaced.append(known)
+        return added
 
-    @property
-    def config(self) -> Settings: ...
-    @property
-    def state(self) -> Progress: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def datasets(self) -> Mapping[str, object]: ...
-    @property
-    def dataloaders(self) -> Mapping[str, Any]: ...
-    @property
-    def train_splits(self) -> Sequence[str]: ...
-    @property
-    def evaluate_splits(self) -> Sequence[str]: ...
-    @property
-    def score_split(self) -> str | None: ...
-    @property
-    def accum_steps(self) -> int: ...
-    @property
-    def is_main_process(self) -> bool: ...
+    def _take_in(self, split: str, loader: Iterable[object]) -> BatchSource:
+        source = self[split] = self.open(split, loader)
+        source.check = partial(self.check_unchanged, split)
+        self._datasets[split] = self._run.datasets.get(split)
+        return source
 
-    def build_dataloaders(self) -> None:
-        """Build a loader for every dataset that has none."""
+    def _change_of(self, split: str) -> str | None:
+        """Return what is another one now of the dataset that a loader of the library was built from, `None` where nothing is."""
+        loader: Any = self[split].loader
+        if loader is not self._run.dataloaders.get(split) or not isinstance(loader, (KeyedLoader, StreamLoader)):
+            return None
+        if split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(split):
+            return "another dataset in self.datasets"
+        if isinstance(loader, DataLoader) and len(loader.dataset) != loader.length:
+            return f"a dataset of length {len(loader.dataset)} that had {loader.length}"
+        return None
 
-    def build_datasampler(self, split: str, dataset: object) -> object:
-        """Return a sampler or a batch sampler of the user's own, or `None`."""
+    def check_unchanged(self, split: str) -> None:
+        """Refuse a dataset that was changed within a pass. May be called on one rank.
+
+        Args:
+            split: The split, whose batches were opened.
+
+        Raises:
+            ValueError: If it was.
+        """
+        change = self._change_of(split) if self[split].consumed else None
+        if change is not None:
+            raise ValueError(
+                f"Expected the dataset of split {split!r} to stay as it is within a pass. Received: {change}, after {self[split].consumed} "
+                "of the pass were consumed. Replace or extend it between two passes, such as in train_epoch before super().train_epoch()."
+            )
+
+    def among(self, splits: Iterable[str]) -> dict[str, BatchSource]:
+        """Return those of some splits, in the order of these.
+
+        Args:
+            splits: The splits; one without a source is left out.
+        """
+        return {split: self[split] for split in splits if split in self}
+
+    def close(self) -> None:
+        """Close all of them, those that were replaced too; one that fails does not keep the others from it."""
+        with ExitStack() as stack:
+            for source in (*self._replaced, *self.values()):
+                stack.callback(source.close)
 
 
 class RunData:
@@ -107,7 +148,7 @@ class RunData:
 
     def __init__(
         self,
-        run: DataHooks,
+        run: BaseRunner,
         *,
         own_accum_steps: bool = False,
         unsaved_updates: Callable[[], int | None] = lambda: None,
@@ -133,12 +174,7 @@ class RunData:
             shares=lambda split: self.place(split)[1],
             accum_steps=self.undivided,
         )
-        self.sources = Sources(
-            lambda: run.dataloaders,
-            build=lambda: run.build_dataloaders(),
-            open=self.open,
-            epoch=lambda: run.state.train.epoch,
-        )
+        self.sources = Sources(run, self.open)
 
     def undivided(self) -> int:
         """Return the micro-batches of an update that is not divided."""
@@ -252,6 +288,26 @@ class RunData:
         """
         self.splits.check(split)
         return self.sources.of(split)
+
+    def begin_pass(self, split: str, domain: ReductionDomain) -> BatchSource:
+        """Return the batches of a split to train on, at the beginning of a pass or of what is left of one. Called on all ranks.
+
+        Args:
+            split: The split.
+            domain: The ranks.
+
+        Raises:
+            ValueError: If the dataset was changed within the pass, or has another length on another rank.
+        """
+        source = self.of(split)
+        lengths = domain.gather_objects(source.loader.length if isinstance(source.loader, DataLoader) else None)
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"Expected the dataset of split {split!r} to have one length on all ranks. Received: {lengths} by rank. Make the same "
+                "change of self.datasets on every rank."
+            )
+        self.agree_lengths(domain)
+        return source
 
     def agree_lengths(self, domain: ReductionDomain) -> None:
         """Agree on the updates of a pass over each split to train on. Called on all ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -53,6 +53,8 @@ class BatchSource:
         ValueError: If `loader` cannot be iterated.
     """
 
+    check: Callable[[], None] = staticmethod(lambda: None)
+    """Called before the position moves; raises where the data was changed within a pass."""
     reads: bool = True
     """Whether batches are read on this rank."""
 
@@ -151,6 +153,7 @@ class BatchSource:
         Args:
             batches: The next batches that `batches()` gave, padding included. Only their number is read.
         """
+        self.check()
         self._cursor.commit(len(batches))
 
     def commit_state(self, state: Mapping[str, object]) -> None:

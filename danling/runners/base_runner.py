@@ -30,8 +30,7 @@ from danling.config.imposed import impose
 from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
-from danling.data.run_data import RunData
-from danling.data.sources import Sources
+from danling.data.run_data import RunData, Sources
 from danling.data.splits import DividedSettings
 from danling.distributed import (
     Domain,

@@ -133,7 +133,7 @@ class TrainingDriver:
     def updates(self, split: str) -> Iterator[UpdateOutcome]:
         """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
         runner = self.runner
-        source, forwards = runner.source(split), self.parts.forwards
+        source, forwards = runner._data.begin_pass(split, runner.placement.optimizer), self.parts.forwards
         runner._bind_reduction()
         self.parts.watch.look()
         self.parts.micro_batches.split = split

@@ -274,3 +274,25 @@ def test_a_state_that_cannot_be_saved_is_refused(state: Any) -> None:
 
     with pytest.raises(ValueError, match=r"Expected Unsavable.state_dict\(\) of split 'train'.*Received: "):
         build_dataloader(Unsavable(4), {}, split="train", train=True, seed=3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_that_nobody_divides_draws_other_noise_on_each_rank_and_worker(workers: int) -> None:
+    class Undivided(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            for index in range(8):
+                yield torch.tensor([index, torch.rand(()).item()], dtype=torch.float64)
+
+    def read_by(rank: int) -> Tensor:
+        settings = {"batch_size": 2, "num_workers": workers}
+        loader = build_dataloader(Undivided(), settings, split="train", train=True, seed=3, rank=rank, world_size=2)
+        source = BatchSource(loader, split="train", seed=3, rank=rank, world_size=2)
+        rows = torch.cat(drain(source))
+        source.close()
+        return rows
+
+    first, second = read_by(0), read_by(1)
+    copies = max(workers, 1)
+    assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == sorted([*range(8)] * copies)
+    assert len(torch.cat([first[:, 1], second[:, 1]]).unique()) == 2 * 8 * copies
+    assert torch.equal(read_by(0), first)

@@ -212,9 +212,13 @@ def test_dataset_hears_of_the_epoch_also_in_persistent_workers() -> None:
 
 
 def test_another_length_is_refused_by_name() -> None:
-    state = make().state_dict()
+    state = {**make().state_dict(), "consumed": 4}
     with pytest.raises(ValueError, match=r"Expected split 'val' to have 23 samples.*Received: 24 samples"):
         make(dataset=Augmented(24), split="val").load_state_dict(state)
+    for consumed, left in ((0, 6), (23, 0)):  # between two passes
+        other = make(dataset=Augmented(24))
+        other.load_state_dict({**state, "consumed": consumed})
+        assert other.remaining_batches == left
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

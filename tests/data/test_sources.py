@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from danling.data import BatchSource
-from danling.data.sources import Sources
+from danling.data.run_data import Sources
+
+
+def run_of(loaders: Any, build: Callable[[], None] = lambda: None, epoch: int = 0) -> Any:
+    counters = SimpleNamespace(train=SimpleNamespace(epoch=epoch))
+    return SimpleNamespace(dataloaders=loaders, datasets={}, build_dataloaders=build, state=counters)
 
 
 def sources_of(
@@ -20,7 +26,7 @@ def sources_of(
         opened.append(split)
         return BatchSource(loader, split=split)
 
-    return Sources(lambda: loaders, build=build, open=open, epoch=lambda: epoch), opened
+    return Sources(run_of(loaders, build, epoch), open), opened
 
 
 def values(source: BatchSource) -> list[object]:
@@ -77,12 +83,7 @@ class Closing(BatchSource):
 
 def test_all_are_closed_also_where_one_fails() -> None:
     loaders = {"a": [1], "b": [2], "c": [3]}
-    sources = Sources(
-        lambda: loaders,
-        build=lambda: None,
-        open=lambda split, loader: Closing(loader, split=split),
-        epoch=lambda: 0,
-    )
+    sources = Sources(run_of(loaders), lambda split, loader: Closing(loader, split=split))
     sources.open_all()
     loaders["a"] = [9]
     sources.of("a")

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from danling.data import Splits, build_dataloader
-from danling.data.update_plan import UpdatePlan
+from danling.data.splits import UpdatePlan
 
 
 class Run:
