@@ -300,12 +300,6 @@ class RunData:
             ValueError: If the dataset was changed within the pass, or has another length on another rank.
         """
         source = self.of(split)
-        lengths = domain.gather_objects(source.loader.length if isinstance(source.loader, DataLoader) else None)
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                f"Expected the dataset of split {split!r} to have one length on all ranks. Received: {lengths} by rank. Make the same "
-                "change of self.datasets on every rank."
-            )
         self.agree_lengths(domain)
         return source
 

@@ -250,10 +250,22 @@ class Splits:
         """Agree on the lengths: a pass ends with the shortest loader. Called on all ranks of the domain.
 
         What follows from the length of a run, such as its schedule and when a line is logged, must be the same everywhere.
+
+        Raises:
+            ValueError: If a dataset that the library divides has another length on another rank.
         """
-        mine = self.own_lengths(trained)
-        ranks = domain.gather_objects(mine)
-        self.lengths = {split: _shortest([rank.get(split) for rank in ranks]) for split in mine}
+        mine, loaders = self.own_lengths(trained), self._loaders()
+        known = {split: loaders[split] for split in mine}
+        samples = {split: loader.length for split, loader in known.items() if isinstance(loader, DataLoader)}
+        ranks = domain.gather_objects((mine, samples))
+        for split in samples:
+            lengths = [of_rank.get(split) for _, of_rank in ranks]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"Expected the dataset of split {split!r} to have one length on all ranks, over which the library divides it. "
+                    f"Received: {lengths} by rank. Put the same dataset into self.datasets on every rank."
+                )
+        self.lengths = {split: _shortest([updates.get(split) for updates, _ in ranks]) for split in mine}
 
     def updates(self, trained: Iterable[str]) -> int | None:
         """Return the updates of one pass over all splits to train on; `None` where a loader does not know, or there are none."""

@@ -157,10 +157,11 @@ def test_a_run_is_as_long_as_its_shortest_loader() -> None:
     trained = run.splits.to_train()
     assert run.splits.own_lengths(trained) == {"train": 2, "train_more": 3}
     assert run.splits.updates(trained) == 5
-    domain: Any = Gathered({"train": 1, "train_more": 3}, {"train": 4, "train_more": 2})
+    samples = {"train_more": run.loaders["train_more"].length}
+    domain: Any = Gathered(({"train": 1, "train_more": 3}, samples), ({"train": 4, "train_more": 2}, samples))
     run.splits.agree_lengths(trained, domain)
     assert run.splits.lengths == {"train": 1, "train_more": 2} and run.splits.updates(trained) == 3
-    unknown: Any = Gathered({"train": None, "train_more": 3})
+    unknown: Any = Gathered(({"train": None, "train_more": 3}, samples))
     run.splits.agree_lengths(trained, unknown)
     assert run.splits.lengths == {"train": None, "train_more": 3} and run.splits.updates(trained) is None
 

@@ -104,7 +104,7 @@ def test_a_change_between_two_passes_is_taken_in(how: str, second: range, world_
             "within",
             r"split 'train' to stay as it is within a pass\. Received: a dataset of length 12 that had 8",
         ),
-        ("uneven", "between", r"to have one length on all ranks\. Received: \[12, 14\] by rank"),
+        ("uneven", "between", r"to have one length on all ranks, over which.* Received: \[12, 14\] by rank"),
     ],
 )
 def test_other_changes_are_refused_on_all_ranks(how: str, when: str, message: str, tmp_path: Path) -> None:
@@ -115,4 +115,4 @@ def test_other_changes_are_refused_on_all_ranks(how: str, when: str, message: st
 def test_a_run_goes_on_with_a_dataset_that_has_grown_between_two_passes(tmp_path: Path) -> None:
     run_processes(train, str(tmp_path), "extended", "between", 1, world_size=1)
     ((seen, steps, _),) = run_processes(train, str(tmp_path), "extended", "between", 2, True, world_size=1)
-    assert sorted(seen[0]) == list(range(12)) and steps == 4 + 6
+    assert sorted(seen[-1]) == list(range(12)) and steps == 4 + 6
