@@ -111,8 +111,8 @@ class UpdateReplay:
             "A third computation agrees with one of the two. Suspect the memory or the chip of that machine: take it out and continue with "
             "auto_resume from the state before this update, which is saved."
             if repeats
-            else "A third computation came to other bits again: a step depends on something that is not put back, such as a counter of "
-            "yours or the time, or a kernel is not deterministic."
+            else "A third computation came to other bits again: a step depends on something that is not put back, such as a variable "
+            "of a module or the time, or a kernel is not deterministic."
         )
         return ReplayMismatchError(
             f"Expected forward and backward of update {self._runner.state.train.global_step + 1} to come to the same bits when they are "
