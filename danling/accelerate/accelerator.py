@@ -24,11 +24,7 @@ _users = 0
 
 
 def import_accelerate() -> Any:
-    """Import Accelerate and return it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Import Accelerate and return it."""
     if find_spec("accelerate") is None:
         raise ImportError(
             "Expected the package accelerate for stack='accelerate'. Received: it is not installed. Install it: "
@@ -38,17 +34,7 @@ def import_accelerate() -> Any:
 
 
 def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, object]) -> Any:
-    """Return an accelerator that stands where this process does. Call on all ranks, after the process group was joined.
-
-    Args:
-        settings: What Accelerate is told.
-        launch: The place of this process among those that were launched.
-        more: Further arguments of `Accelerator`.
-
-    Raises:
-        ValueError: If the program has an accelerator already, an argument is the library's to decide, or Accelerate takes this process
-            for another one than it is.
-    """
+    """Return an accelerator that stands where this process does. Call on all ranks, after the process group was joined."""
     global _users
     accelerate = import_accelerate()
     if _users == 0 and import_module("accelerate.state").is_initialized():
@@ -87,16 +73,7 @@ def _own_place(launch: LaunchEnvironment) -> Iterator[None]:
 
 
 def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEnvironment) -> None:
-    """Refuse an accelerator that stands elsewhere than its process, or trains otherwise than was asked.
-
-    Args:
-        accelerator: The accelerator.
-        settings: What it was told.
-        launch: The place of this process.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Refuse an accelerator that stands elsewhere than its process, or trains otherwise than was asked."""
     place, own = (accelerator.num_processes, accelerator.process_index), (launch.world_size, launch.rank)
     if place != own:
         raise ValueError(
@@ -120,15 +97,7 @@ def check_place(accelerator: Any, settings: AccelerateSettings, launch: LaunchEn
 
 
 def check_backend(device_type: str, backends: str) -> None:
-    """Refuse a process group that has no collectives for a device.
-
-    Args:
-        device_type: Such as `"cpu"`, `"cuda"` or `"xpu"`.
-        backends: The group's, such as `"cpu:gloo,cuda:nccl"`.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Refuse a process group that has no collectives for a device."""
     if device_type not in [pair.partition(":")[0] for pair in backends.split(",")]:
         usual = dist.Backend.default_device_backend_map.get(device_type, "NAME")
         raise ValueError(

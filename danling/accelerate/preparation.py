@@ -12,12 +12,7 @@ from danling.training.preparation import ModelPreparation
 
 
 class WrapperOptions:
-    """The arguments of DistributedDataParallel, as Accelerate asks its handlers for them.
-
-    Args:
-        options: The arguments.
-        given: A handler of the user's, whose own arguments are the others.
-    """
+    """The arguments of DistributedDataParallel, as Accelerate asks its handlers for them."""
 
     def __init__(self, options: Mapping[str, Any], given: Any = None) -> None:
         # Accelerate names the device itself.
@@ -40,10 +35,6 @@ class AcceleratePreparation(ModelPreparation):
     The user's optimizer stays the runner's, with its state, its keys and its scheduler; the one that Accelerate makes of it steps it.
     Until `bind` the model is as it is. Loaders and schedulers are never prepared: a prepared loader repeats samples to fill up the ranks,
     and a prepared scheduler moves by their number.
-
-    Args:
-        world: All ranks.
-        accelerator: The accelerator.
     """
 
     def __init__(self, world: Domain, *, accelerator: Any) -> None:
@@ -82,14 +73,7 @@ class AcceleratePreparation(ModelPreparation):
         return tuple(prepared) if len(objects) > 1 else (prepared,)
 
     def stepped(self, optimizer: object) -> Any:
-        """Return what Accelerate steps in place of an optimizer, which may have been exchanged since it was bound.
-
-        Args:
-            optimizer: The runner's.
-
-        Raises:
-            ValueError: If nothing was bound, so that the model is not wrapped either.
-        """
+        """Return what Accelerate steps in place of an optimizer, which may have been exchanged since it was bound."""
         if not self._is_bound:
             raise ValueError(
                 "Expected `bind_optimizer` to let Accelerate prepare model and optimizer. Received: neither prepared. Call "

@@ -16,16 +16,7 @@ _NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
 class AccelerateReduction(DDPReduction):
-    """The gradient of a model that Accelerate has prepared; the window has weighed each loss, and Accelerate must not divide again.
-
-    Args:
-        optimizer: The runner's optimizer.
-        named_parameters: Names and parameters of model and criterion.
-        scaler: The gradient scaler of float16: the library's, the only one there is.
-        accelerator: The accelerator.
-        stepped: What Accelerate has made of the optimizer.
-        ranks: As of `DDPReduction`: the wrapped model, its ranks, and what the backward does not reduce.
-    """
+    """The gradient of a model that Accelerate has prepared; the window has weighed each loss, and Accelerate must not divide again."""
 
     def __init__(
         self,
@@ -42,11 +33,7 @@ class AccelerateReduction(DDPReduction):
         self.stepped = stepped
 
     def begin(self, *, first: bool) -> None:
-        """Refuse an accelerator that divides the loss: another one of this process may have changed the state that they share.
-
-        Raises:
-            ValueError: If it accumulates.
-        """
+        """Refuse an accelerator that divides the loss: another one of this process may have changed the state that they share."""
         steps = self.accelerator.gradient_accumulation_steps
         if steps != 1:
             raise ValueError(
@@ -64,11 +51,7 @@ class AccelerateReduction(DDPReduction):
         self.accelerator.backward(loss)
 
     def apply(self, step: int) -> None:
-        """Let Accelerate step the optimizer, which it would leave out between updates of its own counting.
-
-        Raises:
-            NonFiniteError: If it left the step out.
-        """
+        """Let Accelerate step the optimizer, which it would leave out between updates of its own counting."""
         self.accelerator.sync_gradients = True
         super().apply(step)
         if getattr(self.stepped, "step_was_skipped", False):

@@ -99,17 +99,7 @@ def read_settings(
     precision: AutocastPrecision | None,
     accum_steps: int,
 ) -> AccelerateSettings:
-    """Return what a section or file of Accelerate's and its environment ask for.
-
-    Args:
-        section: `config.accelerate` as plain values: arguments of `Accelerator`, or the keys of a file of `accelerate config`.
-        environment: Variables of this process, `ACCELERATE_*` among them.
-        precision: `config.precision`.
-        accum_steps: `config.accum_steps`.
-
-    Raises:
-        ValueError: If a key is unknown, is decided by the library, or contradicts a key of the library's.
-    """
+    """Return what a section or file of Accelerate's and its environment ask for."""
     _check_known(section)
     own = {"accum_steps": accum_steps, "stack": "accelerate"}
     for name, value in section.items():
@@ -140,14 +130,7 @@ def read_settings(
 
 
 def check_arguments(arguments: Mapping[str, object]) -> None:
-    """Refuse further arguments of `Accelerator` that the library decides, or that would have no effect.
-
-    Args:
-        arguments: What `accelerate_kwargs` returned.
-
-    Raises:
-        ValueError: If there are some.
-    """
+    """Refuse further arguments of `Accelerator` that the library decides, or that would have no effect."""
     for name, value in arguments.items():
         if name in ("cpu", "mixed_precision"):
             raise ValueError(
@@ -213,14 +196,6 @@ def check_launch(settings: AccelerateSettings, environment: Mapping[str, str], *
 
     `accelerate launch --cpu --num_processes 2` starts one process without an error. It tells it where to meet the others, which is
     all there is to know it by.
-
-    Args:
-        settings: What `read_settings` returned.
-        environment: Variables of this process.
-        world_size: Number of processes that a launcher has started, by `WORLD_SIZE`.
-
-    Raises:
-        ValueError: If they differ.
     """
     asked = settings.num_processes
     if asked is not None and asked not in (0, world_size):

@@ -42,12 +42,7 @@ class DigestLine:
 
 
 class DigestFile:
-    """Writes the digests of a run; what an earlier attempt wrote after the step that the run resumes from is cut off.
-
-    Args:
-        file: The file.
-        resume_step: Updates committed where this attempt begins.
-    """
+    """Writes the digests of a run; what an earlier attempt wrote after the step that the run resumes from is cut off."""
 
     def __init__(self, file: str | os.PathLike[str], *, resume_step: int) -> None:
         self._lines = JsonLines(file, resume_step=resume_step)
@@ -64,12 +59,7 @@ class DigestFile:
 
 
 def read_digests(run: str | os.PathLike[str], problems: list[str] | None = None) -> dict[int, DigestLine]:
-    """Return the digests of a run by step; empty where it has none.
-
-    Args:
-        run: The run directory.
-        problems: Takes a sentence where lines are damaged, which are left out; one that a kill left unfinished is not.
-    """
+    """Return the digests of a run by step; empty where it has none."""
     file = Path(run, FILE)
     if not file.is_file():
         return {}
@@ -137,10 +127,6 @@ class DigestTable:
 
     Every rank fills its own place and leaves zeros in those of others, so that a sum over the ranks has all of them. A digest of 64 bits
     goes as two numbers of 32 bits, which float64 holds exactly.
-
-    Args:
-        columns: Names of the columns; the same on all ranks.
-        ranks: How each rank holds tensors.
     """
 
     def __init__(self, columns: Sequence[str], ranks: Sequence[Kinds]) -> None:
@@ -154,23 +140,14 @@ class DigestTable:
         return self.kinds.index(kind) * len(self.columns) + self.columns.index(column)
 
     def packed(self, cells: Tensor, rank: int) -> Tensor:
-        """Return the vector to be summed over the ranks.
-
-        Args:
-            cells: int64 of shape `(width,)`: what this rank has.
-            rank: Its number.
-        """
+        """Return the vector to be summed over the ranks."""
         whole = torch.zeros((len(self.ranks), 2, self.width), dtype=torch.float64, device=cells.device)
         whole[rank, 0] = (cells & (_HALF - 1)).double()
         whole[rank, 1] = ((cells >> 32) & (_HALF - 1)).double()
         return whole.reshape(-1)
 
     def unpacked(self, sums: Sequence[float]) -> list[list[int]]:
-        """Return the cells of each rank, as integers from 0 to 2^64 - 1.
-
-        Args:
-            sums: The sum of what `packed` returned on all ranks.
-        """
+        """Return the cells of each rank, as integers from 0 to 2^64 - 1."""
         size = 2 * self.width
         rows = [sums[start : start + size] for start in range(0, size * len(self.ranks), size)]
         return [
@@ -178,11 +155,7 @@ class DigestTable:
         ]
 
     def totals(self, rows: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the digest of each column over all ranks, in which each part counts once; `samples` is one of them.
-
-        Args:
-            rows: What `unpacked` returned.
-        """
+        """Return the digest of each column over all ranks, in which each part counts once; `samples` is one of them."""
         sums = dict.fromkeys(self.columns, 0)
         for kind in self.kinds:
             for holders in self._holders(kind).values():
@@ -192,11 +165,7 @@ class DigestTable:
         return {column: value % _WORD for column, value in sums.items()}
 
     def drifted(self, rows: Sequence[Sequence[int]]) -> list[Drift]:
-        """Return where ranks differ that hold copies, the first column first.
-
-        Args:
-            rows: What `unpacked` returned.
-        """
+        """Return where ranks differ that hold copies, the first column first."""
         found = []
         compared = [column for column in self.columns if not column.endswith(LOCAL)]
         for column in compared:

@@ -76,12 +76,7 @@ class Comparison:
 
 
 def compare_runs(first: Run, second: Run) -> Comparison:
-    """Return how two runs differ.
-
-    Args:
-        first: A run.
-        second: The run that it is compared with.
-    """
+    """Return how two runs differ."""
     settings = {
         key: (values[0], values[1]) for key, values in config_differences([first, second], everything=True).items()
     }
@@ -113,25 +108,14 @@ def compare_runs(first: Run, second: Run) -> Comparison:
 
 
 def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Divergence]:
-    """Return where the digests of two runs diverge, the first one first.
-
-    Args:
-        first: Digests by step.
-        second: Those that they are compared with.
-    """
+    """Return where the digests of two runs diverge, the first one first."""
     ours, theirs = _of_digests(first, second)
     found = [first_difference(name, ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
     return sorted((p for p in found if p is not None), key=lambda p: (p.step, _rank(p.figure), p.figure))
 
 
 def first_difference(name: str, first: Mapping[int, object], second: Mapping[int, object]) -> Divergence | None:
-    """Return where a figure of two runs diverges, `None` where it is the same at all steps that both have.
-
-    Args:
-        name: The figure.
-        first: Its values by step.
-        second: Those that they are compared with.
-    """
+    """Return where a figure of two runs diverges, `None` where it is the same at all steps that both have."""
     last = None
     for step in sorted(first.keys() & second.keys()):
         values = first[step], second[step]
@@ -143,12 +127,7 @@ def first_difference(name: str, first: Mapping[int, object], second: Mapping[int
 
 
 def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
-    """Return by how much the figures of two runs differ over steps, those without any difference left out.
-
-    Args:
-        first: A run.
-        second: The run that it is compared with.
-    """
+    """Return by how much the figures of two runs differ over steps, those without any difference left out."""
     digests = _of_digests(*(read_digests(run.path) for run in (first, second)))
     metrics = [_of_metrics(run) for run in (first, second)]
     curves = {}
@@ -164,12 +143,7 @@ def loss_differences(first: Run, second: Run) -> dict[str, Curve]:
 
 
 def largest_share(first: Mapping[int, object], second: Mapping[int, object]) -> float:
-    """Return by how much a figure of two runs differs at most, as a share of that of the first; 0 of digests, which have none.
-
-    Args:
-        first: Its values by step.
-        second: Those that they are compared with.
-    """
+    """Return by how much a figure of two runs differs at most, as a share of that of the first; 0 of digests, which have none."""
     return max((_share(first[step], second[step]) for step in first.keys() & second.keys()), default=0.0)
 
 

@@ -63,11 +63,7 @@ def write_environment(metadata: Path) -> None:
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """Return what a run was made with, by dotted key; empty where it was not noted.
-
-    Args:
-        run: The run directory.
-    """
+    """Return what a run was made with, by dotted key; empty where it was not noted."""
     file = run / "metadata" / FILE
     try:
         found = parse_json(read_text(file))

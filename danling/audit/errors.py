@@ -8,11 +8,7 @@ __all__ = ["ReplayMismatchError", "ReplicaDriftError"]
 
 
 class ReplayMismatchError(RuntimeError):
-    """An update that was made again did not come out bitwise the same: a chip, a link, or a program that is not repeatable.
-
-    Attributes:
-        is_taken_back: Whether the run stands where it stood before that, to the bit, and may be saved.
-    """
+    """An update that was made again did not come out bitwise the same: a chip, a link, or a program that is not repeatable."""
 
     def __init__(self, message: str, *, is_taken_back: bool = True) -> None:
         super().__init__(message)

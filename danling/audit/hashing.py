@@ -39,11 +39,7 @@ def key_of(*words: object) -> int:
 
 
 class Hasher:
-    """Computes digests on a device. Nothing waits for the device, and nothing is communicated.
-
-    Args:
-        device: Where the tensors are.
-    """
+    """Computes digests on a device. Nothing waits for the device, and nothing is communicated."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,9 +52,6 @@ class Hasher:
     def digest(self, tensor: Tensor) -> Tensor:
         """Return the share of the digest of a tensor that this rank's part of it has: 0-dim int64 on the device
         of the tensor; 0 where it holds none.
-
-        Args:
-            tensor: Of any dtype and shape; a DTensor is hashed at its place in the whole.
         """
         parts = _parts(tensor)
         if parts:
@@ -86,9 +79,6 @@ class Hasher:
         """Return the digest of what this rank holds of a tensor, compared with itself alone: 0-dim int64 on its device.
 
         Its place in a whole is no part of it, so that 8 bytes are hashed at a time: a third of the time of `digest` in float32.
-
-        Args:
-            tensor: Of any dtype and shape.
         """
         local = local_part(tensor.detach())
         keyed = key_of(local.dtype, tuple(local.shape))
@@ -180,9 +170,6 @@ class Hasher:
         """Return the digest of the samples of a batch, 0-dim int64: the same in whatever order, and in however many batches they come.
 
         Rows of tensors of the same length are taken for parts of one sample each. What is no tensor, number or text is left out.
-
-        Args:
-            data: A batch on the device: tensors in mappings, sequences and data classes.
         """
         by_length: dict[int, Tensor] = {}
         total = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -206,9 +193,6 @@ def mixed(values: Tensor) -> Tensor:
     """Return integers of 64 bits whose bits all depend on all bits of the given ones: the finalizer of SplitMix64, a bijection.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
-
-    Args:
-        values: int64 of any shape.
     """
     values = (values + 1) * _signed(_GOLDEN)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -47,11 +47,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read a layout such as `shard=2,tensor=2`, or `ddp=2`.
-
-        Raises:
-            ValueError: If it is none, or one process.
-        """
+        """Read a layout such as `shard=2,tensor=2`, or `ddp=2`."""
         degrees: dict[str, int] = {}
         known = (*AXES, *_STACKS)
         for word in text.split(","):
@@ -91,11 +87,7 @@ class Layout:
         return prod(degree for axis, degree in self.degrees.items() if axis in axes_with(reads_data=True))
 
     def settings(self, *, alone: bool) -> dict[str, object]:
-        """Return what is imposed on a program.
-
-        Args:
-            alone: On one process rather than on the layout.
-        """
+        """Return what is imposed on a program."""
         if self.stack != "parallel":
             return {"stack": "ddp" if alone else self.stack}
         degrees = {} if alone else self.degrees
@@ -126,18 +118,7 @@ class CheckOptions:
 def check_layout(
     command: Sequence[str], layout: Layout, place: Path, options: CheckOptions | None = None
 ) -> LayoutReport:
-    """Have a program make its first updates in one process and on a layout, and compare them.
-
-    Args:
-        command: The program and its arguments, as one would type them for one process.
-        layout: The layout.
-        place: An empty directory to train in.
-        options: How it is checked.
-
-    Raises:
-        NotChecked: If the program fails, or its updates are not of the same samples.
-        ValueError: If there is no such program, or it starts processes by itself.
-    """
+    """Have a program make its first updates in one process and on a layout, and compare them."""
     options = options or CheckOptions()
     _refuse_launchers(command)
     place = place.absolute()
@@ -201,16 +182,7 @@ def recording_settings(
     weights: Path | None = None,
     samples: int | None = None,
 ) -> dict[str, object]:
-    """Return what is imposed on a program that records its first updates.
-
-    Args:
-        layout: The layout.
-        place: Directory of this start, with a directory `records`.
-        options: How it is checked.
-        alone: On one process rather than on the layout.
-        weights: File with the weights to begin from; `None` on one process, whose weights are taken.
-        samples: Samples of an update; `None` takes those of the program.
-    """
+    """Return what is imposed on a program that records its first updates."""
     settings = {
         **scratch_settings(place / "run"),
         **layout.settings(alone=alone),
@@ -303,17 +275,7 @@ def _standing(run: Path) -> str:
 
 
 def check_this_program(layout: str, options: CheckOptions, domain: ReductionDomain) -> LayoutReport:
-    """Check the program that is running, as it was started. Called on all ranks; the first one starts what is compared.
-
-    Args:
-        layout: The layout.
-        options: How it is checked.
-        domain: All ranks.
-
-    Raises:
-        NotChecked: On all ranks, if it cannot be checked.
-        ValueError: If there is no such layout.
-    """
+    """Check the program that is running, as it was started. Called on all ranks; the first one starts what is compared."""
     chosen = Layout.parse(layout)
     told: tuple[LayoutReport | None, str] = None, ""
     if domain.rank == 0:
@@ -329,11 +291,7 @@ def check_this_program(layout: str, options: CheckOptions, domain: ReductionDoma
 
 
 def _own_command() -> list[str]:
-    """Return the command by which this program was started.
-
-    Raises:
-        ValueError: If it is none that can be started again, such as a notebook.
-    """
+    """Return the command by which this program was started."""
     main = sys.modules.get("__main__")
     if (
         getattr(main, "__spec__", None) is None

@@ -187,11 +187,7 @@ def _host(value: Tensor) -> Tensor:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Sets the dropout rates of all calls of torch to 0 while it is entered.
-
-    Attributes:
-        dropped: Whether a call had a rate above 0.
-    """
+    """Sets the dropout rates of all calls of torch to 0 while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,14 +242,6 @@ def divided_batch(
     """Return the loader settings of a split by which updates have the same samples on every layout, in unequal shares.
 
     With equal shares a wrong divisor does not show.
-
-    Args:
-        settings: Of the split.
-        accum_steps: Micro-batches of an update that is not divided.
-        samples: Of an update; `None` takes those of the settings, less one where they would divide evenly.
-        replicas: Ranks that read different samples on the layout; 1 leaves the settings as they are.
-        alone: Whether this is one process rather than the layout.
-        divides_itself: Whether a sampler or an iterable of the user's divides the data, in batches of even size.
     """
     batch = settings.get("batch_size")
     if replicas == 1 and samples is None:
@@ -309,11 +297,7 @@ class RecordSettings:
 
 
 class LayoutRecorder:
-    """Records the first updates of a run, and ends the program after them.
-
-    Attributes:
-        calls: Entered before the first forward, until the end of the run.
-    """
+    """Records the first updates of a run, and ends the program after them."""
 
     def __init__(self, settings: RecordSettings, runner: TorchRunner) -> None:
         self.settings = settings
@@ -389,13 +373,7 @@ class LayoutRecorder:
     # Within an update
 
     def took(self, data: object, moved: object, *, counts: bool) -> Any:
-        """Return the data of a micro-batch as it is trained on, and note its samples. Called before the forward, on all ranks.
-
-        Args:
-            data: As its loader gave it.
-            moved: As it was moved to the device.
-            counts: Whether it is a batch and not a placeholder.
-        """
+        """Return the data of a micro-batch as it is trained on, and note its samples. Called before the forward, on all ranks."""
         self.begin()
         self._counts = counts
         if counts and self._runner.placement.counts_samples:
@@ -440,11 +418,7 @@ class LayoutRecorder:
         self._digest, self._outputs = 0, {}
 
     def updated(self, outcome: UpdateOutcome, *, committed: bool) -> None:
-        """Record the weights after an update, and end the program after the last one, or after one that was not made.
-
-        Raises:
-            SystemExit: After the last one, with exit code 0.
-        """
+        """Record the weights after an update, and end the program after the last one, or after one that was not made."""
         figures = {"loss": outcome.loss, "weight": outcome.weight, "samples": outcome.samples}
         if committed:
             self._update["weights"] = {name: _recorded(p, p) for name, p in self._runner.named_parameters()}
@@ -456,13 +430,7 @@ class LayoutRecorder:
             raise SystemExit(0)
 
     def failed(self, loss: float | Tensor, weight: float | Tensor, samples: float | Tensor) -> None:
-        """Record an update whose gradient is not finite, and end the program.
-
-        Args:
-            loss: Sum of loss times weight over all ranks.
-            weight: Of all ranks.
-            samples: Of all ranks.
-        """
+        """Record an update whose gradient is not finite, and end the program."""
         self._write_update(
             {"loss": float(loss) / (float(weight) or 1.0), "weight": float(weight), "samples": float(samples)}
         )

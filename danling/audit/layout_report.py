@@ -112,17 +112,7 @@ class LayoutReport:
 def compare_records(
     one: RankRecord, ranks: Sequence[RankRecord], layout: Layout, tolerance: float | None = None
 ) -> LayoutReport:
-    """Compare the records of the ranks of a layout with that of one process.
-
-    Args:
-        one: Of the run on one process.
-        ranks: Of the run on the layout, by rank.
-        layout: The layout.
-        tolerance: Relative difference that is rounding; `None` takes the root of the coarsest precision.
-
-    Raises:
-        NotChecked: If the updates are not of the same samples, or not finite in one process.
-    """
+    """Compare the records of the ranks of a layout with that of one process."""
     eps = max(rank.eps for rank in (one, *ranks))
     relative = tolerance if tolerance is not None else eps**0.5
     count = min(one.updates, *(rank.updates for rank in ranks))
@@ -193,15 +183,7 @@ def compare(
     degrees: Mapping[str, int],
     tolerance: Tolerance,
 ) -> Finding | None:
-    """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding.
-
-    Args:
-        name: Of the parameter.
-        one: The tensor of one process, whole; `None` where there is none.
-        held: The ranks that have the parameter, with what each has of the tensor.
-        degrees: Ranks along each axis.
-        tolerance: What is rounding.
-    """
+    """Compare a tensor on a layout with that of one process; `None` where they are the same but for rounding."""
     norm = None if one is None else float(one.double().norm())
     present = [(rank, part) for rank, part in held if part.tensor is not None]
     if not held:
@@ -373,10 +355,7 @@ def _moved(ranks: Sequence[RankRecord]) -> list[str]:
 def _first_layer(
     wanted: UpdateRecord, made: Sequence[UpdateRecord], ranks: Sequence[RankRecord], relative: float
 ) -> str | None:
-    """Return the first module whose output differs by its sums.
-
-    Sums add up over ranks that read different samples. Along any other axis ranks have either copies of an output or parts of it.
-    """
+    """Return the first module whose output differs by its sums."""
     degrees = ranks[0].degrees
     divided = [axis for axis in axes_with(reads_data=True) if axis in degrees]
     others = [axis for axis in degrees if axis not in divided and degrees[axis] > 1]

@@ -30,11 +30,7 @@ _NOWHERE_ELSE: dict[str, object] = {"checkpoint.remote.url": None, **_NO_TRACKER
 
 
 def scratch_settings(directory: Path) -> dict[str, object]:
-    """Return the settings by which a program trains in a directory of its own, from scratch, and writes nowhere else.
-
-    Args:
-        directory: The run directory.
-    """
+    """Return the settings by which a program trains in a directory of its own, from scratch, and writes nowhere else."""
     return {
         "dir": os.fspath(directory.absolute()),
         "checkpoint_dir": os.fspath(directory.absolute() / "checkpoints"),
@@ -47,14 +43,7 @@ def scratch_settings(directory: Path) -> dict[str, object]:
 
 
 def settings_of_others(root: Path) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the settings by which runs of a program that are not looked at write nowhere but below a directory.
-
-    Args:
-        root: The directory, in which each of them has one of its own.
-
-    Returns:
-        The settings of those that train, and of those that only look at a run (`checkpoint.load_only`), which read what they always do.
-    """
+    """Return the settings by which runs of a program that are not looked at write nowhere but below a directory."""
     named = {"dir": None, "checkpoint_dir": None, "log_file": None, "workspace_root": os.fspath(root.absolute())}
     return {**named, **_NOWHERE_ELSE}, {"log_file": os.fspath(root.absolute().with_suffix(".log")), **_NO_TRACKERS}
 
@@ -92,18 +81,7 @@ def run_program(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> ProgramEnd:
-    """Run a program to its end. The processes that it has started are ended with it.
-
-    Args:
-        command: The program and its arguments, as one would type them.
-        settings: Are imposed on the runs that it makes, by dotted key.
-        log: File for what it prints; its directory is created.
-        environment: Variables on top of those of this process.
-        timeout: Seconds after which it is ended; `None` waits.
-
-    Raises:
-        ValueError: If no program is named, or there is none of that name.
-    """
+    """Run a program to its end. The processes that it has started are ended with it."""
     process = start_program(command, settings, log=log, environment=environment)
     try:
         return ProgramEnd(process.wait(timeout), log)
@@ -141,11 +119,7 @@ def start_program(
 
 
 def end_program(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all of its process group, first by SIGTERM; nothing happens where they have ended.
-
-    Args:
-        process: What `start_program` returned.
-    """
+    """End a program and all of its process group, first by SIGTERM; nothing happens where they have ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # Also where the program has ended: what it has left behind is in its group still.
         with suppress(ProcessLookupError, PermissionError):
@@ -155,11 +129,7 @@ def end_program(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_program(process: subprocess.Popen[bytes]) -> None:
-    """End a program at this instant by SIGKILL, with everything that it has started, also in sessions of their own (torchrun's workers).
-
-    Args:
-        process: What `start_program` returned.
-    """
+    """End a program at this instant by SIGKILL, with everything that it has started, also in sessions of their own (torchrun's workers)."""
     found = [process.pid]
     # Held first, so that none starts another that is not seen; who was held is killed all the same.
     for pid in found:

@@ -25,11 +25,6 @@ class UpdateReplay:
     Random numbers follow from the place of a micro-batch, so that a computation that is repeated has the same bits: losses, weights of
     the batches, buffers, and the gradient of the window as this rank has it. The first update of a process, or of a model that was wrapped
     anew, is not checked, since code is compiled in it; the next one is.
-
-    Args:
-        runner: The runner.
-        inner: Runs the micro-batches of an update.
-        recompute: Takes them back.
     """
 
     def __init__(self, runner: TorchRunner, inner: Forwards, recompute: Recompute) -> None:
@@ -42,11 +37,7 @@ class UpdateReplay:
         self._is_owed = False
 
     def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update, and again where it is checked; see `Forwards.run`. Called on all ranks.
-
-        Raises:
-            ReplayMismatchError: If they did not come to the same bits; the micro-batches are taken back.
-        """
+        """Run forward and backward of one update, and again where it is checked; see `Forwards.run`. Called on all ranks."""
         runner, settings = self._runner, self._runner.config.audit
         is_new = runner.model is not self._known_model or runner.window.is_first
         self._known_model = runner.model
@@ -121,11 +112,7 @@ class UpdateReplay:
 
 
 def check_replay(runner: TorchRunner) -> None:
-    """Refuse `audit.replay_interval` where a difference would say nothing of the machine, or gradients cannot be taken back.
-
-    Raises:
-        ValueError: Without deterministic kernels, with `ft.enabled`, and on DeepSpeed.
-    """
+    """Refuse `audit.replay_interval` where a difference would say nothing of the machine, or gradients cannot be taken back."""
     if runner.config.audit.replay_interval is None:
         return
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():

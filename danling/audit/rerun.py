@@ -76,18 +76,11 @@ class AuditResult:
 
         Samples, counters and all that has no such share must be the same. What a checkpoint holds for each rank is left out where the
         number of ranks is another one, and how an optimizer computes and names its parameters always is.
-
-        Args:
-            tolerance: The share, such as 1e-5.
         """
         return not self.beyond(tolerance)
 
     def beyond(self, tolerance: float) -> list[str]:
-        """Return what keeps the stretch from being within a tolerance: entries, losses and metrics; see `is_within`.
-
-        Args:
-            tolerance: The share, such as 1e-5.
-        """
+        """Return what keeps the stretch from being within a tolerance: entries, losses and metrics; see `is_within`."""
         other_ranks = self.ranks[0] != self.ranks[1]
         shares: dict[str, float | None] = {
             found.path: found.share
@@ -104,16 +97,7 @@ class ProgramFailed(ValueError):
 
 
 def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
-    """Return the checkpoints of a run by position, the first one first.
-
-    Args:
-        run: The run directory.
-        is_ours: Whether who writes into it is this process itself, and waits.
-
-    Raises:
-        FileNotFoundError: If it is none, or has no checkpoint.
-        ValueError: If a process writes into it.
-    """
+    """Return the checkpoints of a run by position, the first one first."""
     if not is_run(run):
         raise FileNotFoundError(
             f"Expected a run directory. Received: {str(run)!r}, which is none. Name one of `danling runs`."
@@ -139,16 +123,7 @@ def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
 
 
 def stretch_of(stored: Sequence[Stored], start: int | None, end: int | None) -> tuple[Stored | None, Stored]:
-    """Return the checkpoints between which a run is trained again.
-
-    Args:
-        stored: Those of the run, the first one first.
-        start: Updates at the first of them; 0 begins from scratch, `None` takes the last one before the end.
-        end: Updates at the last of them; `None` takes the newest.
-
-    Raises:
-        ValueError: If there is none at this update, or the end does not come after the start.
-    """
+    """Return the checkpoints between which a run is trained again."""
     last = stored[-1] if end is None else _at(stored, end)
     earlier = [
         found for found in stored if (found.step, found.epoch) < (last.step, last.epoch) and found.step < last.step
@@ -181,18 +156,6 @@ def audit_run(
     """Train a stretch of a run again and compare its end with the stored one.
 
     The code is that of the program; nothing of a checkpoint is run. Nothing is written into the directory of the run.
-
-    Args:
-        run: The run directory.
-        command: The program that trained it, and its arguments, as one would type them.
-        scratch: Directory to train in, which does not hold a run.
-        start: See `stretch_of`.
-        end: See `stretch_of`.
-        timeout: Seconds that the program may take; `None` for any number.
-
-    Raises:
-        FileNotFoundError: If there is no run, or it has no checkpoint.
-        ValueError: If it is written to, the stretch cannot be, or the program failed.
     """
     again = Retraining.of(run, scratch, start=start, end=end)
     log = scratch / "output.log"
@@ -243,19 +206,7 @@ class Retraining:
 
     @classmethod
     def of(cls, run: Path, scratch: Path, *, start: int | None, end: int | None, is_ours: bool = False) -> Retraining:
-        """Return what is to be done to train a stretch again.
-
-        Args:
-            run: The run directory.
-            scratch: Directory to train in, which does not hold a run.
-            start: See `stretch_of`.
-            end: See `stretch_of`.
-            is_ours: Whether who writes into the run is this process itself, and waits.
-
-        Raises:
-            FileNotFoundError: If there is no run, or it has no checkpoint.
-            ValueError: If it is written to, or the stretch cannot be.
-        """
+        """Return what is to be done to train a stretch again."""
         first, last = stretch_of(checkpoints_of(run, is_ours=is_ours), start, end)
         of_run, directory = Run(run, "stored"), scratch.absolute() / "run"
         every = of_run.config.get("audit.digest_interval") or (None if read_digests(run) else 1)
@@ -292,11 +243,7 @@ class Retraining:
         return next((m for m in made[::-1] if (m.step, m.epoch) == (self.end.step, self.end.epoch)), None)
 
     def result(self) -> AuditResult:
-        """Compare the end with the stored one.
-
-        Raises:
-            ProgramFailed: If nothing was trained to it.
-        """
+        """Compare the end with the stored one."""
         reached = self.reached
         if reached is None:
             raise ProgramFailed(
@@ -360,21 +307,12 @@ class Difference:
 
 
 def differences_of(stored: Mapping[str, Any], trained: Mapping[str, Any]) -> list[Difference]:
-    """Return what two checkpoints do not have bitwise alike, less what says by whom and how they were made.
-
-    Args:
-        stored: Contents of a checkpoint.
-        trained: Those that they are compared with.
-    """
+    """Return what two checkpoints do not have bitwise alike, less what says by whom and how they were made."""
     return [Difference(path.lstrip("/"), share) for path, share in _found(_compared(stored), _compared(trained), "")]
 
 
 def ranks_of(payload: Mapping[str, Any]) -> int | None:
-    """Return how many ranks made a checkpoint, `None` where it does not say.
-
-    Args:
-        payload: Its contents.
-    """
+    """Return how many ranks made a checkpoint, `None` where it does not say."""
     state = payload.get("state")
     elastic = state.get("elastic") if isinstance(state, Mapping) else None
     size = elastic.get("world_size") if isinstance(elastic, Mapping) else None
@@ -382,12 +320,7 @@ def ranks_of(payload: Mapping[str, Any]) -> int | None:
 
 
 def share_of(first: Tensor, second: Tensor) -> float:
-    """Return the norm of the difference of two tensors as a share of that of the first one, in float64; infinite where this is 0.
-
-    Args:
-        first: A tensor of floating-point or complex numbers.
-        second: One of the same shape.
-    """
+    """Return the norm of the difference of two tensors as a share of that of the first one, in float64; infinite where this is 0."""
     kind = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
     before, after = (value.detach().to("cpu", kind) for value in (first, second))
     whole, apart = float(torch.linalg.vector_norm(before)), float(torch.linalg.vector_norm(after - before))

@@ -50,15 +50,7 @@ class ScriptFailed(ValueError):
 
 
 class ResumeCheck:
-    """Starts a program, stops and kills it, resumes it, and compares.
-
-    Args:
-        command: The program and its arguments, as one would type them.
-        place: An empty directory to train in.
-        updates: Updates from the beginning to the stop, from there to the kill, and from there to the end.
-        timeout: Seconds that each start may take until it is where it is awaited.
-        lineage: Of several runs that the program makes, that of the one that is looked at; `None` where it makes one.
-    """
+    """Starts a program, stops and kills it, resumes it, and compares."""
 
     def __init__(
         self, command: Sequence[str], place: Path, *, updates: int, timeout: float, lineage: str | None = None
@@ -71,12 +63,7 @@ class ResumeCheck:
         self._log = place / "output.log"
 
     def examine(self) -> Iterator[Found]:
-        """Yield each check as it ends; behind the first that failed there is nothing to compare.
-
-        Raises:
-            ScriptFailed: If the program ends or fails before it is where it is to be stopped.
-            ValueError: If there is no such program.
-        """
+        """Yield each check as it ends; behind the first that failed there is nothing to compare."""
         whole, parts, updates = self.place / "whole", self.place / "parts", self.updates
         begin = time.monotonic()
         announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")

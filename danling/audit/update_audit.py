@@ -47,14 +47,7 @@ def entries(
     averages: Mapping[str, Tensor],
     buffers: Iterable[tuple[str, Tensor]],
 ) -> Iterator[Entry]:
-    """Yield the tensors of a run as this rank holds them, in an order of their own on each rank.
-
-    Args:
-        named_parameters: Parameters by name.
-        optimizer: The optimizer, with `param_groups` and `state`; `None` without one.
-        averages: Averaged weights by name.
-        buffers: Buffers by name.
-    """
+    """Yield the tensors of a run as this rank holds them, in an order of their own on each rank."""
     named = list(named_parameters)
     names: dict[int, str] = {}
     for name, parameter in named:
@@ -123,9 +116,6 @@ class UpdateAudit:
 
     What was computed travels with the collective that the next update makes anyway, and is read one update later still on an accelerator;
     before anything is evaluated or saved it is compared at once, in a collective of its own.
-
-    Attributes:
-        began_at: Updates committed when the first training of this process began.
     """
 
     def __init__(self, runner: TorchRunner, every: int) -> None:
@@ -179,12 +169,7 @@ class UpdateAudit:
             self._begun = {entry.name: self._hasher.digest(entry.tensor) for entry in found}
 
     def saw(self, data: object, *, first: bool) -> None:
-        """Take in the samples of a micro-batch, where its update is digested. No communication.
-
-        Args:
-            data: The batch on the device.
-            first: Whether it is the first one of its window.
-        """
+        """Take in the samples of a micro-batch, where its update is digested. No communication."""
         if first:
             self._samples = None
         if self._runner.placement.counts_samples and (self._step() + 1) % self.every == 0:
@@ -192,11 +177,7 @@ class UpdateAudit:
             self._samples = found if self._samples is None else self._samples + found
 
     def updated(self, outcome: UpdateOutcome) -> None:
-        """Digest the state after an update, where that is due. Called on all ranks.
-
-        Raises:
-            ReplicaDriftError: On all ranks, if ranks that hold copies differed at the digest before.
-        """
+        """Digest the state after an update, where that is due. Called on all ranks."""
         self._read_landed()
         if not outcome.committed or self._step() % self.every:
             return
@@ -304,11 +285,7 @@ class UpdateAudit:
         return self._table.packed(taken.cells, self._domain.rank)
 
     def take(self, sums: Tensor) -> None:
-        """Take the sum over the ranks of what `values` returned. Called on all ranks.
-
-        Raises:
-            ReplicaDriftError: On all ranks, if ranks that hold copies differ; on an accelerator it is raised one update later.
-        """
+        """Take the sum over the ranks of what `values` returned. Called on all ranks."""
         taken, self._sent = self._sent, None
         assert taken is not None
         together = torch.cat([sums.to(self._device), taken.figures])
@@ -331,11 +308,7 @@ class UpdateAudit:
             self._conclude(landed[0], landed[1])
 
     def settle(self) -> None:
-        """Compare what has not been compared yet. Called on all ranks, before anything is evaluated or saved.
-
-        Raises:
-            ReplicaDriftError: On all ranks, if ranks that hold copies differ.
-        """
+        """Compare what has not been compared yet. Called on all ranks, before anything is evaluated or saved."""
         self._read_landed()
         values = self.values()
         if values is not None:

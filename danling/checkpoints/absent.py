@@ -18,11 +18,7 @@ class NoCheckpoints:
         """Write nothing."""
 
     def load_checkpoint(self, source: str | Path, **how: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            CheckpointNotFound: Always.
-        """
+        """Refuse."""
         raise CheckpointNotFound(
             f"Expected a checkpoint manager to read {str(source)!r} with. Received: none, since `init_checkpoint_manager` has not set "
             "`self.checkpoint_manager`. Call super().init_checkpoint_manager() in it."

@@ -18,13 +18,7 @@ Told = tuple[type[Exception], str]
 
 
 class RankAgreement:
-    """Lets what fails on one rank fail on all of them, in the same words. Every method but `raise_alone` is called on all ranks.
-
-    Args:
-        domain: The ranks.
-        directory: What an error of the disk is about that names no file.
-        still_good: Returns a sentence on what is left after a failure.
-    """
+    """Lets what fails on one rank fail on all of them, in the same words. Every method but `raise_alone` is called on all ranks."""
 
     def __init__(self, domain: ReductionDomain, directory: Path, *, still_good: Callable[[], str]) -> None:
         self._domain = domain
@@ -58,23 +52,12 @@ class RankAgreement:
         return result
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise the error of any rank on all of them.
-
-        Args:
-            error: That of this rank, if there is one.
-
-        Raises:
-            CheckpointError: If a rank has an error, unless it is a `ValueError`, which stays one.
-        """
+        """Raise the error of any rank on all of them."""
         told = self._domain.gather_objects(self._told(error))
         _raise(error, next((entry for entry in told if entry is not None), None))
 
     def raise_alone(self, error: BaseException | None) -> None:
-        """Raise the error of this rank, if there is one, without communication. May be called on one rank.
-
-        Args:
-            error: The error.
-        """
+        """Raise the error of this rank, if there is one, without communication. May be called on one rank."""
         _raise(error, self._told(error))
 
     def _told(self, error: BaseException | None) -> Told | None:

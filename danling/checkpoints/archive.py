@@ -21,13 +21,7 @@ def is_archive(path: Path) -> bool:
 
 
 def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, required: bool = True) -> list[str]:
-    """Return what is wrong with the records of an archive; empty when each has its CRC-32.
-
-    Args:
-        source: The file, or an open one.
-        tensors: Read the records of tensors too, which are nearly all of it.
-        required: Complain of an archive without checksums, which torch writes when it is told to.
-    """
+    """Return what is wrong with the records of an archive; empty when each has its CRC-32."""
     try:
         with _opened(source) as file, ZipFile(file) as archive:
             records = archive.infolist()
@@ -42,12 +36,7 @@ def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, require
 
 
 def oversized(path: Path, size: int) -> str | None:
-    """Return in which way the records of an archive are larger than the file, as compressed ones and those that overlap; `None` in none.
-
-    Args:
-        path: The file.
-        size: Its bytes.
-    """
+    """Return in which way the records of an archive are larger than the file, as compressed ones and those that overlap; `None` in none."""
     try:
         with _opened(path) as file, ZipFile(file) as archive:
             records = archive.infolist()

@@ -47,26 +47,14 @@ class Backend:
         mmap: bool = False,
         trust: bool = False,
     ) -> dict[str, Any]:
-        """Return the components of a checkpoint, on the CPU, without running anything that is in it. Verifies nothing.
-
-        Args:
-            path: What `matches`.
-            template: See `CheckpointManager.load_checkpoint`.
-            sections: Components to return; `None` returns all.
-            mmap: Leave the tensors of a file on disk until they are used.
-            trust: Let DeepSpeed put the shares of an engine together, which runs what is in its files.
-        """
+        """Return the components of a checkpoint, on the CPU, without running anything that is in it. Verifies nothing."""
         payload: dict[str, Any] = import_module(self.reader).read_payload(
             path, template=template, sections=sections, mmap=mmap, trust=trust
         )
         return payload
 
     def read_outline(self, path: Path) -> Outline:
-        """Return what is in a checkpoint; the values of its tensors stay on disk.
-
-        Args:
-            path: What `matches`.
-        """
+        """Return what is in a checkpoint; the values of its tensors stay on disk."""
         outline: Outline = import_module(self.reader).read_outline(path)
         return outline
 
@@ -111,11 +99,7 @@ def backend_of(path: Path) -> Backend:
 
 
 def backend_named(name: str) -> Backend:
-    """Return the kind of a name.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the kind of a name."""
     for backend in BACKENDS:
         if backend.name == name:
             return backend
@@ -132,29 +116,13 @@ def stores() -> list[type[CheckpointStore]]:
 def stores_in(
     directory: Path, *, first: type[CheckpointStore] | None = None, run_id: str = ""
 ) -> list[CheckpointStore]:
-    """Return a store of every kind for one directory.
-
-    Args:
-        directory: Where checkpoints lie.
-        first: The kind that comes first.
-        run_id: Identity of the run.
-    """
+    """Return a store of every kind for one directory."""
     kinds: Iterable[type[CheckpointStore]] = dict.fromkeys([*([first] if first is not None else []), *stores()])
     return [kind(directory, run_id=run_id) for kind in kinds]
 
 
 def locate(source: str | Path) -> tuple[CheckpointStore, Path]:
-    """Return the checkpoint that a path means: a file, a pointer, a target, or `latest` of a checkpoint or run directory.
-
-    Args:
-        source: The path.
-
-    Returns:
-        The store that knows it, and the file, pointer or target in it.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-    """
+    """Return the checkpoint that a path means: a file, a pointer, a target, or `latest` of a checkpoint or run directory."""
     # Only the name of the directory matters here: it is looked for in a run directory.
     for store in stores_in(Path("checkpoints")):
         found = store.locate(Path(source))

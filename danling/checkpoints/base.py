@@ -144,14 +144,7 @@ class CheckpointManager(ABC):
         """Write a payload under names, now or in the background."""
 
     def _open_attempt(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:
-        """Check that a save can be made, and return its records. Call on rank 0.
-
-        Args:
-            names: Its names.
-            needed: Bytes it takes.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-        """
+        """Check that a save can be made, and return its records. Call on rank 0."""
         self.before_save()
         self._say_need(needed)
         return self._lineage.open_attempt(names, needed=needed, epoch=epoch, global_step=global_step)
@@ -178,15 +171,7 @@ class CheckpointManager(ABC):
         own: Iterable[str] = (),
         put_off: bool = False,
     ) -> None:
-        """Tell the mirror of a save, before retention: it takes hold of the files. Called where some were written, maybe in background.
-
-        Args:
-            record: What was saved.
-            names: Its names.
-            target: Name of its directory, where it is one.
-            own: The files of it that this rank has written, see `Saved`.
-            put_off: Whether another one is still being copied on any rank.
-        """
+        """Tell the mirror of a save, before retention: it takes hold of the files. Called where some were written, maybe in background."""
         if self.mirror is not None:
             saved = Saved(record.sequence, record.step, tuple(names), target, tuple(own))
             self.mirror.saved(saved, put_off=put_off)

@@ -43,11 +43,7 @@ _OF_RANK = re.compile(r"(?:\d+)?__(\d+)_\d+\.distcp")
 
 
 class HashingFileSystem(FileSystem):
-    """Files whose sizes and checksums are known when they have been written.
-
-    Attributes:
-        written: `(size, SHA-256)` by file name.
-    """
+    """Files whose sizes and checksums are known when they have been written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,13 +77,7 @@ class HashedResult(WriteResult):
 
 
 class TargetWriter(FileSystemWriter):
-    """Writes one target: files of all ranks, `.metadata`, the index, and last the manifest, which makes it complete.
-
-    Args:
-        path: The target; nothing was ever written to it.
-        record: What it is recorded as.
-        reuse: Tensors whose files are taken over from another target, as hard links, instead of being written.
-    """
+    """Writes one target: files of all ranks, `.metadata`, the index, and last the manifest, which makes it complete."""
 
     def __init__(self, path: Path, record: Record, *, reuse: Reuse | None = None) -> None:
         super().__init__(path, overwrite=False)
@@ -169,12 +159,7 @@ def written_by(file: str) -> int:
 
 
 class TargetReader(FileSystemReader):
-    """Reads a target of which the index is known: torch's own would unpickle `.metadata`.
-
-    Args:
-        path: The target.
-        metadata: What lies where in it.
-    """
+    """Reads a target of which the index is known: torch's own would unpickle `.metadata`."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -193,17 +178,7 @@ def read_target(
     sections: Iterable[str] | None = None,
     trust: bool = False,
 ) -> dict[str, object]:
-    """Return the state in a target. Communicates nothing.
-
-    Args:
-        path: The target.
-        template: A state whose DTensors say how tensors of the same name and shape are sharded here; others are read whole.
-        sections: First components of the names to read; `None` reads all.
-        trust: See `read_index`.
-
-    Raises:
-        CheckpointDamaged: If it cannot be read.
-    """
+    """Return the state in a target. Communicates nothing."""
     metadata = _metadata(path, trust=trust)
     reader = TargetReader(path, metadata)
     flat = destinations(metadata, template, None if sections is None else frozenset(sections))
@@ -232,15 +207,7 @@ def save_target(
     alone: bool = False,
     cache: PlanCache | None = None,
 ) -> None:
-    """Write a target. Call on all ranks of the group.
-
-    Args:
-        payload: The state.
-        writer: Writes the files.
-        group: Over which the ranks agree; `None` is the default group.
-        alone: Whether one process saves alone, and communicates nothing.
-        cache: Plans of saves before this one, on all ranks or on none. A save that takes files over leaves it alone.
-    """
+    """Write a target. Call on all ranks of the group."""
     planner = SavePlanner(cache=cache) if writer.reuse is None else SavePlanner(writer.reuse.names)
     try:
         with quiet():

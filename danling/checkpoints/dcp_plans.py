@@ -29,12 +29,6 @@ def flatten(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Path
 
     A leaf is a tensor, or the largest part that holds none: settings and results go into one entry each instead of one a value, keep
     their empty parts and their integer keys, and come back as they were.
-
-    Args:
-        state: Nested mappings and lists of tensors and plain values.
-
-    Raises:
-        CheckpointError: If a key above a tensor is not a string, or two paths have one name.
     """
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
@@ -101,12 +95,7 @@ class _Leaf:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting.
-
-    Args:
-        left_out: Dotted names of tensors that are not written.
-        cache: Plans of saves before this one; `None` plans anew and remembers nothing.
-    """
+    """Plans a save of a nested state, flattened by `flatten`; the stock loaders and converters restore the nesting."""
 
     def __init__(self, left_out: frozenset[str] = frozenset(), cache: PlanCache | None = None) -> None:
         super().__init__()
@@ -186,14 +175,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def destinations(
     metadata: Metadata, template: Mapping[str, object] | None, sections: frozenset[str] | None
 ) -> dict[str, object]:
-    """Return fresh memory for everything that a checkpoint holds, by dotted name: nothing of it is skipped in silence.
-
-    Args:
-        metadata: Of the checkpoint.
-        template: A state whose DTensors say how tensors of the same name, or of a name one longer, and of the same shape are sharded
-            here; others are read whole. In the sections that it has, what it knows nothing of gets no memory: a meta tensor.
-        sections: First components of the names to read; `None` reads all.
-    """
+    """Return fresh memory for everything that a checkpoint holds, by dotted name: nothing of it is skipped in silence."""
     layouts = flatten(template)[0] if template is not None else {}
     found: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():

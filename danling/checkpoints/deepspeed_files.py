@@ -75,13 +75,6 @@ class EngineAhead:
         """Link an unchanged file to a new path instead of writing it again; return its size and checksum.
 
         The runner's state in the file is the one from before the evaluation; a run can be resumed from it just as well.
-
-        Args:
-            state: What the engine saves.
-            path: The file.
-
-        Returns:
-            `None` where the file was another one, or is no longer there.
         """
         found, source = self.written.get(path.name), self.path / path.name
         if found is None or storage.size_of(source) != found[0]:
@@ -99,14 +92,6 @@ class HashingFiles:
 
     What a DeepSpeed engine asks of its checkpoint engine. A rank whose write fails goes on to the engine's barriers, and the error is
     raised when all ranks have come through.
-
-    Args:
-        trust: See `read_engine_file`.
-        ahead: Files that are linked instead of being written, where they would be the same.
-
-    Attributes:
-        written: `(size in bytes, SHA-256)` by file name.
-        error: The first error of a write.
     """
 
     def __init__(self, *, trust: bool = False, ahead: EngineAhead | None = None) -> None:
@@ -175,13 +160,7 @@ def read_runner_file(path: Path) -> dict[str, Any]:
 
 
 def read_engine_target(path: Path, *, sections: Iterable[str] | None = None, trust: bool = False) -> dict[str, Any]:
-    """Return the payload of a target as the other stacks save it: whole float32 weights, and the optimizer's state by name.
-
-    Args:
-        path: The target.
-        sections: Components to return; `None` returns all.
-        trust: See `consolidated_weights`.
-    """
+    """Return the payload of a target as the other stacks save it: whole float32 weights, and the optimizer's state by name."""
     payload = read_runner_file(path)
     if "model" not in payload and (sections is None or "model" in sections):
         payload["model"] = consolidated_weights(path, trust=trust)
@@ -202,17 +181,7 @@ def _as_an_engine_writes(path: Path) -> Iterator[None]:
 
 
 def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor]:
-    """Return the whole float32 weights of a target by canonical name, put together from the shares of all ranks.
-
-    Args:
-        path: The target.
-        trust: Let DeepSpeed put shares together, which unpickles them and so runs what is in them.
-
-    Raises:
-        CheckpointError: If there are shares and they are not trusted; if DeepSpeed, which puts them together, is not installed; or if a
-            weight of the model is in none of the files.
-        CheckpointDamaged: If a file cannot be read.
-    """
+    """Return the whole float32 weights of a target by canonical name, put together from the shares of all ranks."""
     if not any(path.glob("*_optim_states.pt")):
         whole = read_engine_file(path / _WHOLE_MODEL, trust=trust)
         with _as_an_engine_writes(path):
@@ -248,13 +217,7 @@ def _require_deepspeed(path: Path) -> None:
 
 
 def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
-    """Return the whole state of the optimizer by parameter name, through DeepSpeed's universal checkpoint.
-
-    Args:
-        path: The target.
-        engine: What the runner saved of the engine: its stage, the groups of parameters, and states that are no tensors.
-        trust: See `consolidated_weights`.
-    """
+    """Return the whole state of the optimizer by parameter name, through DeepSpeed's universal checkpoint."""
     if int(engine["stage"]) == 0:
         found = read_engine_file(path / _WHOLE_MODEL, trust=trust)["optimizer"]
         return _named(found, engine["param_groups"])

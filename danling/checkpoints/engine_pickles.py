@@ -55,17 +55,7 @@ def _table() -> list[Any]:
 
 
 def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = False) -> Any:
-    """Read a file that an engine wrote.
-
-    Args:
-        path: The file.
-        map_location: As in `torch.load`.
-        trust: Unpickle it when it holds anything that is not in the table; that runs what is in it.
-
-    Raises:
-        CheckpointDamaged: If it cannot be read.
-        CheckpointError: If it holds what is not in the table, and is not trusted.
-    """
+    """Read a file that an engine wrote."""
     if storage.size_of(path) is None:
         # A named pipe would be waited for.
         raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}, which {storage.absence(path)}.")
@@ -102,11 +92,7 @@ def untrusted(what: str) -> CheckpointError:
 
 
 def require_trust(trust: bool, path: Path) -> None:
-    """Refuse to hand files that nobody trusts to DeepSpeed's own converters, which unpickle them.
-
-    Raises:
-        CheckpointError: If they are not trusted.
-    """
+    """Refuse to hand files that nobody trusts to DeepSpeed's own converters, which unpickle them."""
     if not trust:
         raise untrusted(
             f"{path}: its shares are put together by DeepSpeed's own converters, which unpickle them; the same stage on the same number "

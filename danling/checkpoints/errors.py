@@ -46,14 +46,7 @@ def reason(error: OSError) -> str:
 
 
 def disk_error(operation: str, path: Path, error: OSError, *, free: int | None = None) -> CheckpointDiskError:
-    """Return the error to raise for one of the operating system.
-
-    Args:
-        operation: What was tried, as a verb.
-        path: The file or directory.
-        error: What the operating system said.
-        free: Free bytes there, where they are known and matter.
-    """
+    """Return the error to raise for one of the operating system."""
     space = "" if free is None else f", with {free:,} bytes free"
     mend = _MENDS.get(error.errno or 0, _FAILING)
     found = CheckpointDiskError(

@@ -123,16 +123,7 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
 
 
 def weights_in(content: Any, source: object, which: str = "model") -> dict[str, Tensor]:
-    """Return the weights in what a file holds: a `state_dict`, alone or as `model` or `state_dict`.
-
-    Args:
-        content: What the file holds.
-        source: What it is called in errors.
-        which: As in `import_weights`.
-
-    Raises:
-        CheckpointMismatch: If it holds none.
-    """
+    """Return the weights in what a file holds: a `state_dict`, alone or as `model` or `state_dict`."""
     return _canonical(_state_dict(content, source, which))
 
 
@@ -210,10 +201,7 @@ def _write_safetensors(
 
 
 def _write_in_order(writer: Any, content: bytes) -> None:
-    """Write a safetensors file with the metadata of its header by name.
-
-    safetensors writes them in an order of its own, another one each time: equal weights would give unequal files.
-    """
+    """Write a safetensors file with the metadata of its header by name."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))

@@ -29,9 +29,6 @@ class ExcludedFromLoading:
         (True, False, True)
         >>> excluded.allows_setting("optim.lr")
         True
-
-    Args:
-        entries: One entry or several; `data_loader`, `dataloader` and `lr_scheduler` are understood as `dataloaders` and `scheduler`.
     """
 
     def __init__(self, entries: str | Iterable[str] | None) -> None:
@@ -43,15 +40,7 @@ class ExcludedFromLoading:
         return [entry for entry in self._all if entry.partition(".")[0] != _SETTINGS]
 
     def apply(self, payload: Mapping[str, object], *, section: str | None = None) -> tuple[dict[str, Any], set[str]]:
-        """Return the payload without the excluded parts, and the dotted paths that were left out.
-
-        Args:
-            payload: A checkpoint.
-            section: Consider only the entries of this component, when nothing else is loaded; `None` considers all.
-
-        Raises:
-            ValueError: If an entry that counts matches nothing.
-        """
+        """Return the payload without the excluded parts, and the dotted paths that were left out."""
         counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
         return exclude(payload, counting)
 
@@ -61,10 +50,6 @@ class ExcludedFromLoading:
         A new head, say, is left out of the checkpoint that a run is finetuned from, and belongs to the checkpoints of the run itself.
         `dataloaders` and `optimizer.param_groups` always count: they take the data and the options of the program as these are at each
         start, and leave out nothing that was trained.
-
-        Args:
-            before: What the run of the checkpoint has left out.
-            changed: Sections of the configuration that are others now, and `USERS_OWN`; what is made of them is left out once more.
         """
         if USERS_OWN in changed:
             return []
@@ -79,11 +64,7 @@ class ExcludedFromLoading:
         ]
 
     def without(self, entries: Collection[str]) -> ExcludedFromLoading:
-        """Return this without some of its entries.
-
-        Args:
-            entries: As they were written.
-        """
+        """Return this without some of its entries."""
         return ExcludedFromLoading([entry for entry in self._all if entry not in entries])
 
     def mentions(self, component: str) -> bool:

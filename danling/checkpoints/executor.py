@@ -28,9 +28,6 @@ class SaveExecutor:
 
     Reliable saves are all written; `submit` waits when `capacity` of them wait already. Of the others only the newest is kept: one
     that has not begun gives way to whatever comes after it.
-
-    Args:
-        capacity: Reliable saves that may wait.
     """
 
     def __init__(self, capacity: int = 1) -> None:
@@ -54,16 +51,7 @@ class SaveExecutor:
             self._changed.wait_for(lambda: sum(job.reliable for job in self._waiting) < self._capacity)
 
     def submit(self, run: Callable[[], None], *, reliable: bool, discard: Callable[[], None] = lambda: None) -> None:
-        """Enqueue a save.
-
-        Args:
-            run: Writes it; what it raises is kept for `take_error`.
-            reliable: Whether it must be written, whatever comes after it.
-            discard: Called when it is given up for a newer one.
-
-        Raises:
-            RuntimeError: If the executor was closed.
-        """
+        """Enqueue a save."""
         if self._ending:
             raise RuntimeError("Expected a save before the checkpoint manager is closed. Received: one after it.")
         self.wait_for_room()

@@ -48,12 +48,7 @@ class FileStore(CheckpointStore):
         return None
 
     def write(self, write: Callable[[storage.HashingWriter], object], records: Sequence[Record]) -> None:
-        """Write one file durably and publish it under the names of the records, which come in the order they become visible.
-
-        Args:
-            write: Writes the contents.
-            records: One for each name.
-        """
+        """Write one file durably and publish it under the names of the records, which come in the order they become visible."""
         self._settle_all()
         for record in records:
             self._make_way(self.path(record.name))
@@ -222,16 +217,7 @@ def missing_sums(path: Path) -> CheckpointDamaged:
 
 
 def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
-    """Compare a file with the checksums inside of it.
-
-    Args:
-        path: A file of `torch.save`.
-        level: `"full"` reads all of it, `"size"` all but the tensors, `"none"` nothing.
-        required: Refuse a file without checksums inside.
-
-    Raises:
-        CheckpointDamaged: If they differ.
-    """
+    """Compare a file with the checksums inside of it."""
     problems = [] if level == "none" else archive_complaints(path, tensors=level == "full", required=required)
     if problems:
         raise CheckpointDamaged(
@@ -244,15 +230,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def read_manifest(path: Path, level: str) -> Manifest:
-    """Return the manifest that describes a checkpoint file as it is now.
-
-    Args:
-        path: The file.
-        level: How thoroughly file and manifest are compared.
-
-    Raises:
-        CheckpointDamaged: If there is no manifest, or none that fits.
-    """
+    """Return the manifest that describes a checkpoint file as it is now."""
     waiting = storage.size_of(_beside(path, NEXT)) is not None
     # What lies there says more than that it has no checksums.
     problems = [f"{path.name} {storage.absence(path)}"] if storage.is_no_file(path) else []

@@ -18,13 +18,7 @@ logger = logging.getLogger("danling")
 
 
 class SaveLineage:
-    """Numbers the saves of a process, and removes those that they replace. Every method but `follow` is called on rank 0.
-
-    Args:
-        search: What knows the checkpoints of the run; saves go to its first store.
-        settings: What is kept.
-        mirror: Returns what copies saves to another place, if anything does.
-    """
+    """Numbers the saves of a process, and removes those that they replace. Every method but `follow` is called on rank 0."""
 
     def __init__(
         self, search: CheckpointSearch, settings: CheckpointSettings, *, mirror: Callable[[], Mirror | None]
@@ -42,27 +36,12 @@ class SaveLineage:
         return self._resumed
 
     def continue_from(self, record: Record | None) -> None:
-        """Begin where a checkpoint is; nothing changes on the disk before the next save. Called on all ranks.
-
-        Args:
-            record: The checkpoint; `None` for one that is not of this run.
-        """
+        """Begin where a checkpoint is; nothing changes on the disk before the next save. Called on all ranks."""
         self._resumed = record
         self._line = None
 
     def open_attempt(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:
-        """Number the next save, and return its records, one a name.
-
-        Args:
-            names: Its names.
-            needed: Bytes it takes.
-            epoch: Completed epochs.
-            global_step: Committed updates.
-
-        Raises:
-            CheckpointMismatch: If another run saves in the directory.
-            CheckpointError: If the disk has no room for it.
-        """
+        """Number the next save, and return its records, one a name."""
         if self._line is None:
             self._line = self._open_line()
         self._make_room(needed)
@@ -113,13 +92,7 @@ class SaveLineage:
         self._store.prune(self._line, keep=self._settings.keep_latest_k, resumed=self._resumed, pending=pending)
 
     def follow(self, sequence: int, exchange: Callable[[object], list[Any]], *, is_main: bool) -> None:
-        """Remove on machines with disks of their own what the main process has removed on its own. Called on all ranks, in background too.
-
-        Args:
-            sequence: Number of the newest save.
-            exchange: Gathers a value of every rank on all of them.
-            is_main: Whether this is the main process.
-        """
+        """Remove on machines with disks of their own what the main process has removed on its own. On all ranks, in background too."""
         apart = self._search.apart
         if not apart.any:
             return

@@ -14,13 +14,7 @@ from .target_store import TARGETS, is_target, is_unfinished
 
 
 def litter_in(directory: Path, *, keep: int = 0) -> list[Path]:
-    """Return what killed saves and deletions have left in a directory of checkpoints that nobody writes into, sorted.
-
-    Args:
-        directory: The directory; it need not exist.
-        keep: `checkpoint.keep_latest_k` of the run. With retention, sums of history whose file is gone, while as many newer ones are
-            whole, are what is left of a deletion by an older version; else they are damage.
-    """
+    """Return what killed saves and deletions have left in a directory of checkpoints that nobody writes into, sorted."""
     names = storage.names(directory)
     found = [directory / name for name in names if name.startswith((storage.STAGED, DELETING))]
     found += half_deleted(directory) + pruned_sums(directory, keep)

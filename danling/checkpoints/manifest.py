@@ -52,11 +52,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """Read a manifest: the one place where the names, sizes and checksums in one are taken for what they say.
-
-        Raises:
-            CheckpointDamaged: If it is cut, changed or not one, or names what is no plain file in the directory itself.
-        """
+        """Read a manifest: the one place where the names, sizes and checksums in one are taken for what they say."""
         try:
             return cls._parse(text)
         except (KeyError, ValueError) as error:
@@ -88,15 +84,7 @@ class Manifest:
 
 
 def read_manifest(path: Path, shown: str) -> Manifest:
-    """Return the manifest in a file.
-
-    Args:
-        path: The file.
-        shown: What it is called in errors.
-
-    Raises:
-        CheckpointDamaged: If there is none that can be read.
-    """
+    """Return the manifest in a file."""
     try:
         if storage.size_of(path) is None:
             raise CheckpointDamaged(f"{shown} {storage.absence(path)}")
@@ -124,14 +112,7 @@ def _number(text: str) -> int:
 
 
 def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:
-    """Return what is wrong with the files of a checkpoint; empty when they are as written.
-
-    Args:
-        manifest: What was written.
-        directory: Where its files lie.
-        level: `"full"` compares sizes and checksums, `"size"` sizes and the checksums of index files, `"none"` only checks that the
-            files exist.
-    """
+    """Return what is wrong with the files of a checkpoint; empty when they are as written."""
 
     def problem(name: str) -> str | None:
         try:

@@ -38,12 +38,7 @@ class Mirror(Protocol):
         """Whether a save waits while another one is copied."""
 
     def saved(self, saved: Saved, *, put_off: bool = False) -> None:
-        """Hear of a save, where it was written.
-
-        Args:
-            saved: The save.
-            put_off: Copy it only if none comes after it, since an earlier one is still being copied.
-        """
+        """Hear of a save, where it was written."""
 
     def pending(self) -> frozenset[int]:
         """Return the sequences of saves that are not copied yet: their files stay."""
@@ -58,8 +53,4 @@ class Mirror(Protocol):
         """Wait until the last save is copied, or cannot be."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, and end.
-
-        Raises:
-            CheckpointError: If the last save is not there.
-        """
+        """Wait, and end."""

@@ -19,9 +19,6 @@ from .target_store import SUMS, TARGETS
 def newest_record(directory: Path) -> Record | None:
     """Return the record of the newest save in a directory of checkpoints, whichever kind of manager made it; nothing is said of what
     cannot be read.
-
-    Args:
-        directory: The directory; it need not exist.
     """
     records = (_record(file) for file in _manifests(directory))
     return max((record for record in records if record is not None), key=lambda r: r.sequence, default=None)
@@ -30,9 +27,6 @@ def newest_record(directory: Path) -> Record | None:
 def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
     """Return the configuration in the newest checkpoint of a directory that can be read, and how many ranks that read different samples
     made it; `None` without one.
-
-    Args:
-        directory: A directory of checkpoints.
     """
     for name in ("latest", f"latest{SUFFIX}", "best", f"best{SUFFIX}"):
         try:

@@ -68,28 +68,14 @@ def newest(records: Iterable[Record]) -> Record | None:
 
 
 def on_line(record: Record, branch: int, ancestors: Iterable[tuple[int, int]]) -> bool:
-    """Whether a record lies on a line of saves, and not on one that was abandoned.
-
-    Args:
-        record: The record.
-        branch: The branch that the line ends with.
-        ancestors: What the branch continues, as `Record.line`.
-    """
+    """Whether a record lies on a line of saves, and not on one that was abandoned."""
     if record.branch == branch:
         return True
     return any(record.branch == number and record.sequence <= last for number, last in ancestors)
 
 
 def next_line(records: Collection[Record], resumed: Record | None) -> Line:
-    """Return where a process saves that goes on from `resumed`, or from scratch.
-
-    Args:
-        records: Everything in the directory.
-        resumed: The checkpoint of this directory that the process goes on from.
-
-    Returns:
-        The line of `resumed` when it is the newest save, else a new one: what was saved after it is abandoned.
-    """
+    """Return where a process saves that goes on from `resumed`, or from scratch."""
     last = newest(records)
     if last is None:
         return Line(0, (), 0)
@@ -101,13 +87,7 @@ def next_line(records: Collection[Record], resumed: Record | None) -> Line:
 
 
 def to_delete(records: Iterable[Record], *, keep: int, protected: Collection[int]) -> list[str]:
-    """Return the history names that retention gives up, oldest first.
-
-    Args:
-        records: Complete checkpoints of one line.
-        keep: How many to keep; 0 keeps all.
-        protected: Sequences that stay whatever their age.
-    """
+    """Return the history names that retention gives up, oldest first."""
     history = sorted((record for record in records if is_history(record.name)), key=lambda record: record.sequence)
     if keep <= 0:
         return []

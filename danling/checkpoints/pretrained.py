@@ -24,9 +24,6 @@ def describe_model(model: object) -> dict[str, str]:
     """Return what a model of transformers is made from: JSON by the name of the file that `from_pretrained` reads.
 
     Empty for any other model, and for one with adapters, for which peft writes its own files.
-
-    Args:
-        model: The model, out of the wrapper of its stack.
     """
     if hasattr(model, "peft_config"):
         return {}
@@ -51,12 +48,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def write_description(described: Mapping[str, str], directory: Path) -> None:
-    """Write the files of `describe_model`.
-
-    Args:
-        described: Texts by name.
-        directory: Where to; it is made.
-    """
+    """Write the files of `describe_model`."""
     if described:
         storage.make_directory(directory)
     for name, text in described.items():
@@ -64,16 +56,7 @@ def write_description(described: Mapping[str, str], directory: Path) -> None:
 
 
 def read_description(directory: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, str]:
-    """Return the files that `from_pretrained` reads beside some weights, which say the precision that the weights have.
-
-    Args:
-        directory: What `write_description` wrote to.
-        weights: Those that are written beside them.
-        dtype: What floating weights are cast to; `None` keeps theirs.
-
-    Raises:
-        ValueError: If nothing was written there.
-    """
+    """Return the files that `from_pretrained` reads beside some weights, which say the precision that the weights have."""
     if not (directory / _CONFIG).is_file():
         raise ValueError(
             f"Expected a run of a model of transformers, which is described in {directory}. Received: no {_CONFIG} there. Leave --format "
@@ -88,23 +71,13 @@ def read_description(directory: Path, weights: Mapping[str, Tensor], dtype: torc
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, **options: Any) -> None:
-    """Call the `save_pretrained` of a model with its weights under the names that it was made with.
-
-    Args:
-        model: The model, with whole weights.
-        directory: Where to.
-        options: Further arguments of the model's own method, such as `max_shard_size`.
-    """
+    """Call the `save_pretrained` of a model with its weights under the names that it was made with."""
     weights = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
     check_pretrained(model).save_pretrained(str(directory), state_dict=weights, **options)
 
 
 def check_pretrained(model: nn.Module) -> Any:
-    """Return a model that has `save_pretrained`.
-
-    Raises:
-        TypeError: If it has none.
-    """
+    """Return a model that has `save_pretrained`."""
     if not callable(getattr(type(model), "save_pretrained", None)):
         raise TypeError(
             f"Expected a model with `save_pretrained`, such as one of transformers or peft. Received: {type(model).__name__}. Inside "

@@ -43,20 +43,7 @@ def read_payload(
     mmap: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or a directory, onto the CPU, without running anything that is in it. Verifies nothing.
-
-    Args:
-        path: The file, or the target directory.
-        template: See `CheckpointManager.load_checkpoint`.
-        sections: Components to return; `None` returns all.
-        mmap: Leave the tensors of a file on disk until they are used.
-        trust: Let DeepSpeed put the shares of an engine together, which runs what is in its files.
-
-    Raises:
-        CheckpointDamaged: If torch cannot read it.
-        CheckpointError: If it can be read only with `trust`.
-        CheckpointMismatch: If it is not a checkpoint of this library, or has a format that this version does not know.
-    """
+    """Read a checkpoint, a file or a directory, onto the CPU, without running anything that is in it. Verifies nothing."""
     wanted = None if sections is None else frozenset({*sections, "format_version"})
     return backend_of(path).read_payload(path, template=template, sections=wanted, mmap=mmap, trust=trust)
 
@@ -81,15 +68,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 
 def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
-    """Return the seed of the checkpoint that a run will resume from, so that construction draws the same random numbers again.
-
-    Args:
-        directory: The run's own checkpoint directory.
-        asked: Name or path of the checkpoint; `None` takes the newest one in the directory.
-
-    Returns:
-        `None` if there is no such checkpoint, or no seed in it.
-    """
+    """Return the seed of the checkpoint that a run will resume from, so that construction draws the same random numbers again."""
     if asked is None:
         sources = [directory / name for name in ("latest", "latest.pth", "best", "best.pth")]
     else:
@@ -104,16 +83,7 @@ def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
 
 
 def read_sections(source: str | Path, sections: Iterable[str]) -> dict[str, Any]:
-    """Return components of a checkpoint, found as `read_config` finds it; the tensors of a file stay on disk until they are used.
-
-    Args:
-        source: As for `read_config`.
-        sections: Names of the components.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-        CheckpointDamaged: If it cannot be read, or a file has another size than was written.
-    """
+    """Return components of a checkpoint, found as `read_config` finds it; the tensors of a file stay on disk until they are used."""
     store, found = locate(source)
     store.verify(found, "size")
     return read_payload(store.target(found), sections=sections, mmap=True)
@@ -125,12 +95,7 @@ _COMPILER = "compile.options."
 
 
 def obeyed(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the settings of a checkpoint without those by which a file could declare itself trusted or name code to run.
-
-    Args:
-        stored: What `read_config` returned.
-        prefix: Dotted key that they lie under.
-    """
+    """Return the settings of a checkpoint without those by which a file could declare itself trusted or name code to run."""
     kept: dict[str, Any] = {}
     for name, value in stored.items():
         key = f"{prefix}{name}"  # a name may be dotted itself

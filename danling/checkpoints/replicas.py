@@ -18,10 +18,6 @@ def own_share(items: Sequence[WriteItem], state: Mapping[str, object]) -> list[W
     them, so that rank 0 is sent each part once, however many replicas there are. A number beside a sharded tensor, such as
     the count of steps in the state of an optimizer, goes with it. Other plain tensors are left to rank 0: which ranks have
     them is not known here.
-
-    Args:
-        items: What a rank plans, in the order that all replicas have.
-        state: Leaves by dotted name.
     """
     beside = {name.rpartition(".")[0]: leaf for name, leaf in state.items() if isinstance(leaf, DTensor)}
     written: dict[object, list[int]] = {}

@@ -48,11 +48,6 @@ class SavedAhead:
         """Return the tensors that are unchanged in a later payload on every rank, `None` if there are none. Call on all ranks.
 
         The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
-
-        Args:
-            payload: The later state, on the host.
-            exchange: Gathers a value of every rank on all of them.
-            exists: Whether the target is still there, as this rank sees it.
         """
         sums = tensor_sums(payload)
         same = {name for name, value in sums.items() if exists and self.sums.get(name) == value}
@@ -62,11 +57,7 @@ class SavedAhead:
 
 
 def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
-    """Return the SHA-256 of this rank's part of each dense tensor of a state, with dtype and shape, by dotted name.
-
-    Args:
-        payload: The state, on the host.
-    """
+    """Return the SHA-256 of this rank's part of each dense tensor of a state, with dtype and shape, by dotted name."""
     tensors = {name: leaf for name, leaf in flatten(payload)[0].items() if isinstance(leaf, Tensor)}
     return {name: _sum(tensor) for name, tensor in tensors.items() if local_part(tensor).layout == torch.strided}
 

@@ -63,15 +63,7 @@ class Apart:
 
 
 class CheckpointSearch:
-    """Finds the checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what reads a disk runs on rank 0.
-
-    Args:
-        directory: Where the checkpoints of the run lie.
-        first: The kind of store that the run writes into.
-        run_id: Identity of the run; checkpoints of another one in the same directory are refused.
-        settings: How checkpoints are verified.
-        compare: Returns how the configuration of a payload differs from that of this run, one line a key.
-    """
+    """Finds the checkpoints of one run, in its directory and elsewhere. Nothing here communicates; what reads a disk runs on rank 0."""
 
     def __init__(
         self,
@@ -96,20 +88,12 @@ class CheckpointSearch:
         self._unreadable: set[tuple[CheckpointStore, int]] = set()
 
     def look_in(self, sources: Sources) -> None:
-        """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names.
-
-        Args:
-            sources: Where.
-        """
+        """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names."""
         self.sources = sources
         self.stores += sources.own()
 
     def lie_apart(self, apart: Apart) -> None:
-        """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies.
-
-        Args:
-            apart: Whether they have.
-        """
+        """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies."""
         self.apart = apart
         for store in self.stores:
             store.is_part = apart.any and not store.is_elsewhere
@@ -117,19 +101,7 @@ class CheckpointSearch:
     # One checkpoint
 
     def verified(self, source: str | Path) -> tuple[int, Path]:
-        """Find a checkpoint and compare it with its checksums.
-
-        Args:
-            source: A name in the run's own directory, a path or a URL.
-
-        Returns:
-            The number among `stores_for` of the store that has to bring it to every machine, else -1; and what is read of it.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointDamaged: If it is not what was written.
-            CheckpointMismatch: If it lies in this run's directory and belongs to another run.
-        """
+        """Find a checkpoint and compare it with its checksums."""
         store, path = self._resolve(source)
         store.verify(path, self._settings.verify)
         if store.lacks_sums(path) and path not in self._alone:
@@ -140,24 +112,12 @@ class CheckpointSearch:
         return number, store.target(path)
 
     def stores_for(self, source: str | Path) -> list[CheckpointStore]:
-        """Return the stores in which a source is looked for, the same on all ranks. May be called on all of them.
-
-        Args:
-            source: As in `verified`.
-        """
+        """Return the stores in which a source is looked for, the same on all ranks. May be called on all of them."""
         named = self.sources.named(source) if self.sources is not None else None
         return self.stores if named is None else named[0]
 
     def describe(self, source: str | Path) -> Record | None:
-        """Return what is recorded of a checkpoint, without reading it; `None` for one that lies elsewhere.
-
-        Args:
-            source: As in `verified`.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointMismatch: If it lies in this run's directory and belongs to another run.
-        """
+        """Return what is recorded of a checkpoint, without reading it; `None` for one that lies elsewhere."""
         return self._record_of(*self._resolve(source))
 
     def _record_of(self, store: CheckpointStore, path: Path) -> Record | None:
@@ -219,23 +179,13 @@ class CheckpointSearch:
         return None
 
     def skip(self, source: str, error: Exception) -> None:
-        """Leave out a save from now on that `find_latest` has returned and that cannot be read.
-
-        Args:
-            source: What `find_latest` has returned.
-            error: Why it does not count.
-        """
+        """Leave out a save from now on that `find_latest` has returned and that cannot be read."""
         store, path, sequence = self._offered[source]
         self._unreadable.add((store, sequence))
         store.pass_over(path, error)
 
     def refuse_lost(self) -> None:
-        """Refuse to begin anew where checkpoints lie of which none can be loaded.
-
-        Raises:
-            CheckpointDamaged: If there are such.
-            CheckpointDiskError: If the directory is a link to where nothing is mounted, so that nobody knows.
-        """
+        """Refuse to begin anew where checkpoints lie of which none can be loaded."""
         storage.refuse_no_directory(self.directory)
         self.records()
         lost = [line for store in self._whole() for line in store.lost()]
@@ -261,14 +211,7 @@ class CheckpointSearch:
         return any(record.run != self.run_id for record, _ in self.records())
 
     def refuse_foreign(self, found: Iterable[Found]) -> None:
-        """Refuse checkpoints of another run.
-
-        Args:
-            found: Checkpoints of this directory.
-
-        Raises:
-            CheckpointMismatch: If one is of another run; it says how their configurations differ.
-        """
+        """Refuse checkpoints of another run."""
         foreign = [(record, store) for record, store in found if record.run != self.run_id]
         if not foreign:
             return

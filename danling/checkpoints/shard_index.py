@@ -100,11 +100,7 @@ class ShardIndex:
     values: dict[str, ValueEntry]
 
     def check(self) -> ShardIndex:
-        """Return the index if its parts fit together.
-
-        Raises:
-            ValueError: If the chunks of a tensor do not cover it once, or a file does not lie in the directory of the index.
-        """
+        """Return the index if its parts fit together."""
         for name, tensor in self.tensors.items():
             # What no chunk covers would stay memory that nothing was read into.
             if not _tile(tensor.shape, tensor.chunks):
@@ -141,11 +137,7 @@ class ShardIndex:
 
     @classmethod
     def parse(cls, text: str) -> ShardIndex:
-        """Read an index.
-
-        Raises:
-            ValueError: If it is not one, or does not fit together.
-        """
+        """Read an index."""
         content = parse_json(text)
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             raise ValueError(f"it is no {FORMAT}")
@@ -162,11 +154,7 @@ class ShardIndex:
 
 
 def _tile(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Whether chunks cover each element of a tensor once.
-
-    They do if and only if the corners of all chunks, signed by turns, cancel to those of the whole: however many chunks there are,
-    none is compared with another.
-    """
+    """Whether chunks cover each element of a tensor once."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             return False
@@ -227,16 +215,7 @@ def path_of(keys: Any) -> Name:
 
 
 def read_index(directory: Path, *, trust: bool = False) -> ShardIndex:
-    """Return what lies where in a target.
-
-    Args:
-        directory: The target.
-        trust: Where there is no index, as in what another program wrote, unpickle torch's `.metadata`, which runs what is in it.
-
-    Raises:
-        CheckpointDamaged: If it cannot be read.
-        CheckpointError: If there is no index and the files are not trusted.
-    """
+    """Return what lies where in a target."""
     path = directory / INDEX
     if storage.size_of(path) is not None:
         try:
@@ -283,11 +262,7 @@ def from_metadata(metadata: Metadata) -> ShardIndex:
 
 
 def to_metadata(index: ShardIndex) -> Metadata:
-    """Return an index as `torch.distributed.checkpoint` has it.
-
-    Raises:
-        ValueError: If torch has no such dtype, or a chunk has fewer bytes than its elements take: memory is allocated for these.
-    """
+    """Return an index as `torch.distributed.checkpoint` has it."""
     import torch
     from torch.distributed.checkpoint import metadata as stock
 

@@ -19,16 +19,7 @@ _KEPT = (type(None), torch.dtype, torch.device, torch.Size, *_PLAIN)
 
 
 def convert(value: object, on_tensor: Callable[[Tensor], Tensor], path: str = "") -> Any:
-    """Return nested mappings, lists and tuples as dicts, lists and tuples, with `on_tensor` applied to every tensor.
-
-    Args:
-        value: The state.
-        on_tensor: What is done to a tensor.
-        path: Dotted path of `value`, for errors.
-
-    Raises:
-        CheckpointError: If a value is neither a tensor nor of a plain type: `torch.load(weights_only=True)` would refuse the file.
-    """
+    """Return nested mappings, lists and tuples as dicts, lists and tuples, with `on_tensor` applied to every tensor."""
     if isinstance(value, Tensor):
         return on_tensor(value.detach())
     if isinstance(value, Mapping):
@@ -64,9 +55,6 @@ class SnapshotBuffers:
 
     One set of buffers is kept between saves, since fresh memory costs several times the copy itself: it is taken by the first
     save and by every later one that finds it free. A save that comes while it is taken gets memory of its own.
-
-    Args:
-        shared: Allocate in shared memory, so that another process can write it.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -75,11 +63,7 @@ class SnapshotBuffers:
         self._lock = threading.Lock()
 
     def copy(self, value: object) -> tuple[Any, Callable[[], None]]:
-        """Copy a state; tensors that are one and the same share their copy.
-
-        Returns:
-            The copy, and what to call when it is no longer needed.
-        """
+        """Copy a state; tensors that are one and the same share their copy."""
         with self._lock:
             spare, self._spare = self._spare, None
         used: dict[Any, list[Tensor]] = {}

@@ -56,15 +56,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 class HashingWriter:
-    """A binary stream into a file descriptor that is hashed as it is written: no second pass over the data.
-
-    Attributes:
-        error: The first error of a write; the caller may raise another one that tells less.
-
-    Args:
-        handle: A descriptor that is open for writing.
-        path: Its file, for errors.
-    """
+    """A binary stream into a file descriptor that is hashed as it is written: no second pass over the data."""
 
     def __init__(self, handle: int, path: Path) -> None:
         self._handle = handle
@@ -128,11 +120,7 @@ class HashingWriter:
 
 @contextmanager
 def open_new(path: Path) -> Iterator[HashingWriter]:
-    """Open a new file for writing. When the context ends the contents are durable; if it fails, the file is removed.
-
-    Args:
-        path: The file.
-    """
+    """Open a new file for writing. When the context ends the contents are durable; if it fails, the file is removed."""
     with _trying("create", path):
         # Follow no symlink, and do not wait for the reader of a named pipe.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -161,26 +149,14 @@ def _close_quietly(handle: int) -> None:
 
 
 def write_file(path: Path, write: Callable[[HashingWriter], object]) -> tuple[int, str]:
-    """Write a new file; see `open_new`.
-
-    Args:
-        path: The file.
-        write: Writes its contents.
-
-    Returns:
-        Its size in bytes and its SHA-256.
-    """
+    """Write a new file; see `open_new`."""
     with open_new(path) as writer:
         write(writer)
     return writer.size, writer.sha256
 
 
 def measure(write: Callable[[HashingWriter], object]) -> tuple[int, str]:
-    """Return the size and the SHA-256 of the file that would be written; see `write_file`.
-
-    Args:
-        write: Writes its contents.
-    """
+    """Return the size and the SHA-256 of the file that would be written; see `write_file`."""
     nowhere = Path(os.devnull)
     handle = os.open(nowhere, os.O_WRONLY)
     try:
@@ -273,11 +249,7 @@ def make_directory(directory: Path) -> None:
 
 
 def refuse_no_directory(directory: Path) -> None:
-    """Refuse something other than a directory in the place of one, such as a link to a file system that is not mounted.
-
-    Raises:
-        CheckpointDiskError: If there is such.
-    """
+    """Refuse something other than a directory in the place of one, such as a link to a file system that is not mounted."""
     if os.path.lexists(directory) and not os.path.isdir(directory):
         found = f"what is there {absence(directory)}"
         raise CheckpointDiskError(
@@ -341,11 +313,7 @@ def is_no_file(path: Path) -> bool:
 
 
 def make_way(path: Path) -> Path | None:
-    """Rename what blocks the path of a file that is to be written: a directory, a link or a named pipe.
-
-    Returns:
-        Its new path; `None` when nothing blocked the path.
-    """
+    """Rename what blocks the path of a file that is to be written: a directory, a link or a named pipe."""
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -395,15 +363,7 @@ def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
 
 
 def read_text(path: Path, *, limit: int | None = _TEXT_LIMIT) -> str:
-    """Return the contents of a small text file; bytes that are not UTF-8 are decoded as U+FFFD.
-
-    Args:
-        path: The file.
-        limit: The most bytes to read; `None` reads all.
-
-    Raises:
-        CheckpointDamaged: If it is far larger than any that the library writes.
-    """
+    """Return the contents of a small text file; bytes that are not UTF-8 are decoded as U+FFFD."""
     content = bytearray()
     for chunk in chunks(path, _TEXT_CHUNK):
         content += chunk
@@ -430,11 +390,7 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory of files, and directories below it. Links in it are removed, and what they lead to is not.
-
-    Raises:
-        CheckpointDiskError: If it is a link itself, or something fails.
-    """
+    """Remove a directory of files, and directories below it. Links in it are removed, and what they lead to is not."""
     if os.path.islink(directory):
         raise CheckpointDiskError(
             f"Expected a directory to remove. Received: {directory}, a link, whose contents stay."
@@ -461,11 +417,7 @@ def discard(path: Path) -> None:
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Refuse a save that the file system has no room for, before anything is written.
-
-    Raises:
-        CheckpointError: If fewer than `needed` bytes, and a twentieth more, are free.
-    """
+    """Refuse a save that the file system has no room for, before anything is written."""
     with _trying("look at", directory):
         found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize

@@ -18,12 +18,7 @@ logger = logging.getLogger("danling")
 
 
 class CheckpointStore(ABC):
-    """The checkpoints of one run in one directory.
-
-    Args:
-        directory: The directory; it need not exist yet.
-        run_id: Identity of the run.
-    """
+    """The checkpoints of one run in one directory."""
 
     is_elsewhere: ClassVar[bool] = False
     """Whether checkpoints lie in another place than the directory, and are brought there by `verify`."""
@@ -45,19 +40,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def records(self, *, complete: bool) -> list[Record]:
-        """Return what manifests record, oldest first. Checkpoints with missing or cut files are logged.
-
-        Args:
-            complete: Leave those out. They count for the order of saves, and not as something to load or to keep.
-        """
+        """Return what manifests record, oldest first. Checkpoints with missing or cut files are logged."""
 
     @abstractmethod
     def record(self, path: Path) -> Record:
-        """Return what is recorded of the checkpoint at a path.
-
-        Raises:
-            CheckpointDamaged: If its manifest cannot be read.
-        """
+        """Return what is recorded of the checkpoint at a path."""
 
     @abstractmethod
     def path(self, name: str) -> Path:
@@ -69,11 +56,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def verify(self, path: Path, level: str) -> None:
-        """Compare a checkpoint with its manifest.
-
-        Raises:
-            CheckpointDamaged: If they differ; every file that does is named.
-        """
+        """Compare a checkpoint with its manifest."""
 
     @abstractmethod
     def claims(self, path: Path) -> bool:
@@ -85,11 +68,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
-        """Return the manifest of a checkpoint, and every way in which what is there differs from it.
-
-        Raises:
-            CheckpointDamaged: If there is no manifest that can be read.
-        """
+        """Return the manifest of a checkpoint, and every way in which what is there differs from it."""
 
     def lacks_sums(self, path: Path) -> bool:
         """Whether a checkpoint was copied without the checksums that belong beside it."""
@@ -119,14 +98,7 @@ class CheckpointStore(ABC):
         return Path(os.path.realpath(self.directory)) in Path(os.path.realpath(path)).parents
 
     def prune(self, line: Line, *, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
-        """Remove the history that retention gives up. What cannot be removed is tried again at the next save.
-
-        Args:
-            line: Where the saves of this process belong.
-            keep: History checkpoints to keep; 0 keeps all.
-            resumed: What the run goes on from, which stays.
-            pending: Sequences of saves that are still being copied to another place, which stay until they are.
-        """
+        """Remove the history that retention gives up. What cannot be removed is tried again at the next save."""
         try:
             records = [r for r in self.records(complete=True) if on_line(r, line.branch, line.ancestors)]
             protected = {r.sequence for r in records if r.name in ("latest", "best")}
@@ -145,12 +117,7 @@ class CheckpointStore(ABC):
         return set()
 
     def follow(self, sequence: int, kept: Collection[str]) -> None:
-        """Remove the part of older saves that this machine has, where the main process has removed its own.
-
-        Args:
-            sequence: Number of the newest save.
-            kept: What `held` returned on the main process.
-        """
+        """Remove the part of older saves that this machine has, where the main process has removed its own."""
         return
 
     def _spared(self, removal: Callable[[], None]) -> None:
@@ -169,11 +136,7 @@ class CheckpointStore(ABC):
         return
 
     def describe(self, path: Path) -> Record | None:
-        """Return the record of a checkpoint of this directory; `None` for one that lies elsewhere.
-
-        Raises:
-            CheckpointDamaged: If its manifest cannot be read.
-        """
+        """Return the record of a checkpoint of this directory; `None` for one that lies elsewhere."""
         return self.record(path) if self.owns(path) else None
 
     def pass_over(self, path: Path, error: Exception) -> None:

@@ -28,12 +28,7 @@ _POINTER_BYTES = 64
 
 
 def misled(pointer: Path, record: Record) -> list[str]:
-    """Return what is wrong with the name of a pointer to a checkpoint; empty when it says no other step or epoch.
-
-    Args:
-        pointer: The pointer, or a target, whose name says nothing.
-        record: Of the checkpoint that it leads to.
-    """
+    """Return what is wrong with the name of a pointer to a checkpoint; empty when it says no other step or epoch."""
     fitting = [history_name(step_mode=mode, epoch=record.epoch, global_step=record.step) for mode in (True, False)]
     if not is_history(pointer.name) or pointer.name in fitting:
         return []
@@ -75,11 +70,7 @@ class TargetStore(CheckpointStore):
         return source if storage.size_of(source / SUMS) is not None else None
 
     def target(self, path: Path) -> Path:
-        """Return the target that a pointer leads to, or the target itself.
-
-        Raises:
-            CheckpointDamaged: If it leads nowhere, or out of the directory.
-        """
+        """Return the target that a pointer leads to, or the target itself."""
         if os.path.isdir(path) and not is_name(path.name):
             return path
         name = self._pointed(path)
@@ -108,11 +99,7 @@ class TargetStore(CheckpointStore):
         return (self.directory / TARGETS).is_dir()
 
     def recover(self) -> None:
-        """Remove what killed saves have left: unfinished pointers, and targets without a manifest.
-
-        Raises:
-            ValueError: If the directory of targets is a link: what lies elsewhere is not removed.
-        """
+        """Remove what killed saves have left: unfinished pointers, and targets without a manifest."""
         targets = self.directory / TARGETS
         refuse_link(targets)
         if not os.path.isdir(targets):

@@ -32,12 +32,7 @@ _MAPPINGS = (
 
 
 def read_file(path: Path, *, mmap: bool = False) -> Any:
-    """Read any file of `torch.save`, with torch's safe reader.
-
-    Raises:
-        CheckpointDamaged: If torch cannot read it.
-        CheckpointDiskError: If the file system does not let it.
-    """
+    """Read any file of `torch.save`, with torch's safe reader."""
     size = storage.file_size(path)
     try:
         # The older format of torch.save is no zip file, and can only be read whole.
@@ -58,17 +53,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
 
 
 def check_values(payload: object, path: Path, *, size: int | None = None) -> None:
-    """Refuse values over which no reader could walk: a few bytes of a pickle stand for any number of them.
-
-    Args:
-        payload: The values.
-        path: Where they were read.
-        size: Bytes of the file, which no tensor may exceed.
-
-    Raises:
-        CheckpointDamaged: If they are nested deeper than 200 levels or without end, more than 20,000,000, or a tensor repeats its few
-            elements to more bytes than the file has.
-    """
+    """Refuse values over which no reader could walk: a few bytes of a pickle stand for any number of them."""
     level = {id(payload): (payload, 1)}  # each value once, with how often it comes
     count = 0
     for _ in range(_DEEPEST):
@@ -113,11 +98,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def check_format(payload: Any, path: Path) -> dict[str, object]:
-    """Return a payload that this version understands.
-
-    Raises:
-        CheckpointMismatch: If it is none.
-    """
+    """Return a payload that this version understands."""
     version = payload.get("format_version") if isinstance(payload, Mapping) else None
     if not isinstance(version, int):
         raise CheckpointMismatch(
@@ -138,11 +119,7 @@ def check_format(payload: Any, path: Path) -> dict[str, object]:
 
 
 def holds_format(path: Path) -> bool:
-    """Whether a file is a checkpoint of this library, by what is in it.
-
-    Raises:
-        CheckpointDamaged: If it cannot be read, or the checksums inside of it are not those of its contents.
-    """
+    """Whether a file is a checkpoint of this library, by what is in it."""
     check_foreign(path, "size")
     return is_own(read_file(path, mmap=True))
 
@@ -153,11 +130,7 @@ def is_own(payload: object) -> bool:
 
 
 def check_foreign(path: Path, level: str) -> None:
-    """Compare a file that need not be of this library with the checksums inside of it, where it has some.
-
-    Raises:
-        CheckpointDamaged: If they differ.
-    """
+    """Compare a file that need not be of this library with the checksums inside of it, where it has some."""
     if is_archive(path) or is_zipfile(path):
         verify_alone(path, level, required=False)
 

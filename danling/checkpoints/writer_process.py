@@ -54,11 +54,7 @@ Request = tuple[Any, ...]
 
 
 class WriterProcess:
-    """The process, seen from the rank that it writes for.
-
-    Raises:
-        ValueError: If this Python cannot start another one.
-    """
+    """The process, seen from the rank that it writes for."""
 
     def __init__(self) -> None:
         if not sys.executable:
@@ -114,12 +110,7 @@ class WriterProcess:
         self.joined = True
 
     def write(self, payload: Mapping[str, object], writer: TargetWriter) -> None:
-        """Write a target together with the processes of all other ranks.
-
-        Raises:
-            CheckpointError: If the process ended meanwhile.
-            CheckpointException: If a rank could not write.
-        """
+        """Write a target together with the processes of all other ranks."""
         self._ask(("write", payload, writer))
 
     def _ask(self, request: Request) -> Any:
@@ -171,13 +162,7 @@ def _fate(process: subprocess.Popen[bytes]) -> str:
 
 
 def serve(pipe: int, parent: int, key: bytes) -> None:
-    """Do what the parent asks, one thing after the other, until it says so or ends.
-
-    Args:
-        pipe: Descriptor of the connection to it.
-        parent: Its process id.
-        key: Its key for connections.
-    """
+    """Do what the parent asks, one thing after the other, until it says so or ends."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     multiprocessing.current_process().authkey = key
     actions = _Actions()
@@ -259,17 +244,7 @@ class _Actions:
 
 
 def meet(process: WriterProcess, exchange: Callable[[Any], list[Any]], *, rank: int, size: int) -> None:
-    """See to it that the processes of all ranks live and form a group. Call on all ranks.
-
-    Args:
-        process: That of this rank.
-        exchange: Gathers a value of every rank on all of them, over a group that nothing else uses meanwhile.
-        rank: This rank.
-        size: Number of ranks.
-
-    Raises:
-        CheckpointError: If a process of any rank ends meanwhile.
-    """
+    """See to it that the processes of all ranks live and form a group. Call on all ranks."""
     if all(exchange(process.usable)):
         return
     process.renew()

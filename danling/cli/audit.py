@@ -135,11 +135,7 @@ def _tolerance(text: str) -> float:
 
 
 def stretch(text: str) -> tuple[Path, int | None, int | None]:
-    """Return the run and the updates that `RUN[:FROM..TO]` names; `None` for one that is left out.
-
-    Raises:
-        ValueError: If what stands behind the colon is no stretch.
-    """
+    """Return the run and the updates that `RUN[:FROM..TO]` names; `None` for one that is left out."""
     place, colon, updates = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return Path(text), None, None

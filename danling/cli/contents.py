@@ -19,15 +19,7 @@ _MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 def read_contents(source: str | Path) -> Outline:
-    """Return what is in a checkpoint, a `.safetensors` file, or any file of `torch.save`.
-
-    Args:
-        source: A file, pointer, target, checkpoint directory or run directory.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-        CheckpointDamaged: If it cannot be read.
-    """
+    """Return what is in a checkpoint, a `.safetensors` file, or any file of `torch.save`."""
     path = Path(source)
     if path.suffix == ".safetensors" and path.is_file():
         return read_safetensors(path)
@@ -62,9 +54,6 @@ def _exported(path: Path) -> list[Path]:
 def read_safetensors(path: Path) -> Outline:
     """Return what the header of a safetensors file says (https://huggingface.co/docs/safetensors): eight bytes with its length,
     then JSON.
-
-    Raises:
-        CheckpointDamaged: If there is no such header.
     """
     try:
         with open_file(path) as file:

@@ -77,11 +77,7 @@ def _compare(options: argparse.Namespace, *runs: Run) -> int:
 
 
 def run_at(path: str) -> Run:
-    """Return the run of a directory.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Return the run of a directory."""
     if not is_run(path):
         raise FileNotFoundError(
             f"Expected a run directory. Received: {path!r}, which is none. Name one of `danling runs`."
@@ -90,12 +86,7 @@ def run_at(path: str) -> Run:
 
 
 def show(found: Comparison, *, names: tuple[str, str]) -> None:
-    """Print a comparison.
-
-    Args:
-        found: The comparison.
-        names: What the runs are called.
-    """
+    """Print a comparison."""
     _print_pairs("settings that differ", found.settings, names)
     _print_pairs("code that differs", found.code, names)
     show_environment(found, names=names)

@@ -157,12 +157,7 @@ def _checks(options: argparse.Namespace) -> Iterator[Check]:
 
 
 def examine(skip: set[str], timeout: float) -> Iterator[Check]:
-    """Yield the checks as they end.
-
-    Args:
-        skip: Names of what to leave out.
-        timeout: Seconds that one may take.
-    """
+    """Yield the checks as they end."""
     yield _timed("torch", lambda: _probe("torch", timeout))
     with tempfile.TemporaryDirectory(prefix="danling-doctor-") as name:
         place = Path(name)
@@ -337,9 +332,6 @@ def cause(text: str) -> str:
     """Return the line of a program's output that says why it failed: the last exception, else the last line.
 
     What follows an exception, such as hints on variables to set or the frames of C++, says nothing of the cause.
-
-    Args:
-        text: What was printed.
     """
     lines = [line.strip() for line in re.sub(r"(?m)^\[rank\d+\]: ?", "", text).strip().splitlines()]
     errors = [line for line in lines if _EXCEPTION.match(line)]

@@ -28,12 +28,7 @@ STEPS = 16
 
 
 class DoctorRunner(dl.TorchRunner):
-    """A network with dropout, whose every random draw, moment and position must survive the kill.
-
-    Args:
-        config: The configuration.
-        halt_at: Step after which every process waits to be killed.
-    """
+    """A network with dropout, whose every random draw, moment and position must survive the kill."""
 
     def __init__(self, config: dl.RunnerConfig, halt_at: int | None) -> None:
         super().__init__(config)

@@ -95,11 +95,7 @@ def installed(package: str) -> str | None:
 
 
 def module_of(package: str) -> str:
-    """Return the name of the module of a package.
-
-    Args:
-        package: Its name on the package index.
-    """
+    """Return the name of the module of a package."""
     return _MODULES.get(package, package.replace("-", "_"))
 
 

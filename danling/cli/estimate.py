@@ -102,11 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def count(text: str) -> float:
-    """Return the number that `7e9`, `7B` or `350M` mean.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is no number above 0.
-    """
+    """Return the number that `7e9`, `7B` or `350M` mean."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E[+]?\d+)?)([KMBT]?)", text.strip().upper())
     value = float(match.group(1)) * _SCALES[match.group(2)] if match else 0.0
     if not 0 < value < math.inf:
@@ -131,12 +127,6 @@ def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights in a checkpoint or file of weights; nothing is loaded.
 
     Of a checkpoint with an optimizer, only what it updates counts as a parameter, so that buffers do not.
-
-    Args:
-        source: See `read_contents`.
-
-    Raises:
-        ValueError: If there are no weights in it.
     """
     from .contents import read_contents
 
@@ -156,20 +146,7 @@ def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
 
 
 class Layout:
-    """How state is divided over ranks.
-
-    Attributes:
-        axes: The degree of each parallel axis; what an axis divides, `danling.mesh.axes.TRAITS` says.
-        stage: What is divided over `shard`: 0 nothing (DDP), 1 optimizer and master weights, 2 gradients too, 3 parameters and
-            EMA too (FSDP2).
-
-    Args:
-        stage: See above.
-        **degrees: Degree by axis, integers >= 1; an axis that is left out has degree 1.
-
-    Raises:
-        ValueError: If a degree is below 1, an axis is unknown, or there is no such stage.
-    """
+    """How state is divided over ranks."""
 
     def __init__(self, *, stage: int = 3, **degrees: int) -> None:
         if stage not in range(4):
@@ -238,16 +215,6 @@ def bytes_per_rank(
 
     What a forward pass needs (activations, buffers, parameters gathered for a moment, caches of the allocator, the
     communicators) is not counted: it depends on batch and code, not on the layout alone.
-
-    Args:
-        model: Counts or shapes of parameters.
-        layout: Degrees and stage.
-        optimizer: A key of `OPTIMIZER_STATES`.
-        precision: Dtypes; float32 by default.
-        ema: Whether averaged weights are kept.
-
-    Raises:
-        ValueError: If the optimizer is unknown.
     """
     if optimizer not in OPTIMIZER_STATES:
         known = ", ".join(OPTIMIZER_STATES)
@@ -271,14 +238,7 @@ def bytes_per_rank(
 
 
 def elements(model: Model, layout: Layout, *, sharded: bool) -> float:
-    """Return the parameters on the fullest rank, with or without the division over `shard`.
-
-    Args:
-        model: Counts or shapes.
-        layout: Degrees. All axes but `shard` divide evenly here, which parts that are replicated over them (norms, embeddings on
-            one stage) exceed.
-        sharded: Whether `shard` divides too.
-    """
+    """Return the parameters on the fullest rank, with or without the division over `shard`."""
     axes = layout.axes
     degree = axes.degree("shard") if sharded else 1
     dense: float = model.dense / degree

@@ -152,18 +152,7 @@ def _check_place(output: Path, checkpoint: str) -> None:
 def read_weights(
     source: str, ema: str | None, *, trust: bool = False, complete: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None, int | None]:
-    """Return the weights to write as the model, those to write beside them, and the step of a verified checkpoint.
-
-    Args:
-        source: See `locate`.
-        ema: `"instead"`, `"beside"` or `None`.
-        trust: See `read_payload`.
-        complete: Refuse a checkpoint that frozen weights were left out of.
-
-    Raises:
-        CheckpointDamaged: If it does not verify.
-        CheckpointMismatch: If it has no weights of the kind asked for, or a part of them.
-    """
+    """Return the weights to write as the model, those to write beside them, and the step of a verified checkpoint."""
     from danling.checkpoints.reading import moment, read_payload
 
     store, found = locate(source)
@@ -201,11 +190,7 @@ def read_weights(
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes that `5GB`, `2GiB` or `1000` mean.
-
-    Raises:
-        ValueError: If it is no size.
-    """
+    """Return the bytes that `5GB`, `2GiB` or `1000` mean."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
     if match is None or float(match.group(1)) <= 0:
         raise argparse.ArgumentTypeError(f"Expected a size such as 5GB or 2GiB. Received: {text!r}.")

@@ -48,11 +48,7 @@ WITH_PROGRAM = frozenset({"audit", "check-layout", "doctor"})
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the whole command line.
-
-    Args:
-        chosen: The one subcommand whose options are wanted; `None` gives those of all. Its module alone is imported.
-    """
+    """Return the parser of the whole command line."""
     root = argparse.ArgumentParser(
         prog="danling",
         description="Look at runs and checkpoints. To launch training there is torchrun.",
@@ -71,11 +67,7 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Args:
-        arguments: What stands after `danling`; `None` takes those of this process.
-    """
+    """Run the command line and return its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         # A file may have a name that is no text.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -84,11 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Escaping:
-    """A stream of text in which control characters are escaped.
-
-    Args:
-        stream: Where it is written.
-    """
+    """A stream of text in which control characters are escaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -36,21 +36,12 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def add_drawing(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add `--output` of a command that may draw; see `check_drawing`.
-
-    Args:
-        parser: Of the subcommand.
-        text: What the option does.
-    """
+    """Add `--output` of a command that may draw; see `check_drawing`."""
     parser.add_argument("--output", "-o", type=Path, help=text)
 
 
 def check_drawing(output: Path | None) -> None:
-    """Refuse a drawing that is no .png file, before anything is read.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Refuse a drawing that is no .png file, before anything is read."""
     if output is not None and output.suffix.lower() != ".png":
         raise ValueError(f"Expected --output to end in .png. Received: {str(output)!r}.")
 

@@ -60,10 +60,6 @@ def _draw(options: argparse.Namespace, suffix: str, runs: list[Run]) -> int:
 def with_curves(runs: Sequence[Run], figures: Sequence[str], by: str) -> list[Run]:
     """Return the runs that have something to draw, and name the others on stderr. None are left where what was logged cannot
     be read.
-
-    Raises:
-        FileNotFoundError: If no run has figures, and none has a file that cannot be read.
-        ValueError: If runs have figures, but not those asked for.
     """
     logged = [run for run in runs if run.figures]
     if not logged:
@@ -81,14 +77,7 @@ def with_curves(runs: Sequence[Run], figures: Sequence[str], by: str) -> list[Ru
 
 
 def collected(places: Mapping[str, list[Run]]) -> list[Run]:
-    """Return the runs at or below several places, each once.
-
-    Args:
-        places: The runs by what was typed.
-
-    Raises:
-        FileNotFoundError: If a path has none.
-    """
+    """Return the runs at or below several places, each once."""
     found: dict[Path, Run] = {}
     for path, runs in places.items():
         if not runs:

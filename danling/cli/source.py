@@ -20,14 +20,7 @@ def is_url(text: str) -> bool:
 
 @contextmanager
 def runs_at(*roots: str) -> Iterator[list[list[Run]]]:
-    """Yield the runs at or below each of some directories and URLs, for as long as they are looked at.
-
-    Args:
-        roots: Directories, or URLs such as `s3://bucket/prefix`.
-
-    Raises:
-        FileNotFoundError: If there is no such place.
-    """
+    """Yield the runs at or below each of some directories and URLs, for as long as they are looked at."""
     with ExitStack() as stack:
         yield [find_runs(root) if not is_url(root) else _brought(root, stack) for root in roots]
 
@@ -43,12 +36,7 @@ def _brought(url: str, stack: ExitStack) -> list[Run]:
 
 @contextmanager
 def checkpoint_at(source: str, *, files: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield the path of a checkpoint: of a verified copy, where a URL names it, for as long as it is looked at.
-
-    Args:
-        source: A path, or the URL of a run, of one of its checkpoints, or of a file of weights.
-        files: Directories of the run's other files that are wanted above the copy, such as `metadata`.
-    """
+    """Yield the path of a checkpoint: of a verified copy, where a URL names it, for as long as it is looked at."""
     if not is_url(source):
         yield Path(source)
         return

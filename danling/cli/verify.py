@@ -83,11 +83,7 @@ def _verify_url(url: str, level: str) -> list[dict[str, Any]]:
 
 
 def litter_of(path: Path) -> list[Path]:
-    """Return what killed processes of the run have left in a run or checkpoint directory; none while a process writes there.
-
-    Args:
-        path: As for `verify`.
-    """
+    """Return what killed processes of the run have left in a run or checkpoint directory; none while a process writes there."""
     if not path.is_dir() or (path / SUMS).is_file():
         return []
     run = path if (path / "metadata").is_dir() or (path / "checkpoints").is_dir() else path.parent
@@ -104,15 +100,7 @@ def _is_left_of(path: str, litter: list[Path]) -> bool:
 
 
 def verify(path: Path, level: str) -> list[dict[str, Any]]:
-    """Return a verdict for each checkpoint that a path means: `path`, `problems`, a `note`, and `step` and `epoch` where known.
-
-    Args:
-        path: A file, pointer, target, checkpoint directory or run directory.
-        level: `"full"` or `"size"`.
-
-    Raises:
-        CheckpointNotFound: If there is no checkpoint.
-    """
+    """Return a verdict for each checkpoint that a path means: `path`, `problems`, a `note`, and `step` and `epoch` where known."""
     if path.is_file() and path.suffix != SUFFIX and not is_name(path.name):
         raise CheckpointNotFound(
             f"Expected a checkpoint of this library: {SUFFIX} files, names such as latest, or targets. Received: {str(path)!r}, which has "

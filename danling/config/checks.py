@@ -116,15 +116,7 @@ POLICIES = ("default", "budget", "recompute")
 
 
 def read_memory_policy(policy: str | None) -> tuple[str, float]:
-    """Return the kind of a memory policy, one of `POLICIES`, and the share of the activations that it keeps: 1 unless it is a budget.
-
-    Args:
-        policy: `None` or `"default"`, `"budget:<x>"` with 0 < x < 1, or `"recompute"`.
-
-    Raises:
-        ValueError: If it is none of these. A budget of 0 is refused: torch computes random operations such as dropout again under it,
-            which gives wrong gradients. Offloading is refused: no graph of torch does it.
-    """
+    """Return the kind of a memory policy, one of `POLICIES`, and the share of the activations that it keeps: 1 unless it is a budget."""
     kind, colon, share = (policy or "default").partition(":")
     if kind in ("default", "recompute") and not colon:
         return kind, 1.0

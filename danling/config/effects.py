@@ -53,16 +53,7 @@ def idle_settings(
     writes_files: bool = False,
     divides_updates: bool = True,
 ) -> list[str]:
-    """Return a sentence for every setting that another one leaves without effect.
-
-    Args:
-        config: A whole configuration.
-        evaluates: Whether there is a split to evaluate.
-        step_mode: Whether the budget counts updates.
-        positioned: Whether every loader that is built from the configuration is restored by its position alone.
-        writes_files: Whether a checkpoint is a file, which a thread of this process writes.
-        divides_updates: Whether a loader to train on is built from the configuration.
-    """
+    """Return a sentence for every setting that another one leaves without effect."""
     scheduler = config.get("scheduler", None) or {}
     changed = list(flatten(config.changed()))
     checks = [

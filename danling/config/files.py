@@ -38,15 +38,7 @@ SettingsLoader.add_implicit_resolver(
 
 
 def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
-    """Return the settings in a file; an empty file gives none.
-
-    Args:
-        file: Path of a YAML, JSON or TOML file. YAML may use chanfig's `!include` and `!env`.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the format is unknown, the file cannot be read as it, or holds no mapping.
-    """
+    """Return the settings in a file; an empty file gives none."""
     path = Path(file)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:

@@ -64,17 +64,7 @@ _ELSEWHERE = {
 
 
 def place_of(name: str, root: type[Config]) -> str | None:
-    """Return where a top-level name belongs in the library's configuration, `None` when it is not known.
-
-    Args:
-        name: A name that is no top-level key.
-        root: The class of the library's configuration.
-
-    Examples:
-        >>> from danling.config import RunnerConfig
-        >>> place_of("lr", RunnerConfig), place_of("max_epochs", RunnerConfig), place_of("width", RunnerConfig)
-        ('optim.lr', 'epochs', None)
-    """
+    """Return where a top-level name belongs in the library's configuration, `None` when it is not known."""
     plain = name.replace("-", "_")
     # A leaf of several sections, such as `warmup`, is most likely what other trainers mean by it.
     return _PLACES.get(plain) or " or ".join(_leaves(root).get(plain, ())) or None
@@ -89,16 +79,7 @@ def refusal(
     mend: str = OWN_KEY,
     secret_keys: Collection[str] = (),
 ) -> str:
-    """Return why a key that nobody declares or reads is refused, and the mend.
-
-    Args:
-        name: The key.
-        received: The key and its value, as the user wrote them.
-        root: The class of the library's configuration.
-        own: The program's own top-level keys.
-        mend: What makes a key of one's own of it.
-        secret_keys: Keys besides the usual ones whose text is not shown.
-    """
+    """Return why a key that nobody declares or reads is refused, and the mend."""
     expected = f"Expected keys that are read. Received: {hide_secrets(received, secret_keys)}"
     place = place_of(name, root)
     if place is not None:

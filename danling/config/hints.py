@@ -63,10 +63,6 @@ def slip_of(name: object, known: Iterable[str]) -> str | None:
 
     A slip is one letter more, less or other, two letters swapped, or other capitals, dashes or underscores. Very short keys
     are near to too many words (`dir` to `dim`, `ft` to `fft`): in three letters no letter may be other, in two none may differ.
-
-    Args:
-        name: What was received.
-        known: The valid keys.
     """
     options = list(known)
     if not isinstance(name, str) or name in options:

@@ -106,15 +106,7 @@ def impose(config: RunnerConfig) -> None:
 
 
 def check_identity(config: RunnerConfig, *, replicas: int) -> None:
-    """Refuse to train a run again with other settings than it had; nothing happens unless the environment says which run is meant.
-
-    Args:
-        config: The whole configuration, with what the program has set after its construction.
-        replicas: Ranks that read different samples.
-
-    Raises:
-        ValueError: If settings differ in what changes the result.
-    """
+    """Refuse to train a run again with other settings than it had; nothing happens unless the environment says which run is meant."""
     meant = _meant_run()
     if meant is None or meant.stored is None or config.get("dir", None) != imposed().get("dir"):
         return

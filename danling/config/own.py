@@ -34,10 +34,6 @@ class OwnKeys:
         """Return the keys that ask for something and that nothing has read.
 
         Values of none and false, and empty sections, ask for nothing.
-
-        Args:
-            values: The top level of the configuration.
-            declared: Keys of the library and of the configuration class.
         """
         known = {*declared, *self.declared, *self.read}
         return {str(name) for name, value in values.items() if name not in known and _asks(value)}

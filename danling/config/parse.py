@@ -41,20 +41,7 @@ def parse_into(
     strict: bool = False,
     check: Callable[[Mapping[str, str]], None],
 ) -> None:
-    """Set keys from a command line; files are read before single keys.
-
-    Args:
-        config: The configuration; it is changed.
-        arguments: Words such as `--optim.lr`, `1e-3`.
-        file_option: Name of an option besides `--config` that names a file.
-        missing: `raise`, `warn` or `ignore` when `file_option` is not given.
-        strict: Refuse keys that do not exist in the configuration.
-        check: Called before a key of the command line is set, with its text by key.
-
-    Raises:
-        ValueError: If a word belongs to no option, or a key is unknown.
-        TypeError: If a value does not fit its key, naming it.
-    """
+    """Set keys from a command line; files are read before single keys."""
     options = split_options(arguments)
     file_options = {"config"} if file_option is None else {"config", file_option}
     if file_option is not None and all(name != file_option for name, _ in options):

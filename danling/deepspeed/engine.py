@@ -26,14 +26,7 @@ _WEIGHTS = 3
 
 
 def import_deepspeed(device: torch.device) -> object:
-    """Import DeepSpeed and return it.
-
-    Args:
-        device: Where the engine will run. DeepSpeed chooses its accelerator once, when it is imported.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Import DeepSpeed and return it."""
     if find_spec("deepspeed") is None:
         raise ImportError(
             "Expected the package deepspeed for stack='deepspeed'. Received: it is not installed. Install it: "
@@ -51,11 +44,7 @@ def import_deepspeed(device: torch.device) -> object:
 
 @contextmanager
 def local_rank_known(local_rank: int) -> Iterator[None]:
-    """Let DeepSpeed, which refuses to start without, read `LOCAL_RANK` in a process that was started without a launcher.
-
-    Args:
-        local_rank: What it is to read where the environment does not say.
-    """
+    """Let DeepSpeed, which refuses to start without, read `LOCAL_RANK` in a process that was started without a launcher."""
     given = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys()
     os.environ.update({} if given else {"LOCAL_RANK": str(local_rank)})
     try:
@@ -80,14 +69,7 @@ def leave_process_group() -> None:
 
 
 def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, object]) -> object:
-    """Return an engine around a model. Call on all ranks.
-
-    Args:
-        deepspeed: The package.
-        model: The bare model, on its device.
-        optimizer: An optimizer over its parameters, which is divided in place; `None` where `settings` describe one.
-        settings: As `danling.deepspeed.engine_config.engine_config` returns.
-    """
+    """Return an engine around a model. Call on all ranks."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, _, _, _ = deepspeed.initialize(
@@ -114,9 +96,6 @@ def let_optimizer_tell_its_state(engine: Any) -> None:
     """Make `state_dict()` of the optimizer return this rank's share under ZeRO 3 too, as under ZeRO 1 and 2.
 
     Between updates ZeRO 3 takes the parameters out of the optimizer's groups, and `state_dict()` would end in a KeyError.
-
-    Args:
-        engine: The engine.
     """
     if not divides_weights(engine):
         return
@@ -197,12 +176,7 @@ def discard_gradients(engine: Any) -> None:
 
 
 def gathered(engine: Any, *, modify: bool = False) -> AbstractContextManager[None]:
-    """Return a context in which the weights are whole on every rank. Enter on all ranks.
-
-    Args:
-        engine: The engine.
-        modify: Keep what is written to the weights of rank 0 inside.
-    """
+    """Return a context in which the weights are whole on every rank. Enter on all ranks."""
     if not divides_weights(engine):
         return nullcontext()
     zero = import_module("deepspeed").zero
@@ -254,12 +228,7 @@ def scalar_states(engine: object) -> dict[str, object]:
 
 
 def load_full_states(engine: Any, states: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-    """Divide whole states of parameters over the ranks. Call on all ranks.
-
-    Args:
-        engine: The engine.
-        states: Parameters and their states, as `full_state` returns.
-    """
+    """Divide whole states of parameters over the ranks. Call on all ranks."""
     like = next((state for _, state in states if state), None)
     if like is None:
         return
@@ -297,12 +266,7 @@ def _flat_like(flat: Tensor, value: object) -> object:
 
 @contextmanager
 def single_writer(engine: Any, writer: object) -> Iterator[None]:
-    """Let another object write and read the files of the engine's checkpoints.
-
-    Args:
-        engine: The engine.
-        writer: A checkpoint engine of DeepSpeed's kind.
-    """
+    """Let another object write and read the files of the engine's checkpoints."""
     before = engine.checkpoint_engine
     engine.checkpoint_engine = writer
     # The recovery script is written by one rank while the others wait for it: what fails there would hang them.

@@ -40,13 +40,6 @@ def engine_config(given: Mapping[str, object], facts: EngineFacts) -> dict[str, 
 
     The runner clips, weighs and decides updates itself, so the engine is told to do none of it; every other key of DeepSpeed passes
     through as it was given.
-
-    Args:
-        given: `config.deepspeed` as plain values; values `"auto"` count as not given.
-        facts: What it is merged over.
-
-    Raises:
-        ValueError: If a given key contradicts one of the runner's, in a message that names both; or `zero_optimization` is no section.
     """
     own = without_auto(given)
     zero = own.get("zero_optimization", {})

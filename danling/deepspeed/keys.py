@@ -68,15 +68,7 @@ class _NotedKeys:
 
 
 def check_keys(given: Mapping[str, object], settings: Mapping[str, object]) -> None:
-    """Raise a `ValueError` that names what DeepSpeed would ignore or refuse. Imports DeepSpeed; may be called on one rank.
-
-    Args:
-        given: `config.deepspeed` as the user gave it, whose keys are judged.
-        settings: What `deepspeed.initialize` will get, `given` and more.
-
-    Raises:
-        ValueError: If a key is unknown to the installed DeepSpeed, or a value is not one that it takes.
-    """
+    """Raise a `ValueError` that names what DeepSpeed would ignore or refuse. Imports DeepSpeed; may be called on one rank."""
     for name in _SECTIONS:
         if name in given and not isinstance(given[name], Mapping):
             raise ValueError(

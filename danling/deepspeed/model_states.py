@@ -17,20 +17,7 @@ from danling.utils.names import canonical_name
 
 
 class EngineModelStates(ModelStates):
-    """Reads and writes the states of a model in an engine.
-
-    Args:
-        engine: Returns the engine, `None` before it is built.
-        stage: Returns its ZeRO stage.
-        world_size: Number of ranks.
-        group_names: Returns the names of the parameters of each group.
-        whole_weights: Returns a context in which the weights are whole.
-        keeps_master_weights: Returns whether the engine holds float32 weights beside the model's.
-        trust: Returns whether shares may be put together by unpickling them.
-        excluded: Returns what a load leaves out.
-        on_all: Runs an action on all ranks; an error of one is raised on all.
-        parts: As of `ModelStates`.
-    """
+    """Reads and writes the states of a model in an engine."""
 
     keeps_modes = False
 
@@ -111,11 +98,7 @@ class EngineModelStates(ModelStates):
     # Loading
 
     def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, object]:
-        """Return a payload in which components that are left out in part are by name, rather than a tag of the engine.
-
-        Raises:
-            CheckpointError: If part of the shares of several ranks, or of ZeRO 1 to 3, is left out, and they are not trusted.
-        """
+        """Return a payload in which components that are left out in part are by name, rather than a tag of the engine."""
         found = dict(payload)
         for name in ("model", "optimizer"):
             if excluded.parts_of(name) and isinstance(payload.get(name), EngineTag):
@@ -137,11 +120,7 @@ class EngineModelStates(ModelStates):
         return self._on_all(lambda: consolidated_optimizer(tag.path, tag.outline, trust=self._trust()))
 
     def load_model(self, state: Any, *, partial: bool = False) -> None:
-        """Load weights by canonical name, or the model of an engine's own checkpoint. Call on all ranks.
-
-        Raises:
-            CheckpointMismatch: If names or shapes are not those of the model, or the engine's checkpoint is of another layout.
-        """
+        """Load weights by canonical name, or the model of an engine's own checkpoint. Call on all ranks."""
         if isinstance(state, EngineTag) and self._fits(state):
             self._load_tag(state)
             return
@@ -154,14 +133,7 @@ class EngineModelStates(ModelStates):
             engine.optimizer.refresh_fp32_params()
 
     def load_optimizer(self, state: Any) -> None:
-        """Restore the optimizer's state by parameter name; what the engine read came with its model. Call on all ranks.
-
-        Args:
-            state: `state` by parameter name and `param_groups`, or a tag of an engine.
-
-        Raises:
-            CheckpointMismatch: If the parameter groups are others.
-        """
+        """Restore the optimizer's state by parameter name; what the engine read came with its model. Call on all ranks."""
         if isinstance(state, EngineTag) and state is self._tag_read:
             return
         if isinstance(state, EngineTag):
@@ -196,12 +168,7 @@ class EngineModelStates(ModelStates):
 
 
 class EngineFiles:
-    """What a checkpoint manager asks of an engine.
-
-    Args:
-        engine: The engine, `None` where nothing is trained.
-        stage: Its ZeRO stage.
-    """
+    """What a checkpoint manager asks of an engine."""
 
     def __init__(self, engine: Any, stage: int) -> None:
         self.engine = engine

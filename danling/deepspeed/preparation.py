@@ -26,12 +26,6 @@ class EnginePreparation(ModelPreparation):
     """The model in a DeepSpeed engine, which reduces gradients within the backward and may divide weights and optimizer.
 
     Until `adopt` there is no engine, and the model is as it is.
-
-    Args:
-        world: All ranks.
-        data: Ranks that read different samples.
-        stack: Name of the stack, which is what communicates in a forward.
-        async_mode: `checkpoint.async_mode`.
     """
 
     def __init__(self, world: Domain, data: Domain, *, stack: str, async_mode: str | None = None) -> None:
@@ -45,13 +39,7 @@ class EnginePreparation(ModelPreparation):
         self._trained: set[str] = set()
 
     def adopt(self, engine: object, *, stage: int, trained: Iterable[str]) -> None:
-        """Take the engine that was built around the model.
-
-        Args:
-            engine: The engine.
-            stage: Its stage of ZeRO.
-            trained: Names of the parameters that required a gradient when it was built.
-        """
+        """Take the engine that was built around the model."""
         self.engine, self.stage, self._trained = engine, stage, set(trained)
 
     def release(self) -> None:
@@ -74,11 +62,7 @@ class EnginePreparation(ModelPreparation):
         return model.module if self.engine is not None and model is self.engine else model
 
     def trainables_changed(self, model: nn.Module) -> bool:
-        """Refuse parameters that were frozen or unfrozen since the engine was built, where it divides the optimizer.
-
-        Raises:
-            ValueError: If there are some: the engine divides what required a gradient at construction, and nothing else.
-        """
+        """Refuse parameters that were frozen or unfrozen since the engine was built, where it divides the optimizer."""
         if self.engine is None or not engines.is_divided(self.engine):
             return False
         changed = sorted(self._trained ^ trained_names(model))
@@ -156,11 +140,7 @@ def trained_names(model: nn.Module) -> set[str]:
 
 
 def check_criterion(criterion: object) -> None:
-    """Refuse a criterion that is trained, of which an engine knows nothing.
-
-    Raises:
-        ValueError: If it has parameters that require a gradient.
-    """
+    """Refuse a criterion that is trained, of which an engine knows nothing."""
     parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if trained:
@@ -171,11 +151,7 @@ def check_criterion(criterion: object) -> None:
 
 
 def check_dtype(model: nn.Module) -> None:
-    """Refuse tensors in float64, which an engine makes float32.
-
-    Raises:
-        ValueError: If the model has some.
-    """
+    """Refuse tensors in float64, which an engine makes float32."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     wide = [canonical_name(name) for name, tensor in tensors if tensor.dtype is torch.float64]
     if wide:
@@ -187,14 +163,7 @@ def check_dtype(model: nn.Module) -> None:
 
 
 def check_replayable(settings: Mapping[str, Any]) -> None:
-    """Refuse to make updates again where an engine takes gradients apart while it computes them.
-
-    Args:
-        settings: The engine's configuration.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Refuse to make updates again where an engine takes gradients apart while it computes them."""
     zero, stage = settings.get("zero_optimization") or {}, zero_stage(settings)
     offloads = [name for name in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(name)]
     if stage < 2 and not offloads and not uses_bf16_weights(settings):
@@ -213,15 +182,7 @@ def check_replayable(settings: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(optimizer: object, settings: Mapping[str, object]) -> None:
-    """Refuse an optimizer whose update depends on the shape of a parameter, of which ZeRO makes flat pieces.
-
-    Args:
-        optimizer: The optimizer, or `None`.
-        settings: The engine's configuration.
-
-    Raises:
-        ValueError: If ZeRO would divide it.
-    """
+    """Refuse an optimizer whose update depends on the shape of a parameter, of which ZeRO makes flat pieces."""
     kind = type(optimizer).__name__
     if zero_stage(settings) and kind in _LOOKS_AT_SHAPES:
         raise ValueError(

@@ -26,17 +26,7 @@ class _Holders:
 
 
 class EngineReduction(LocalReduction):
-    """The gradient of a model in an engine, which takes the mean over the ranks.
-
-    Args:
-        optimizer: The optimizer inside the engine.
-        named_parameters: Names and parameters of the model.
-        scaler: The gradient scaler of float16.
-        engine: The engine.
-        domain: Its ranks.
-        max_norm: What the gradient is clipped to, by the engine's configuration and the runner's own key.
-        broadcast_buffers: Gives every rank the buffers of the first one, as DistributedDataParallel does in its forward.
-    """
+    """The gradient of a model in an engine, which takes the mean over the ranks."""
 
     def __init__(
         self,
@@ -117,11 +107,7 @@ class EngineReduction(LocalReduction):
         super().clip(norm, self.max_norm, max_value)
 
     def apply(self, step: int) -> None:
-        """Let the engine update the weights of all ranks.
-
-        Raises:
-            NonFiniteError: If the engine refuses the update.
-        """
+        """Let the engine update the weights of all ranks."""
         self.engine.step()
         if not self.engine.was_step_applied():
             raise NonFiniteError(

@@ -40,23 +40,13 @@ class _Sum(torch.autograd.Function):
 
 
 def copy_to(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return a value that every rank of a group uses a part of; its gradient is the sum of theirs. Call on all of them.
-
-    Args:
-        value: The same on all ranks.
-        group: The ranks; `None` returns the value.
-    """
+    """Return a value that every rank of a group uses a part of; its gradient is the sum of theirs. Call on all of them."""
     copied: Tensor = value if group is None else _Copy.apply(value, group)  # type: ignore[no-untyped-call]
     return copied
 
 
 def sum_over(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum of a value over the ranks of a group; the gradient goes to each as it is. Call on all of them.
-
-    Args:
-        value: A part of the sum, of one shape on all ranks.
-        group: The ranks; `None` returns the value.
-    """
+    """Return the sum of a value over the ranks of a group; the gradient goes to each as it is. Call on all of them."""
     total: Tensor = value if group is None else _Sum.apply(value, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -65,11 +55,6 @@ def gather_along(value: Tensor, dim: int, group: dist.ProcessGroup | None) -> Te
     """Return the values of all ranks of a group, joined along a dimension in rank order. Call on all of them.
 
     In the backward each rank gets the gradient of its own value, summed over the ranks that used it.
-
-    Args:
-        value: Of one shape on all ranks.
-        dim: The dimension, counted from 0.
-        group: The ranks; `None` returns the value.
     """
     if group is None:
         return value

@@ -129,11 +129,7 @@ _groups_made = 0
 
 
 def _next_store(launch: LaunchEnvironment, init_method: str | None) -> Store:
-    """Return a store of its own for the next group of this process.
-
-    Groups that follow one another in a process use the same keys, and one that finds the addresses of the last hangs. So the
-    store of the first rendezvous is kept, and every group gets a prefix.
-    """
+    """Return a store of its own for the next group of this process."""
     global _rendezvous, _groups_made
     url = init_method or "env://"
     if _rendezvous is None or _rendezvous[0] != url:

@@ -37,13 +37,6 @@ class ArtifactDirectory:
 
     Processes of one machine may share a folder, of one run and of several: torch locks what it writes. Each holds a lock on it, so that
     nothing is removed beneath another.
-
-    Args:
-        root: The directory.
-        parts: What the code depends on, by name; the folder is named after it.
-        title: What the name of the folder begins with.
-        portable: Whether `portable.bin` is written besides, what torch itself puts into one file. On a GPU it holds the kernels, and
-            fills an empty folder elsewhere; on a CPU it holds none.
     """
 
     def __init__(self, root: Path, parts: Mapping[str, str], *, title: str, portable: bool = False) -> None:
@@ -58,11 +51,7 @@ class ArtifactDirectory:
         self._listed: dict[str, str] = {}
 
     def open(self, *, leads: bool = True) -> None:
-        """Look at what is there, and make the folder ready to compile into.
-
-        Args:
-            leads: Whether this process looks, warns and cleans up; of several of a machine, one does, before the others open it.
-        """
+        """Look at what is there, and make the folder ready to compile into."""
         try:
             self._usable = self._prepare() if leads else self.path.is_dir()
             self._take_lock(fcntl.LOCK_SH)
@@ -175,12 +164,7 @@ class ArtifactDirectory:
         return torch.compiler.load_cache_artifacts(content) is not None
 
     def seal(self, *, everything: bool) -> None:
-        """List what is in the folder with its checksums, so that the next start may use it.
-
-        Args:
-            everything: Whether nothing is being compiled by any process of the run. Else a library that this process has not loaded
-                itself may be half-written, and is left out.
-        """
+        """List what is in the folder with its checksums, so that the next start may use it."""
         if not self._usable:
             return
         with suppress(OSError):

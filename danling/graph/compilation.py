@@ -18,15 +18,6 @@ class GraphCompilation(Compilation):
 
     Every size of a batch has a graph of its own unless `dynamic` is set: what is computed with a batch then depends on nothing that the
     process has seen before, and a run that is resumed in the middle of an epoch computes the same.
-
-    Args:
-        settings: The section `compile` of a configuration.
-        distributed: Whether there are several processes.
-        policy: What is kept for the backward.
-        artifacts: The folder; `None` keeps to torch's own.
-        recomputation: What is computed again, of the policy `recompute`.
-        barrier: Waits for all processes.
-        leads: Whether this process lists what is compiled; one of each machine does.
     """
 
     def __init__(
@@ -55,11 +46,7 @@ class GraphCompilation(Compilation):
         self._sealed = -1
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function compiled, whose errors say what to do about them.
-
-        Args:
-            function: See `Compilation.function`.
-        """
+        """Return a function compiled, whose errors say what to do about them."""
         call = super().function(function)
         errors: Any = import_module("torch._dynamo.exc")
         unsupported, too_many = (errors.Unsupported, errors.UserError), errors.FailOnRecompileLimitHit
@@ -105,14 +92,7 @@ class GraphCompilation(Compilation):
             self._artifacts.open(leads=False)
 
     def after_first_update(self, *, speaks: bool) -> None:
-        """Say when nothing was compiled, and list what was, while no process compiles. Call on all ranks.
-
-        Args:
-            speaks: Whether this process warns.
-
-        Raises:
-            ValueError: If the update was made without what is compiled here.
-        """
+        """Say when nothing was compiled, and list what was, while no process compiles. Call on all ranks."""
         if not self.calls:
             raise goes_its_own_way("one that does not")
         super().after_first_update(speaks=speaks)
@@ -135,11 +115,7 @@ class GraphCompilation(Compilation):
 
 
 def goes_its_own_way(received: str) -> ValueError:
-    """Return the error for a `train_step` that leaves the compiled function out.
-
-    Args:
-        received: What it is.
-    """
+    """Return the error for a `train_step` that leaves the compiled function out."""
     return ValueError(
         f"Expected a `train_step` that calls super().train_step(data): with stack='graph' that is the compiled function of forward and "
         f"loss. Received: {received}. Put what it computes into the model or `compute_loss`, or choose stack='ddp' with compile.enable."

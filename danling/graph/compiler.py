@@ -16,11 +16,7 @@ def cxx_command() -> str:
 
 
 def cxx_version(command: str | None = None) -> str | None:
-    """Return the first line of what a C++ compiler says of itself, `None` where there is none that runs.
-
-    Args:
-        command: The compiler; `None` is `cxx_command()`.
-    """
+    """Return the first line of what a C++ compiler says of itself, `None` where there is none that runs."""
     found = shutil.which(command or cxx_command())
     if found is None:
         return None
@@ -32,15 +28,7 @@ def cxx_version(command: str | None = None) -> str | None:
 
 
 def check_compiler(backend: str | None, device: str) -> None:
-    """Refuse a machine that has no compiler for a backend.
-
-    Args:
-        backend: `compile.backend`; `None` is torch's default, inductor.
-        device: Type of the device that it compiles for.
-
-    Raises:
-        ValueError: If there is none, with what to install.
-    """
+    """Refuse a machine that has no compiler for a backend."""
     if backend in _NEEDS_NONE:
         return
     mend = "or set compile.backend='aot_eager', which needs none, or stack='ddp'."

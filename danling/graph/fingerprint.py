@@ -25,13 +25,6 @@ def fingerprint(
     """Return what the compiled code of a model and its loss depends on, part by part.
 
     The sizes of batches are no part of it: torch's own keys tell the graphs of one folder apart.
-
-    Args:
-        model: The user's model.
-        loss: What makes up the loss: functions, modules, other objects.
-        settings: The section `compile`, as plain values.
-        policy: The memory policy and the version of its pass.
-        device: The device that is compiled for.
     """
     sizes = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in _tensors(model)]
     return {

@@ -36,11 +36,7 @@ class MemoryPolicy:
 
     @classmethod
     def parse(cls, policy: str | None) -> MemoryPolicy:
-        """Return the policy that `compile.memory_policy` names.
-
-        Raises:
-            ValueError: If it names none.
-        """
+        """Return the policy that `compile.memory_policy` names."""
         return cls(*read_memory_policy(policy))
 
     def __str__(self) -> str:
@@ -52,14 +48,7 @@ class MemoryPolicy:
         return f"danling-{self}-{PASS_VERSION}"
 
     def check_backend(self, backend: str | None) -> None:
-        """Refuse a backend that would pass over the policy.
-
-        Args:
-            backend: `compile.backend`; `None` is torch's default.
-
-        Raises:
-            ValueError: If it is one.
-        """
+        """Refuse a backend that would pass over the policy."""
         followed = {"budget": _DIVIDING, "recompute": _RECOMPUTING}.get(self.kind)
         if followed is not None and backend is not None and backend not in followed:
             raise ValueError(
@@ -68,11 +57,7 @@ class MemoryPolicy:
             )
 
     def settings(self, joint_pass: Callable[..., GraphModule] | None = None) -> dict[str, Any]:
-        """Return the settings of `torch._functorch.config` under which a graph is divided into forward and backward.
-
-        Args:
-            joint_pass: What the process itself does to the joint graph, which is done after the pass of the policy.
-        """
+        """Return the settings of `torch._functorch.config` under which a graph is divided into forward and backward."""
         # A backward that is compiled when it is first run would be compiled under other settings, and on another thread.
         settings: dict[str, Any] = {
             "activation_memory_budget": self.budget,
@@ -96,13 +81,6 @@ def keep_random_operations(graph: GraphModule, inputs: object = None) -> GraphMo
 
     Under an activation memory budget torch may choose to compute a random operation again, and draws other numbers then: dropout has
     another mask in the backward than in the forward, and the gradient is wrong without an error.
-
-    Args:
-        graph: Forward and backward in one graph, before they are divided.
-        inputs: Its example inputs, which are not looked at.
-
-    Returns:
-        The same graph.
     """
     for node in graph.graph.nodes:
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -114,9 +92,6 @@ class Recomputation:
     """Blocks of a model whose activations are computed again in the backward, inside the graph.
 
     The model stays as it is: for the length of a call only, the forward of each block is one that recomputes.
-
-    Args:
-        blocks: Modules inside of the model, or the model.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:

@@ -15,12 +15,7 @@ from .whole_loss import WholeLoss
 
 
 class GraphPreparation(ModelPreparation):
-    """The model beside the function that trains it.
-
-    Args:
-        world: All ranks.
-        whole_loss: Makes that function of the model.
-    """
+    """The model beside the function that trains it."""
 
     def __init__(self, world: Domain, *, whole_loss: Callable[[nn.Module], WholeLoss]) -> None:
         super().__init__(world)
@@ -39,14 +34,7 @@ class GraphPreparation(ModelPreparation):
         return bare.model if isinstance(bare, WholeLoss) else bare
 
     def function(self, model: nn.Module) -> Callable[[Any, Any], Any]:
-        """Return what a micro-batch is run with: `(inputs, target) -> (prediction, loss)`.
-
-        Args:
-            model: The model that training calls.
-
-        Raises:
-            ValueError: If it is wrapped by another hand, so that its gradients would be reduced around the function.
-        """
+        """Return what a micro-batch is run with: `(inputs, target) -> (prediction, loss)`."""
         if isinstance(model, DistributedDataParallel):
             if isinstance(model.module, WholeLoss):
                 return model

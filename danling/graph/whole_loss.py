@@ -17,12 +17,6 @@ class WholeLoss(nn.Module):
 
     The model itself is not compiled: its names, copies and pickles, and its forward in an evaluation, are those of the model.
     DistributedDataParallel goes around this module, so that its hooks stay outside of the graph.
-
-    Args:
-        model: The model.
-        loss: Returns `(prediction, target) -> loss`, which becomes part of the graph; `None` where the loss is found outside, in what
-            the model has returned.
-        compilation: Compiles it.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[], Loss | None], compilation: Compilation) -> None:
@@ -32,12 +26,7 @@ class WholeLoss(nn.Module):
         self._compiled = compilation.function(_forward_and_loss)
 
     def forward(self, inputs: object, target: object) -> tuple[Any, Tensor | None]:
-        """Return the prediction, and its loss unless that is found outside.
-
-        Args:
-            inputs: What the model is called with; a mapping is passed as keyword arguments.
-            target: The target, `None` without one.
-        """
+        """Return the prediction, and its loss unless that is found outside."""
         found: tuple[Any, Tensor | None] = self._compiled(self.model, self._loss(), inputs, target)
         return found
 

@@ -35,11 +35,7 @@ class MeshForward(EvaluationForward):
     """Returns what runs them, `None` without a pipeline."""
 
     def evaluate(self, data: object) -> tuple[Any, Tensor | None]:
-        """Return the prediction of a batch, whole on every rank that has one, and its loss.
-
-        Args:
-            data: This rank's share of the batch, on the device.
-        """
+        """Return the prediction of a batch, whole on every rank that has one, and its loss."""
         pipeline = self.pipeline()
         if pipeline is None or self.model().is_answering:
             with loss_context(self.topology):
@@ -53,11 +49,7 @@ class MeshForward(EvaluationForward):
         return whole_tensors(pred), loss
 
     def infer(self, data: object) -> Any:
-        """Return the prediction of a batch, whole on every rank that has one, else `None`.
-
-        Args:
-            data: This rank's share of the batch, on the device.
-        """
+        """Return the prediction of a batch, whole on every rank that has one, else `None`."""
         pipeline = self.pipeline()
         return whole_tensors(super().infer(data) if pipeline is None else self._through_stages(pipeline, data))
 
@@ -80,9 +72,5 @@ class MeshForward(EvaluationForward):
 
 
 def whole_tensors(pred: object) -> Any:
-    """Return a prediction whose tensors are whole on this rank.
-
-    Args:
-        pred: Tensors in any tree of containers.
-    """
+    """Return a prediction whose tensors are whole on this rank."""
     return torch.utils._pytree.tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, pred)

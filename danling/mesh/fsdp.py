@@ -18,17 +18,7 @@ from torch.distributed.fsdp import (
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Return the modules that are sharded, compiled and checkpointed one by one, outer ones before inner ones.
-
-    Args:
-        model: The model.
-        wanted: Class names or dotted module names, `None` for the default: the children with parameters of every
-            `ModuleList`, `ModuleDict` and, where they are of one class, `Sequential`, the outermost only. A transformer's layers are
-            found so.
-
-    Raises:
-        ValueError: If a wanted name is none of a class or a module.
-    """
+    """Return the modules that are sharded, compiled and checkpointed one by one, outer ones before inner ones."""
     if wanted is None:
         return dict(_repeated(model, ""))
     found = {name: module for name, module in model.named_modules() if name and _is_wanted(name, module, wanted)}
@@ -67,12 +57,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], **kwa
     """Shard blocks and the rest of a model in place. Call on all ranks of the mesh.
 
     The gradient becomes the sum over the mesh, not the mean: who divides is the accumulation window, once.
-
-    Args:
-        model: A model, or a part of one.
-        mesh: One dimension for FSDP, or two for HSDP, the replicated one first.
-        blocks: Modules inside `model` that are gathered one at a time.
-        **kwargs: Further arguments of `fully_shard`.
     """
     for block in reversed(_apart(model, list(blocks))):
         fully_shard(block, mesh=mesh, **kwargs)
@@ -105,14 +89,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def set_gradient_sync(model: nn.Module, policy: str, *, last: bool) -> None:
-    """Prepare the backward of a micro-batch.
-
-    Args:
-        model: The sharded model.
-        policy: `"every"` reduces the gradient of each micro-batch, which needs the least memory; `"last"` keeps whole gradients and
-            reduces them once, which communicates least; `"last_all_reduce"` scatters each micro-batch's and sums over replicas once.
-        last: Whether it is the last micro-batch of its window.
-    """
+    """Prepare the backward of a micro-batch."""
     for module in _roots(model):
         module.set_requires_gradient_sync(last or policy != "last")
         module.set_requires_all_reduce(last or policy == "every")
@@ -145,14 +122,7 @@ _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
 def mixed_precision_policy(given: object) -> MixedPrecisionPolicy:
-    """Return the policy of `fsdp.mp_policy`.
-
-    Args:
-        given: A policy, a mapping of its fields with dtypes by name, or `None` for the default.
-
-    Raises:
-        ValueError: If it is none of these, or has an unknown field.
-    """
+    """Return the policy of `fsdp.mp_policy`."""
     if isinstance(given, MixedPrecisionPolicy):
         return given
     known = (*_DTYPES, "cast_forward_inputs")
@@ -168,15 +138,7 @@ def mixed_precision_policy(given: object) -> MixedPrecisionPolicy:
 
 
 def offload_policy(given: object, device: torch.device) -> OffloadPolicy | None:
-    """Return the policy of `fsdp.offload_policy`.
-
-    Args:
-        given: A policy, `"cpu"` or `True`, which keeps shards in host memory, or `None` or `False`, which does not.
-        device: Device of the model.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
+    """Return the policy of `fsdp.offload_policy`."""
     if given is None or given is False or isinstance(given, OffloadPolicy):
         return given or None
     if given is not True and str(given).lower() != "cpu":

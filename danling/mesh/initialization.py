@@ -16,14 +16,6 @@ def initialize_weights(part: nn.Module, topology: Topology, *, seed: int) -> Non
     """Call the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of its own.
 
     Each coordinate draws from streams of its own; copies are made equal afterwards.
-
-    Args:
-        part: The model, whose tensors have memory and no values.
-        topology: The place of this rank.
-        seed: Base seed of the run.
-
-    Raises:
-        ValueError: If a module has neither.
     """
     # The seeds of a run depend on this order: modules first, then pieces of tensors.
     axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]

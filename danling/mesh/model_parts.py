@@ -14,9 +14,6 @@ class ModelParts(nn.Module):
     """The parts of a model that one rank holds, under the names of the whole model.
 
     The pipeline schedule calls the parts. A step of the runner that calls the whole model gets what `answering` says.
-
-    Args:
-        parts: Modules that have no parameter in common.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
@@ -30,15 +27,7 @@ class ModelParts(nn.Module):
         return self._answer is not None
 
     def inputs_of(self, step: Callable[[Any], Any], data: object) -> tuple[Any, ...]:
-        """Return what a step calls the model with; the step is left there.
-
-        Args:
-            step: The step.
-            data: Its batch.
-
-        Raises:
-            ValueError: If it does not call the model, or with keywords.
-        """
+        """Return what a step calls the model with; the step is left there."""
         with self._answering(_leave):
             try:
                 step(data)
@@ -56,16 +45,7 @@ class ModelParts(nn.Module):
         )
 
     def output_is(self, step: Callable[[Any], Any], data: object, output: Any) -> Any:
-        """Run a step whose call of the model returns `output`, and return what the step returns.
-
-        Args:
-            step: The step.
-            data: Its batch.
-            output: What the last stage has computed for it.
-
-        Raises:
-            ValueError: If the step calls the model more than once, or not at all.
-        """
+        """Run a step whose call of the model returns `output`, and return what the step returns."""
         calls = 0
 
         def answer(*_: Any, **__: Any) -> Any:
@@ -140,15 +120,7 @@ def _called(calls: int) -> ValueError:
 
 
 def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
-    """Return the module names of each part when the children of a `Sequential` are dealt out by their parameters.
-
-    Args:
-        model: A model that calls its children one after the other.
-        num_parts: Number of parts.
-
-    Raises:
-        ValueError: If the model is no `Sequential`, or has fewer children.
-    """
+    """Return the module names of each part when the children of a `Sequential` are dealt out by their parameters."""
     if not isinstance(model, nn.Sequential):
         raise ValueError(
             f"Expected to know which modules of {type(model).__name__} make up the {num_parts} stages. Received: "
@@ -174,16 +146,7 @@ def even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
 
 
 def choose_parts(model: nn.Module, num_parts: int, listed: Sequence[Sequence[str]] | None = None) -> list[list[str]]:
-    """Return the module names of each part: as listed, as the model's `pipeline_modules(num_parts)` says, or dealt out evenly.
-
-    Args:
-        model: The whole model.
-        num_parts: Number of parts.
-        listed: `parallel.module_fqns_per_model_part`.
-
-    Raises:
-        ValueError: If the model's method returns another number of parts, or the model cannot be dealt out.
-    """
+    """Return the module names of each part: as listed, as the model's `pipeline_modules(num_parts)` says, or dealt out evenly."""
     if listed:
         return [list(part) for part in listed]
     own = getattr(model, "pipeline_modules", None)
@@ -199,12 +162,7 @@ def choose_parts(model: nn.Module, num_parts: int, listed: Sequence[Sequence[str
 
 
 def check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
-    """Raise where parts are not a division of the model.
-
-    Raises:
-        ValueError: If a name is unknown or listed twice, a module lies in no part or in two, a parameter stands outside of every
-            listed module, or is tied between two parts.
-    """
+    """Raise where parts are not a division of the model."""
     modules = dict(model.named_modules())
     listed = [name for part in parts for name in part]
     unknown = [name for name in listed if name not in modules or not name]
@@ -254,11 +212,6 @@ def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> n
     """Return the part of a model: every module that is not in it becomes `nn.Identity`, which leaves all other names alone.
 
     Lists of modules stay lists, of as many.
-
-    Args:
-        model: The whole model, which is changed, unless `keep`.
-        part: Names of the modules that the part consists of.
-        keep: Leave `model` as it is; the part's own modules are copied then.
     """
     if keep:
         model = copy.deepcopy(model)
@@ -288,9 +241,6 @@ class copied_buffers:
 
     Buffers that were written back would count as changed under a backward still to come. One object can be entered again and again, as
     it is where a block is computed anew for each of several backwards.
-
-    Args:
-        model: Whose buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -313,11 +263,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def check_meta(model: nn.Module) -> None:
-    """Raise where a part of a model lies on the meta device and another has weights, which its initialisation would overwrite.
-
-    Raises:
-        ValueError: If there are both.
-    """
+    """Raise where a part of a model lies on the meta device and another has weights, which its initialisation would overwrite."""
     places = {
         tensor.is_meta: name
         for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters())

@@ -15,12 +15,7 @@ from .optimizer import keep_kinds_apart
 
 
 class ShardedModelStates(ModelStates):
-    """Reads and writes what this rank holds of a model.
-
-    Args:
-        gather: Returns the values of all ranks that hold parts of one pipeline.
-        parts: As of `ModelStates`.
-    """
+    """Reads and writes what this rank holds of a model."""
 
     keeps_modes = False
 
@@ -29,19 +24,11 @@ class ShardedModelStates(ModelStates):
         self._gather = gather
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load weights by canonical name into what this rank holds. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If names or shapes are not those of the model.
-        """
+        """Load weights by canonical name into what this rank holds. Called on all ranks."""
         super().load_model(self._share_of(state, self.model_state()), partial=partial)
 
     def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Restore the averaged weights of what this rank holds. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If names are not those of the model.
-        """
+        """Restore the averaged weights of what this rank holds. Called on all ranks."""
         weights = self._share_of(state["weights"], self.averages().weights)
         super().load_ema({**state, "weights": weights}, partial=partial)
 
@@ -53,11 +40,7 @@ class ShardedModelStates(ModelStates):
         return {"state": state["state"], "param_groups": named}
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the parameters that this rank holds, by name. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If the groups are not those of the whole model here.
-        """
+        """Restore the state of the parameters that this rank holds, by name. Called on all ranks."""
         here = dict(self.named_parameters())
         mine = super().optimizer_state()["param_groups"]
         stored = [group_of(state["param_groups"], names) for names in self._whole_groups(mine)]
@@ -94,15 +77,7 @@ class ShardedModelStates(ModelStates):
 
 
 def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, object]:
-    """Return the stored group of an optimizer that holds the parameters of these names and no others.
-
-    Args:
-        stored: Groups with the names of their parameters under `params`.
-        names: Of parameters.
-
-    Raises:
-        CheckpointMismatch: If there is none.
-    """
+    """Return the stored group of an optimizer that holds the parameters of these names and no others."""
     for group in stored:
         if set(group["params"]) == set(names):
             return group

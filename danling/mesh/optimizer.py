@@ -20,18 +20,7 @@ def rebind_optimizer(
     *,
     pipeline: Domain,
 ) -> None:
-    """Point an optimizer that the user made at the parameters that stand where those stood which it was made for.
-
-    Args:
-        optimizer: The optimizer.
-        names: Names of the earlier parameters, by `id`.
-        model: The model as it is now.
-        kept: All parameters that can be trained now.
-        pipeline: Ranks that hold other parts of the model.
-
-    Raises:
-        ValueError: If the optimizer has stepped, or would train nothing.
-    """
+    """Point an optimizer that the user made at the parameters that stand where those stood which it was made for."""
     if optimizer.state:
         raise ValueError(
             "Expected an optimizer without a state at the end of __init__: the parallel stack replaces the parameters it was made for. "

@@ -54,12 +54,7 @@ def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
 
 
 class ParameterCopies:
-    """The parameters of this rank, and the ranks that hold copies of them.
-
-    Args:
-        topology: Where this rank stands.
-        parameters: Parameters of this rank's part of the model, each once; the same on the ranks that share the part.
-    """
+    """The parameters of this rank, and the ranks that hold copies of them."""
 
     def __init__(self, topology: Topology, parameters: Iterable[nn.Parameter]) -> None:
         self.topology = topology

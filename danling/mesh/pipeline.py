@@ -54,16 +54,7 @@ class Cut:
 
 
 def cut_batch(samples: int, *, size: int, number: int | None, schedule: Any, ranks: int, stages: int) -> Cut:
-    """Return how a batch is cut; one that does not divide gets smaller micro-batches, or some that weigh nothing.
-
-    Args:
-        samples: Samples of the batch.
-        size: Samples of a micro-batch, not read when `number` is given.
-        number: Micro-batches of a batch.
-        schedule: The schedule class.
-        ranks: Ranks of the pipeline.
-        stages: Stages of the pipeline.
-    """
+    """Return how a batch is cut; one that does not divide gets smaller micro-batches, or some that weigh nothing."""
     if number is not None:
         size = max(samples // number, 1)
     size = math.gcd(samples, size)
@@ -106,17 +97,6 @@ class Pipeline:
     The shapes between stages are found by one forward for each new shape of input, which leaves buffers and gradients alone. A schedule
     and its stages are made for each shape and cut, and apart for training and evaluation, since a schedule keeps what belongs to one
     shape and one mode.
-
-    Args:
-        parts: The model parts of this rank, in the order of `indices`.
-        indices: Their stages.
-        num_stages: Stages of the whole model.
-        domain: The ranks of the pipeline.
-        schedule: Schedule class.
-        microbatch_size: Samples of a micro-batch.
-        n_microbatches: Micro-batches of a batch; overrides the size.
-        device: Where the stages run.
-        key: Returns the key of random numbers of the open batch; that of the rank with the first stage counts.
     """
 
     def __init__(
@@ -181,18 +161,7 @@ class Pipeline:
         )
 
     def open(self, inputs: object) -> Cut:
-        """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline.
-
-        Args:
-            inputs: The input of the batch on the rank with the first stage, a tensor or a tuple of tensors with samples in dimension
-                0, or the error that there is none by; not read elsewhere.
-
-        Returns:
-            How the batch is cut, the same on all ranks.
-
-        Raises:
-            ValueError: On all ranks, if the input is anything else.
-        """
+        """Agree on the shape of the next batch and how it is cut. Call on all ranks of the pipeline."""
         wrong = _wrong_inputs(inputs) if self.has_first else None
         args = _as_args(inputs) if self.has_first and wrong is None else ()
         signature, samples = self._signature(args) if args else (None, _REFUSED)
@@ -216,12 +185,7 @@ class Pipeline:
         return tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
 
     def chunks(self, values: object, cut: Cut) -> list[object]:
-        """Return a nested value of tensors for each micro-batch with samples.
-
-        Args:
-            values: Tensors with samples in dimension 0, nested in tuples, lists and mappings; anything else is handed on.
-            cut: How they are cut.
-        """
+        """Return a nested value of tensors for each micro-batch with samples."""
         leaves, spec = pytree.tree_flatten(dict(values) if isinstance(values, Mapping) else values)
         size = cut.size
         parts = [
@@ -231,24 +195,12 @@ class Pipeline:
         return [pytree.tree_unflatten(part, spec) for part in parts]
 
     def seed_step(self, place: int, *, opened: bool) -> None:
-        """Seed for a step of the runner, alike on the first stage, which runs it before the batch is open, and on the last one.
-
-        Args:
-            place: Place of its micro-batch in the batch.
-            opened: Whether the batch is open.
-        """
+        """Seed for a step of the runner, alike on the first stage, which runs it before the batch is open, and on the last one."""
         key = self._key if opened else self._own_key()
         seed_streams(mix_seed(mix_seed(key, self.num_stages + 1), place), self.device)
 
     def train(self, loss: LossFunction) -> Any:
-        """Run forward and backward of the open batch. Call on all ranks of the pipeline.
-
-        Args:
-            loss: Called for every micro-batch on the rank with the last stage.
-
-        Returns:
-            The output of the whole batch on the rank with the last stage, `None` elsewhere.
-        """
+        """Run forward and backward of the open batch. Call on all ranks of the pipeline."""
         schedule = self._prepared(train=True)
         self._loss = loss
         try:
@@ -257,14 +209,7 @@ class Pipeline:
             self._loss = None
 
     def evaluate(self) -> Any:
-        """Run the forward of the open batch. Call on all ranks of the pipeline, without gradients.
-
-        Returns:
-            As `train`.
-
-        Raises:
-            EvaluationUnsupported: If the schedule is one of the user's own whose `eval` is not implemented.
-        """
+        """Run the forward of the open batch. Call on all ranks of the pipeline, without gradients."""
         evaluate = self._prepared(train=False).eval
         if self.schedule.eval is _PipelineSchedule.eval:
             return self._run(evaluate, self._args)
@@ -339,11 +284,7 @@ class Pipeline:
         return stage
 
     def _find_shapes(self) -> list[tuple[Any, Any]]:
-        """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline.
-
-        Raises:
-            ValueError: On all ranks, if a stage raises an error or returns something that cannot be handed on.
-        """
+        """Return the shapes of input and output of each stage of this rank, less the samples. Call on all ranks of the pipeline."""
         found: dict[int, tuple[Any, Any]] = {}
         shapes: Any = tuple((*entry, False) for entry in self._signatures[self._known])
         for stage in range(self.num_stages):

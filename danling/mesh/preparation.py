@@ -22,14 +22,7 @@ from .topology import Topology
 
 
 class MeshPreparation(ModelPreparation):
-    """The model as the ranks of a mesh hold it.
-
-    Args:
-        topology: The place of this rank.
-        world: All ranks.
-        config: The configuration, for the settings that have no effect.
-        communication: As `ModelPreparation`.
-    """
+    """The model as the ranks of a mesh hold it."""
 
     def __init__(
         self, topology: Topology, *, world: Domain, config: RunnerConfig, communication: str | None = None
@@ -110,14 +103,7 @@ class MeshPreparation(ModelPreparation):
 
 @contextmanager
 def wholly(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Replace divided parameters of a model by whole, plain ones; on exit the own ones are put back. Enter on all ranks of its meshes.
-
-    Args:
-        model: The model, or this rank's part of it, resharded.
-
-    Returns:
-        Pairs of the model's own parameter and its stand-in, which is the same object if it is not divided.
-    """
+    """Replace divided parameters of a model by whole, plain ones; on exit the own ones are put back. Enter on all ranks of its meshes."""
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     owners = [
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None

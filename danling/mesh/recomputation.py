@@ -17,13 +17,7 @@ from .model_parts import copied_buffers
 
 
 def recompute_blocks(part: nn.Module, blocks: Iterable[nn.Module], *, compiled: bool) -> None:
-    """Wrap blocks of a model, in place, so that their activations are computed again.
-
-    Args:
-        part: The model, or a part of it.
-        blocks: Modules inside of it.
-        compiled: Whether the blocks are compiled, whose graphs see to buffers themselves.
-    """
+    """Wrap blocks of a model, in place, so that their activations are computed again."""
     chosen = {id(block) for block in blocks}
     apply_activation_checkpointing(
         part, checkpoint_wrapper_fn=partial(_wrapped, compiled=compiled), check_fn=lambda module: id(module) in chosen

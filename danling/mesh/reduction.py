@@ -24,17 +24,7 @@ def loss_context(topology: Topology) -> AbstractContextManager[object]:
 
 
 class MeshReduction(LocalReduction):
-    """The gradient of a model that is divided over a mesh.
-
-    Args:
-        optimizer: The optimizer of what this rank holds.
-        named_parameters: Names and parameters of model and criterion on this rank.
-        scaler: The gradient scaler of float16.
-        topology: Where this rank stands on the mesh.
-        model: This rank's share of the model.
-        gradient_sync: When FSDP2 reduces the gradients of a window, see `danling.mesh.fsdp.set_gradient_sync`; `None` leaves it to
-            the schedule of a pipeline.
-    """
+    """The gradient of a model that is divided over a mesh."""
 
     def __init__(
         self,

@@ -23,11 +23,7 @@ _SINGLE_STAGE = ("1f1b", "gpipe")
 
 
 def resolve_schedule(name: str) -> object:
-    """Return the schedule class of `torch.distributed.pipelining` with this name; case does not matter.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the schedule class of `torch.distributed.pipelining` with this name; case does not matter."""
     names = ["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble"]
     short = name.lower().removeprefix("schedule")
     if short not in map(str.lower, names):
@@ -36,16 +32,7 @@ def resolve_schedule(name: str) -> object:
 
 
 def check_schedule(schedule: type, device: torch.device, version: str = torch.__version__) -> None:
-    """Refuse a schedule that this torch cannot start on this device. May be called on one rank; the same answer on all.
-
-    Args:
-        schedule: The class.
-        device: Where the stages are.
-        version: That of torch.
-
-    Raises:
-        ValueError: If torch 2.11 is asked for a V schedule over gloo: its first exchange of shapes breaks the connection.
-    """
+    """Refuse a schedule that this torch cannot start on this device. May be called on one rank; the same answer on all."""
     if schedule in V_SCHEDULES and device.type == "cpu" and TorchVersion(version) < "2.12":
         raise ValueError(
             f"Expected torch 2.12 or newer to run {schedule.__name__} over gloo. Received: torch {version}. Upgrade torch, or "
@@ -54,17 +41,7 @@ def check_schedule(schedule: type, device: torch.device, version: str = torch.__
 
 
 def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:
-    """Return the stages that a rank of the pipeline holds, in order.
-
-    Args:
-        schedule: The schedule class.
-        rank: Place in the pipeline.
-        size: Ranks of the pipeline.
-        num_stages: Stages of the whole model.
-
-    Raises:
-        ValueError: If the schedule cannot have so many stages.
-    """
+    """Return the stages that a rank of the pipeline holds, in order."""
     each = num_stages // size
     single = issubclass(schedule, PipelineScheduleSingle)
     wrong = (
@@ -86,9 +63,6 @@ def check_resharding(axes: Axes, reshard_after_forward: bool | int | None) -> No
     """Refuse to gather sharded parameters again for each micro-batch of a pipeline.
 
     Replicas with other numbers of micro-batches would wait for ever, and zero-bubble schedules give wrong gradients.
-
-    Raises:
-        ValueError: If `fsdp.reshard_after_forward` asks for it.
     """
     if reshard_after_forward and axes.degree("pipeline") > 1 and axes.degree("shard") > 1:
         raise ValueError(
@@ -113,18 +87,7 @@ class StagePlan:
 
     @classmethod
     def of(cls, axes: Axes, *, rank: int, schedule: str, listed: int | None = None) -> StagePlan:
-        """Return the plan of a rank, from the degrees and the configuration alone.
-
-        Args:
-            axes: The degrees.
-            rank: Global rank.
-            schedule: Name of the schedule, `parallel.pipeline_schedule`.
-            listed: Number of parts in `parallel.module_fqns_per_model_part`, which is the number of stages; `None` for one stage on
-                each rank, or two where the schedule wants several.
-
-        Raises:
-            ValueError: If parts are listed without a pipeline, or the schedule cannot have so many stages.
-        """
+        """Return the plan of a rank, from the degrees and the configuration alone."""
         kind, size = resolve_schedule(schedule), axes.degree("pipeline")
         if size == 1:
             if listed:

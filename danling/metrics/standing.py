@@ -8,16 +8,7 @@ from .scores import ScoreBoard
 
 
 class Standing:
-    """Answers by what the run says its scores are, which a program may make of anything.
-
-    Args:
-        scores: Returns the scores by index, in the order of the evaluations; a program's own may return `None`.
-        best_index: Returns the index of the best one.
-        own: Whether the scores are the program's, not those of the board.
-
-    Attributes:
-        board: Scores of the split and the metric that are watched; `None` before it is known which, and where nothing is evaluated.
-    """
+    """Answers by what the run says its scores are, which a program may make of anything."""
 
     def __init__(
         self,

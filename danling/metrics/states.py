@@ -33,16 +33,7 @@ def holders(metric: object) -> dict[str, object]:
 
 
 def compute_metric(metric: Any, domain: ReductionDomain | None, *, seen: bool) -> object:
-    """Compute a metric object over a domain, and leave its own states as they are. Call on all members.
-
-    Args:
-        metric: The object; `can_merge` where the domain has more than one member.
-        domain: Ranks to compute over; `None` is this one alone.
-        seen: Whether it has seen data on this rank.
-
-    Returns:
-        What its `compute` returns, the same on all members; `None` when no member has seen data.
-    """
+    """Compute a metric object over a domain, and leave its own states as they are. Call on all members."""
     parts = holders(metric)
     if parts:
         return _compute_states(metric, parts, domain)
@@ -68,12 +59,7 @@ def _compute_states(metric: Any, parts: Mapping[str, Any], domain: ReductionDoma
 
 
 def merged_state(metric: Any, domain: ReductionDomain | None) -> dict[str, list[Any]]:
-    """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members.
-
-    Args:
-        metric: An object whose parts hold states.
-        domain: Ranks to merge over; `None` is this one alone.
-    """
+    """Return what all members have seen: by part, the number of updates and the states on the CPU. Call on all members."""
     _link_compute_groups(metric)
     owners = _owners(holders(metric))
     mine = {name: _read(part) for name, part in owners.items()}

@@ -25,14 +25,7 @@ def build_optimizer(
     device: torch.device,
     whole: Mapping[str, bool] | None = None,
 ) -> Optimizer:
-    """Return the optimizer of the section `optim` over the parameters that require a gradient.
-
-    Args:
-        settings: The section.
-        named_parameters: Returns the parameters that this rank holds, by name.
-        device: Where a stand-in is made if this rank holds nothing that is trained, which torch does not foresee.
-        whole: All names of a model that this rank holds a part of, and whether they are trained; `None` where it holds all of it.
-    """
+    """Return the optimizer of the section `optim` over the parameters that require a gradient."""
     options = dict(settings)
     groups = options.pop("param_groups", None)
     if groups:
@@ -55,17 +48,7 @@ def _without_parameters(groups: list[Any], options: dict[str, Any], device: torc
 
 
 def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None) -> object:
-    """Return the schedule of the section `scheduler`; one over the whole run is given its length.
-
-    Args:
-        settings: The section; `None` is returned for an empty one.
-        optimizer: Whose learning rates it moves.
-        steps: Updates of the run, `None` when not known.
-        epochs: Epochs of the run, `None` in step mode.
-
-    Raises:
-        ValueError: If the section names no type.
-    """
+    """Return the schedule of the section `scheduler`; one over the whole run is given its length."""
     if not settings:
         return None
     options = {key: value for key, value in settings.items() if key not in _SCHEDULER_KEYS}
@@ -81,16 +64,7 @@ def build_scheduler(settings: Mapping[str, Any], optimizer: object, *, steps: in
 
 
 def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:
-    """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`.
-
-    Args:
-        settings: The section `scheduler`, whose key `interval` decides.
-        scheduler: The schedule; by default one that goes by a metric advances once an epoch, others once an update.
-        name: Type of a schedule that is not built yet.
-
-    Raises:
-        ValueError: If the schedule counts in the other unit.
-    """
+    """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`."""
     asked = settings.get("interval", None)
     if is_told_its_place(scheduler):
         own = "epoch" if getattr(scheduler, "t_in_epochs", True) else "step"
@@ -108,17 +82,7 @@ def scheduler_interval(settings: Mapping[str, object], scheduler: object = None,
 
 
 def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: bool, monitors: bool) -> None:
-    """Refuse a schedule that goes by a metric which is never computed, or that it is not told, as timm's.
-
-    Args:
-        scheduler: The schedule, or `None`.
-        interval: When it advances.
-        evaluates: Whether the run evaluates a split.
-        monitors: Whether `scheduler.monitor` names the metric.
-
-    Raises:
-        ValueError: If it is such a one.
-    """
+    """Refuse a schedule that goes by a metric which is never computed, or that it is not told, as timm's."""
     kind = type(scheduler).__name__
     if is_told_its_place(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(

@@ -14,11 +14,7 @@ from .joint import JointOptimizer
 
 
 def modal(optimizer: Any) -> list[Any]:
-    """Return the optimizers with methods `train` and `eval`, which exchange the weights: of several in one, and inside of a wrapper.
-
-    Args:
-        optimizer: An optimizer, or `None`.
-    """
+    """Return the optimizers with methods `train` and `eval`, which exchange the weights: of several in one, and inside of a wrapper."""
     if isinstance(optimizer, JointOptimizer):
         return [found for member in optimizer.optimizers for found in modal(member)]
     inner = getattr(optimizer, "optimizer", None)
@@ -40,11 +36,7 @@ def _is_switch(method: Any) -> bool:
 
 
 def enter_training(optimizer: Any) -> None:
-    """Put the weights of training into the model. Outside of `evaluation_weights` they are always there.
-
-    Args:
-        optimizer: An optimizer, or `None`.
-    """
+    """Put the weights of training into the model. Outside of `evaluation_weights` they are always there."""
     for member in modal(optimizer):
         member.train()
 
@@ -55,9 +47,6 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
 
     The optimizer computes each from the other with a rounding: a copy of the weights is kept, so that an evaluation leaves no trace.
     Where the weights to evaluate are there already, they stay, on exit too.
-
-    Args:
-        optimizer: An optimizer, or `None`; of one without modes nothing is changed.
     """
     members = modal(optimizer)
     if not members:
@@ -78,10 +67,7 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
 
 
 def _are_training(members: list[Any], found: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the weights of training are in the model: then `train` changes nothing.
-
-    Where it does, the program or a context around this one has called `eval`, and the change is undone.
-    """
+    """Whether the weights of training are in the model: then `train` changes nothing."""
     for member in members:
         member.train()
     # What is not a number is neither equal to itself nor changed.
@@ -97,21 +83,13 @@ def training_weights(optimizer: Any) -> list[Tensor]:
     """Return the parameters whose weights of training are not those to evaluate.
 
     There are none before the first update, nor where the weights to evaluate are in the model: the optimizer computes the others.
-
-    Args:
-        optimizer: An optimizer, or `None`.
     """
     members = [member for member in modal(optimizer) if member.state]
     return _parameters(members) if _are_training(members, _copies(members)) else []
 
 
 def put_training_weights(optimizer: Any, weights: list[tuple[Tensor, Tensor]]) -> None:
-    """Enter training after a state was loaded, with the very weights that it was saved with.
-
-    Args:
-        optimizer: An optimizer, or `None`.
-        weights: Parameters and their values; for others the optimizer computes them.
-    """
+    """Enter training after a state was loaded, with the very weights that it was saved with."""
     enter_training(optimizer)
     _put(weights)
 

@@ -18,10 +18,6 @@ def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
     """Return the name of every parameter of every group.
 
     A parameter without a name is called `group.{i}.{j}` by its place in the optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        named_parameters: Names and parameters, in model order; for a tied parameter the first name is used.
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters:
@@ -52,12 +48,7 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
 def load_named_state_dict(
     optimizer: Optimizer, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold.
-
-    Raises:
-        ValueError: If a parameter of the optimizer is not in `state`, or the other way round, if the parameters were grouped in another
-            way, or if it is the state of another optimizer.
-    """
+    """Restore what `named_state_dict` returned; parameters are matched by name, groups by the names they hold."""
     names = parameter_names(optimizer, named_parameters)
     stored = [list(group["params"]) for group in state["param_groups"]]
     _check_groups(names, stored)

@@ -29,14 +29,6 @@ class OptimizerRegistry(Registry):
         Adam and AdamW are fused where all parameters are plain floating tensors on one CPU or CUDA device, unless `fused` or
         `foreach` (or `capturable`, `differentiable`) is given; that differs from the loop over tensors by rounding only.
         Lists are taken where the optimizer wants a tuple, as for `betas`.
-
-        Args:
-            params: Parameters, `(name, parameter)` pairs, or parameter groups, as for any optimizer of torch.
-            type: Its name.
-            **options: Its arguments, such as `lr`.
-
-        Raises:
-            ValueError: If the name or an option (of a group, too) is unknown, or there is nothing to train.
         """
         self.check_options(type, options)
         builder = self.lookup(type)

@@ -38,14 +38,7 @@ def given_names(optimizer: object) -> set[str]:
 
 
 def say_replaced(asked: Options, loaded: Options, *, given: Collection[str], scheduled: bool) -> None:
-    """Warn of options that a restored state has given another value than the program did. May be called on one rank.
-
-    Args:
-        asked: What `options_of` returned before.
-        loaded: What it returns now.
-        given: What `given_names` returns.
-        scheduled: Whether a schedule moves the learning rate.
-    """
+    """Warn of options that a restored state has given another value than the program did. May be called on one rank."""
     replaced: dict[str, str] = {}
     for before, after in zip(asked, loaded):
         moved = _MOVED_BY_SCHEDULES if "max_momentum" in after else {"lr"} if scheduled else set[str]()
@@ -64,12 +57,6 @@ def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wan
     """Put options into an optimizer that was restored. No communication: call it on every rank.
 
     A learning rate is put in as that which the schedule begins from: where the schedule stands, it is that share of the new one.
-
-    Args:
-        optimizer: The restored optimizer.
-        scheduler: Its restored scheduler, or `None`.
-        options: What `options_of` returned before it was restored.
-        wanted: Whether an option, by name, is to be put in; others stay as they were restored.
     """
     for group, own in zip(optimizer.param_groups, options):
         for name, value in own.items():

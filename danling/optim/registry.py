@@ -16,12 +16,7 @@ _OTHER_NAMES = {"learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "a
 
 
 class Registry:
-    """Builders by name; case, `-` and `_` do not matter.
-
-    Args:
-        kind: What is built, for messages.
-        known: Builders by name.
-    """
+    """Builders by name; case, `-` and `_` do not matter."""
 
     def __init__(self, kind: str, known: Mapping[str, Callable[..., Any]]) -> None:
         self.kind = kind
@@ -51,11 +46,7 @@ class Registry:
         return add
 
     def lookup(self, name: str | None) -> Callable[..., Any]:
-        """Return the builder called `name`.
-
-        Raises:
-            ValueError: If there is none; the message lists the known names.
-        """
+        """Return the builder called `name`."""
         if not isinstance(name, str) or name not in self:
             names = self.names()
             raise ValueError(
@@ -76,11 +67,7 @@ class Registry:
         return option in _parameters(self.lookup(name))
 
     def check_options(self, name: str | None, options: Iterable[str]) -> None:
-        """Check the names of options before anything is built.
-
-        Raises:
-            ValueError: If one is unknown, or one without a default is missing; the message lists the valid ones.
-        """
+        """Check the names of options before anything is built."""
         given = list(options)
         valid = self.options(name)
         for option in given:

@@ -22,17 +22,7 @@ class SchedulerRegistry(Registry):
     """Every scheduler of `torch.optim.lr_scheduler` by its lower-case name, the warm-up schedules, and what users register."""
 
     def build(self, optimizer: object, type: str | None = None, **options: Any) -> Any:
-        """Build a scheduler.
-
-        Args:
-            optimizer: The optimizer.
-            type: Its name.
-            **options: Its arguments. Where it takes `schedulers`, as `sequentiallr` and `chainedscheduler` do, each of them may be
-                a mapping with a `type` and options of its own.
-
-        Raises:
-            ValueError: If the name or an option is unknown, or one that has no default is missing.
-        """
+        """Build a scheduler."""
         self.check_options(type, options)
         builder = self.lookup(type)
         if "schedulers" in options:
@@ -70,11 +60,7 @@ def needs_metric(scheduler: object) -> bool:
 
 
 def is_told_its_place(scheduler: object) -> bool:
-    """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`.
-
-    Args:
-        scheduler: Any schedule, or `None`.
-    """
+    """Whether a schedule is told the epoch or the update that it is at, as those of timm: `step(epoch)` and `step_update(num_updates)`."""
     kind: Any = type(scheduler)
     return bool(_is_told(kind))
 
@@ -89,12 +75,7 @@ def _is_told(kind: Any) -> bool:
 
 
 def advance_by_epoch(scheduler: Any, epochs: int) -> None:
-    """Advance a schedule after an epoch.
-
-    Args:
-        scheduler: The schedule, one that goes by no metric.
-        epochs: Epochs that are over.
-    """
+    """Advance a schedule after an epoch."""
     if is_told_its_place(scheduler):
         scheduler.step(epochs)
     else:

@@ -22,16 +22,7 @@ OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "ma
 def check_kind(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], stored_groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Refuse the state of another kind of optimizer, which torch would take in and fail over in the next update, or never.
-
-    Args:
-        optimizer: The optimizer.
-        groups: Its parameter groups.
-        stored_groups: For each of them the stored one.
-
-    Raises:
-        ValueError: If the options of a group are those of another optimizer.
-    """
+    """Refuse the state of another kind of optimizer, which torch would take in and fail over in the next update, or never."""
     for group, stored, member in zip(groups, stored_groups, _member_of_each_group(optimizer)):
         lacks = set(getattr(member, "defaults", ())) - set(stored) - HOW - {_DECOUPLED}
         unknown = set(stored) - set(group) - HOW - OF_SCHEDULES

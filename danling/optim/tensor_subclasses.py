@@ -19,9 +19,6 @@ def to_parts(value: object) -> object:
     """Return a tensor that is made of others as a mapping of these and what puts them together; anything else as it is.
 
     It is such as `torch.compile` takes apart: with `__tensor_flatten__`. A DTensor is left, since checkpoints know it.
-
-    Args:
-        value: An entry of an optimizer's state.
     """
     if not isinstance(value, Tensor) or is_sharded(value) or not is_traceable_wrapper_subclass(value):
         return value
@@ -40,12 +37,6 @@ def from_parts(value: object) -> object:
     """Return a copy of what `to_parts` was given; of a plain tensor too.
 
     The class is looked up in modules that are loaded: the program that made the optimizer has it, and no file decides what is imported.
-
-    Args:
-        value: What `to_parts` returned.
-
-    Raises:
-        ValueError: If there is no such class.
     """
     if isinstance(value, Tensor):
         return value.clone()

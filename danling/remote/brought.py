@@ -28,12 +28,7 @@ logger = logging.getLogger("danling")
 
 
 class RemoteRecords:
-    """What both kinds of stores know of a run: its records, and which of them do not count.
-
-    Args:
-        run: The run.
-        file: Whether its file checkpoints are meant, or the others.
-    """
+    """What both kinds of stores know of a run: its records, and which of them do not count."""
 
     def __init__(self, run: StoredRun, *, file: bool) -> None:
         self.run = run
@@ -41,11 +36,7 @@ class RemoteRecords:
         self._skipped: dict[str, str] = {}
 
     def described(self, *, complete: bool) -> list[Described]:
-        """Return what has a whole manifest, oldest first; what has none is skipped.
-
-        Args:
-            complete: Leave out what lacks an object. It counts for the order of saves, and not as something to load.
-        """
+        """Return what has a whole manifest, oldest first; what has none is skipped."""
         found = []
         for name, file in self.run.names():
             if file is not self.file:
@@ -63,23 +54,14 @@ class RemoteRecords:
         return sorted(found, key=lambda d: (d.record.sequence, d.name))
 
     def named(self, name: str) -> Described | None:
-        """Return what a name leads to, `None` where there is no such name.
-
-        Raises:
-            CheckpointDamaged: If it leads to nothing whole.
-        """
+        """Return what a name leads to, `None` where there is no such name."""
         try:
             return chosen(self.run, name, self.file)
         except CheckpointNotFound:
             return None
 
     def skip(self, name: str, error: Exception) -> None:
-        """Say, once for each reason, that a checkpoint does not count.
-
-        Args:
-            name: Its name, or that of its target.
-            error: Why.
-        """
+        """Say, once for each reason, that a checkpoint does not count."""
         place = f"{self.run.url}/checkpoints/"
         place += f"{name}{SUFFIX}" if self.file else f"{TARGETS}/{name}" if is_target(name) else name
         if self._skipped.get(place) != str(error):
@@ -92,14 +74,7 @@ class RemoteRecords:
 
 
 class RemoteCheckpoints(CheckpointStore):
-    """What a manager asks in the same way of file checkpoints and of sharded ones; a path is that to which one is brought.
-
-    Args:
-        directory: Where checkpoints are brought to.
-        run: The run in the store.
-        run_id: Identity of the run that reads.
-        is_home: Whether it is the run that reads; of another one nothing is part of the line of saves.
-    """
+    """What a manager asks in the same way of file checkpoints and of sharded ones; a path is that to which one is brought."""
 
     is_elsewhere = True
     is_file: ClassVar[bool]

@@ -22,10 +22,6 @@ class RemoteRun:
 
     What is there is listed once, and followed from then on: this process is the only one that writes. After an error it is listed anew,
     since a request whose answer was lost may have been carried out.
-
-    Args:
-        store: The store.
-        layout: Keys of the run.
     """
 
     def __init__(self, store: RemoteStore, layout: RunLayout) -> None:
@@ -40,11 +36,7 @@ class RemoteRun:
         return f"{self.store.url}/{self.layout.root}"
 
     def open(self) -> None:
-        """List what is there and read the manifests.
-
-        Raises:
-            RemoteError: If the store cannot be read.
-        """
+        """List what is there and read the manifests."""
         stored = StoredRun(self.store, self.layout)
         names: dict[str, tuple[Record, str]] = {}
         for name, file in stored.names():
@@ -107,13 +99,7 @@ class RemoteRun:
         self._names[name] = (replace(record, name=name), target)
 
     def retire(self, *, keep: int, up_to: int | None, spared: Collection[str]) -> None:
-        """Remove the history that is given up, and then what no name leads to.
-
-        Args:
-            keep: History checkpoints to keep; 0 keeps all.
-            up_to: Sequence of the newest save that is complete: files of later targets may just be coming. `None` while no rank uploads.
-            spared: Digests and targets of saves that wait.
-        """
+        """Remove the history that is given up, and then what no name leads to."""
         last = newest(self.records)
         if last is None:
             return
@@ -144,16 +130,7 @@ class RemoteRun:
 
 
 def runs_of_id(store: RemoteStore, family: str, id: str) -> list[str]:
-    """Return the names of the runs of an id that have a checkpoint or a file in a store; a lock alone is no run.
-
-    Args:
-        store: The store.
-        family: `RunLayout.family`.
-        id: Identity of the run: its names begin with it.
-
-    Raises:
-        RemoteError: If the store cannot be read.
-    """
+    """Return the names of the runs of an id that have a checkpoint or a file in a store; a lock alone is no run."""
     # Each name is asked for by itself, and a family may have many runs of others.
     named = [name for name in store.directories(family) if name == id or name.startswith(f"{id}-")]
     return [name for name in named if store.directories(f"{family}/{name}")]

@@ -19,13 +19,7 @@ from .store import Credentials, RemoteSettings, RemoteStore, open_store
 
 
 class RunElsewhere:
-    """Opens the stores that a run names, once each thing is known of it that they take.
-
-    Args:
-        settings: Returns the configuration.
-        credentials: Returns credentials; see `open_store`.
-        at: Returns the directory of checkpoints, the id of the run and its keys, when the run has a directory.
-    """
+    """Opens the stores that a run names, once each thing is known of it that they take."""
 
     def __init__(
         self,
@@ -38,11 +32,7 @@ class RunElsewhere:
         self._mirror: RunMirror | None = None
 
     def connect(self, url: str) -> RemoteStore:
-        """Return a client of a store, with the settings of `checkpoint.remote`.
-
-        Args:
-            url: Its URL.
-        """
+        """Return a client of a store, with the settings of `checkpoint.remote`."""
         remote = self._settings().checkpoint.remote
         settings = RemoteSettings(
             part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
@@ -52,12 +42,7 @@ class RunElsewhere:
         return store
 
     def runs(self, family: str, id: str) -> list[str]:
-        """Return the names of the runs of an id that the store of the run has; none without a store. May be called on one rank.
-
-        Args:
-            family: `RunLayout.family`.
-            id: Identity of the run.
-        """
+        """Return the names of the runs of an id that the store of the run has; none without a store. May be called on one rank."""
         url = self._settings().checkpoint.remote.url
         return runs_of_id(self.connect(url), family, id) if url is not None else []
 
@@ -71,35 +56,18 @@ class RunElsewhere:
         )
 
     def has(self, name: str) -> bool:
-        """Whether the store of the run has a checkpoint of a name. May be called on one rank.
-
-        Args:
-            name: Such as `best`.
-        """
+        """Whether the store of the run has a checkpoint of a name. May be called on one rank."""
         home = self.sources.home
         return home is not None and name in home.listed.manifests | home.listed.pointers
 
     def bring_files(self, directory: Path, *, on_first: Callable[[Callable[[], None]], None]) -> None:
-        """Bring the metrics and other files of a run that goes on, so that its curves do where its machine was lost. Called on all ranks.
-
-        Args:
-            directory: The run directory.
-            on_first: Has the main process act for all ranks.
-        """
+        """Bring the metrics and other files of a run that goes on after its machine was lost. Called on all ranks.."""
         config = self._settings()
         if config.checkpoint.remote.url and config.auto_resume and not config.checkpoint.load_only:
             on_first(lambda: self.sources.bring_files(directory))
 
     def copy(self, directory: Path, manager: CheckpointManager | NoCheckpoints) -> None:
-        """Become the writer of the run in its store, and copy every save from now on; without a store do nothing. Called on all ranks.
-
-        Args:
-            directory: The run directory.
-            manager: Writes the checkpoints.
-
-        Raises:
-            RemoteError: If the store cannot be used, or another process writes this run.
-        """
+        """Become the writer of the run in its store, and copy every save from now on; without a store do nothing. Called on all ranks."""
         home, config = self.sources.home, self._settings()
         if home is None or config.checkpoint.load_only or isinstance(manager, NoCheckpoints):
             return
@@ -117,9 +85,5 @@ class RunElsewhere:
             self._mirror.run.store.starting = False
 
     def figures(self, step: int) -> Mapping[str, Mapping[str, float]]:
-        """Return what is logged of the copy, by group; nothing without one.
-
-        Args:
-            step: Committed updates of the run.
-        """
+        """Return what is logged of the copy, by group; nothing without one."""
         return self._mirror.figures(step) if self._mirror is not None else {}

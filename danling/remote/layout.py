@@ -114,11 +114,7 @@ class Listed:
 
 
 def listed(keys: Iterable[str]) -> Listed:
-    """Tell what lies below the prefix of a run's checkpoints. Keys of no known form are nobody's, and left out.
-
-    Args:
-        keys: Keys, relative to `RunLayout.checkpoints`.
-    """
+    """Tell what lies below the prefix of a run's checkpoints. Keys of no known form are nobody's, and left out."""
     manifests, objects, pointers, complete = set(), set(), set(), set()
     parts: dict[str, set[str]] = {}
     for key in keys:
@@ -143,17 +139,7 @@ def listed(keys: Iterable[str]) -> Listed:
 def unreferenced(
     found: Listed, *, digests: Collection[str], targets: Collection[str], spared: Collection[str] = ()
 ) -> list[str]:
-    """Return the keys that no name leads to, in the order in which they are to be removed: manifests before contents.
-
-    Args:
-        found: What is there.
-        digests: Contents that a manifest names.
-        targets: Targets that a pointer leads to.
-        spared: Digests and targets that stay all the same.
-
-    Returns:
-        Keys, relative to `RunLayout.checkpoints`.
-    """
+    """Return the keys that no name leads to, in the order in which they are to be removed: manifests before contents."""
     gone = [f"{OBJECTS}/{digest}" for digest in sorted(found.objects - {*digests, *spared})]
     for target in sorted(found.parts.keys() - {*targets, *spared}):
         manifest = f"{TARGETS}/{target}/{SUMS}"

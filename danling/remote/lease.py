@@ -32,19 +32,7 @@ CREATE, REPLACE = "If-None-Match", "If-Match"
 
 
 def unkept(store: RemoteStore, key: str, contents: Callable[[], bytes]) -> str | None:
-    """Try whether a store creates an object only once, and replaces it only where it is the expected one.
-
-    Args:
-        store: The store.
-        key: A key that nobody else has; the object is removed again.
-        contents: Returns what to put, never the same twice.
-
-    Returns:
-        The condition that it does not keep to; `None` where it keeps to both.
-
-    Raises:
-        RemoteError: If the store cannot be written at all.
-    """
+    """Try whether a store creates an object only once, and replaces it only where it is the expected one."""
     try:
         first = store.put_if_absent(key, contents())
         if not creates_once(store, key, contents):
@@ -178,14 +166,7 @@ def _born(pid: int) -> str:
 
 
 class Lease:
-    """The right to write a run in a store.
-
-    Args:
-        store: The store.
-        key: Key of the lock.
-        seconds: How long the lease holds without being renewed.
-        again: Whether a lease of this very process is taken over, as where a cell of a notebook makes the same run again.
-    """
+    """The right to write a run in a store."""
 
     def __init__(self, store: RemoteStore, key: str, *, seconds: float = SECONDS, again: bool = False) -> None:
         self._again = again
@@ -202,12 +183,7 @@ class Lease:
         """Whether the store keeps two writers apart."""
 
     def acquire(self) -> None:
-        """Become the writer, and stay it until `release`. Waits for one that has gone silent, as long as its lease holds.
-
-        Raises:
-            RemoteConflict: If another process writes there.
-            RemoteError: If the store cannot be written.
-        """
+        """Become the writer, and stay it until `release`. Waits for one that has gone silent, as long as its lease holds."""
         condition = unkept(self.store, _probe(self.key), lambda: Writer.me(SECONDS).text())
         self.is_exclusive = condition is None
         remove_probes(self.store, self.key)
@@ -340,12 +316,7 @@ def _now_there(store: RemoteStore, key: str) -> datetime:
 
 
 def remove_probes(store: RemoteStore, key: str) -> None:
-    """Remove the objects with which processes that were killed have tried a store.
-
-    Args:
-        store: The store.
-        key: Key of the lock that they lie beside.
-    """
+    """Remove the objects with which processes that were killed have tried a store."""
     found = [entry for entry in store.list(key.rpartition("/")[0], after=key) if entry.key.startswith(f"{key}{_PROBE}")]
     now = _now_there(store, key) if found else None
     for entry in found:

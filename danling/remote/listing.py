@@ -20,15 +20,7 @@ _COUNTED = "logs"
 
 
 def runs_below(store: RemoteStore, directory: Path) -> list[Run]:
-    """Return the runs at or below the URL of a store, sorted by name.
-
-    Args:
-        store: A client.
-        directory: An empty directory, which has what was read of them for as long as they are looked at.
-
-    Raises:
-        FileNotFoundError: If there is nothing at the URL.
-    """
+    """Return the runs at or below the URL of a store, sorted by name."""
     roots = [root for root in _runs(store, "", _DEPTH) if not root or is_plain_path(root)]
     for root in roots:
         _bring(store, root, directory / root)

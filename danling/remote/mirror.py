@@ -91,19 +91,6 @@ class CheckpointMirror:
 
     Nothing communicates. Each rank puts the files that it has written; rank 0 waits until the store lists all that the manifest names,
     puts the manifest, and then the pointers. An upload that fails is tried again, later and later, until a newer save takes its place.
-
-    Args:
-        directory: The directory of checkpoints on this machine.
-        run: What the store has of the run.
-        rank: Of this process.
-        alone: Whether it is the only one.
-        settings: What is copied.
-        before_commit: Called on rank 0 before a save is made visible: copies what belongs to it.
-
-    Attributes:
-        on_close: Called when nothing is copied any more.
-        lost: Returns why nothing may be written any more, as another process writes there now; `None` while all is well.
-        committed_step: Committed updates of the newest save that is safe; `None` before the first one.
     """
 
     def __init__(
@@ -158,10 +145,6 @@ class CheckpointMirror:
         """Remove the history that retention gives up, and what no name leads to; what cannot be removed, after the next save.
 
         Rank 0 alone, and never beside the thread.
-
-        Args:
-            up_to: See `RemoteRun.retire`.
-            spared: Digests and targets of saves that wait.
         """
         try:
             self.run.retire(keep=self.settings.keep_latest_k, up_to=up_to, spared=spared)
@@ -247,11 +230,7 @@ class CheckpointMirror:
                 logger.warning("The files of the run are not in %s as they are here: %s", self.run.url, error)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, and end.
-
-        Raises:
-            CheckpointError: If the last save is not in the store.
-        """
+        """Wait, and end."""
         try:
             self._close(timeout)
         finally:
@@ -283,15 +262,7 @@ class CheckpointMirror:
         return not self._waiting and self._running is None
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return how far the store is behind, and how fast it is written.
-
-        Args:
-            step: Committed updates of the run.
-
-        Returns:
-            `lag_steps`, the updates that would be lost with this machine; `bytes` that were uploaded by this rank, and
-            `bytes_per_second` while it did.
-        """
+        """Return how far the store is behind, and how fast it is written."""
         values = {"lag_steps": float(step - (self.committed_step or 0)), "bytes": float(self._bytes)}
         return values | ({"bytes_per_second": self._bytes / self._seconds} if self._seconds > 0 else {})
 

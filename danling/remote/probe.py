@@ -40,12 +40,7 @@ class Trial(NamedTuple):
 
 
 class Probe:
-    """Tries a store.
-
-    Args:
-        store: A client.
-        folder: An empty directory on this machine.
-    """
+    """Tries a store."""
 
     def __init__(self, store: RemoteStore, folder: Path) -> None:
         self._store = store
@@ -153,9 +148,6 @@ def _timed(name: str, trial: Callable[[], tuple[str, str]]) -> Trial:
 def lifecycle_rule(url: str) -> str:
     """Return how the store at a URL is told to remove the parts of uploads that a killed process has left: they are listed nowhere, and
     are paid for.
-
-    Args:
-        url: URL of a store.
     """
     parts = urlsplit(url)
     bucket, prefix = parts.netloc, parts.path.strip("/")

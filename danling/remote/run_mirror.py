@@ -31,19 +31,7 @@ _LOOK_SECONDS = 2.0
 
 
 class RunMirror:
-    """Copies a run to an object store. Constructed on all ranks; rank 0 alone holds the lease and makes saves visible.
-
-    Args:
-        store: The store.
-        layout: Keys of the run.
-        directory: The run directory.
-        manager: Writes the checkpoints.
-        settings: What is copied.
-        lease_seconds: How long the right to write holds without being renewed.
-
-    Raises:
-        RemoteError: If the store cannot be used, or another process writes this run.
-    """
+    """Copies a run to an object store. Constructed on all ranks; rank 0 alone holds the lease and makes saves visible."""
 
     def __init__(
         self,
@@ -91,11 +79,7 @@ class RunMirror:
             raise
 
     def begin(self) -> None:
-        """Copy what lies on the disk and is not in the store yet: what the run goes on from is safe before its first save. On all ranks.
-
-        Raises:
-            RemoteError: If the run begins from scratch, and the store holds one of its name.
-        """
+        """Copy what lies on the disk and is not in the store yet: what the run goes on from is safe before its first save. On all ranks."""
         self._manager.on_main(self._begin)
 
     def _begin(self) -> None:
@@ -131,11 +115,7 @@ class RunMirror:
                 self.mirror.saved(Saved(record.sequence, record.step, names))
 
     def figures(self, step: int) -> dict[str, dict[str, float]]:
-        """Return what is logged of the copy, by group; see `CheckpointMirror.figures`.
-
-        Args:
-            step: Committed updates of the run.
-        """
+        """Return what is logged of the copy, by group; see `CheckpointMirror.figures`."""
         return {"remote": self.mirror.figures(step)}
 
 
@@ -167,13 +147,7 @@ _FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json", "streams.
 
 
 class FileMirror:
-    """Copies the files of a run directory that have changed since they were copied last. On one thread.
-
-    Args:
-        store: The store.
-        layout: Keys of the run.
-        directory: The run directory.
-    """
+    """Copies the files of a run directory that have changed since they were copied last. On one thread."""
 
     def __init__(self, store: RemoteStore, layout: RunLayout, directory: Path) -> None:
         self._store = store
@@ -183,11 +157,7 @@ class FileMirror:
         self._unread: set[str] = set()
 
     def copy(self) -> None:
-        """Copy what has changed. A file that is being written to goes up as it is now, and again the next time.
-
-        Raises:
-            RemoteError: If the store does not take it.
-        """
+        """Copy what has changed. A file that is being written to goes up as it is now, and again the next time."""
         for path in run_files(self._directory):
             name = path.relative_to(self._directory).as_posix()
             try:
@@ -212,11 +182,7 @@ class FileMirror:
 
 
 def run_files(directory: Path) -> Iterator[Path]:
-    """Yield the files of a run directory that belong to the run, apart from its checkpoints.
-
-    Args:
-        directory: The run directory.
-    """
+    """Yield the files of a run directory that belong to the run, apart from its checkpoints."""
     for name in _FILES:
         if (directory / name).is_file():
             yield directory / name

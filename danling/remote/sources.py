@@ -35,14 +35,7 @@ _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
 class RemoteSources:
-    """Where a manager finds checkpoints in object stores: those of its run, and what a URL names.
-
-    Args:
-        directory: The directory of checkpoints of the run.
-        run_id: Identity of the run.
-        connect: Returns a client of a URL.
-        home: URL and keys of the run in the store that the checkpoints of this one are copied to; `None` without one.
-    """
+    """Where a manager finds checkpoints in object stores: those of its run, and what a URL names."""
 
     def __init__(
         self,
@@ -76,11 +69,7 @@ class RemoteSources:
                 logger.info("Brought %d files of the run from %s.", len(brought), self.home.url)
 
     def stored_seed(self, asked: str | None) -> int | None:
-        """Return the seed of the checkpoint that a run on an empty machine will resume from; `None` where there is none.
-
-        Args:
-            asked: The URL that is resumed from, or the name of a checkpoint; `None` takes the newest one.
-        """
+        """Return the seed of the checkpoint that a run on an empty machine will resume from; `None` where there is none."""
         if is_url(asked):
             place = place_of(str(asked))
             store, layout = self._connect(place.base), place.layout
@@ -96,14 +85,7 @@ class RemoteSources:
         return seed if isinstance(seed, int) else None
 
     def named(self, source: str | Path) -> tuple[list[CheckpointStore], str] | None:
-        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL.
-
-        Args:
-            source: What a user has named.
-
-        Raises:
-            CheckpointNotFound: If there is no run in the URL.
-        """
+        """Return the stores to look in for a URL, and the name to look for; `None` for what is no URL."""
         if not is_url(source):
             return None
         place = place_of(str(source))
@@ -118,11 +100,7 @@ class RemoteSources:
         return {True: [files], False: [targets], None: [files, targets]}[place.file]
 
     def bring_file(self, url: str) -> Path | None:
-        """Bring what another program wrote, and return where it lies now; `None` for the URL of a run. May be called on all ranks.
-
-        Args:
-            url: URL of a file of weights.
-        """
+        """Bring what another program wrote, and return where it lies now; `None` for the URL of a run. May be called on all ranks."""
         parent, _, name = url.rpartition("/")
         if not name.endswith(_WEIGHTS) or is_name(name.removesuffix(SUFFIX)):
             return None
@@ -134,15 +112,7 @@ class RemoteSources:
         return path
 
     def brought(self, url: str) -> Path:
-        """Bring a checkpoint that a URL names, and return its file or target.
-
-        Args:
-            url: The URL.
-
-        Raises:
-            CheckpointNotFound: If there is none.
-            CheckpointDamaged: If it is not what was written.
-        """
+        """Bring a checkpoint that a URL names, and return its file or target."""
         place = place_of(url)
         for store in self._named(place):
             found = store.find(place.name)
@@ -174,18 +144,7 @@ def local_copy(
     connect: Callable[[str], RemoteStore] = open_store,
     files: Sequence[str] = (),
 ) -> Iterator[Path]:
-    """Yield the path of a checkpoint: of a copy that was verified, where a URL names it. The copy is removed when the context ends.
-
-    Args:
-        source: A path, which is yielded as it is, or the URL of a run, of a checkpoint of it, or of a file of weights.
-        connect: Returns a client of a URL.
-        files: Directories of the run's other files that lie above the copy, as in a run directory, such as `metadata`.
-
-    Raises:
-        CheckpointNotFound: If there is no such checkpoint.
-        CheckpointDamaged: If it is not what was written.
-        RemoteError: If the store does not do what it is asked for.
-    """
+    """Yield the path of a checkpoint: of a copy that was verified, where a URL names it. The copy is removed when the context ends."""
     if not is_url(source):
         yield Path(source)
         return

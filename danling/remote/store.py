@@ -394,11 +394,7 @@ def _obstore() -> Any:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that names no store.
-
-    Raises:
-        RemoteError: If it does not.
-    """
+    """Refuse a URL that names no store."""
     found = _URL.match(url)
     scheme = found.group(1).lower() if found else ""
     parts = urlsplit(url)

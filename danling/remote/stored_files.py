@@ -14,17 +14,7 @@ from .store import RemoteObject, RemoteStore
 
 
 def bring_files(store: RemoteStore, layout: RunLayout, directory: Path, *, below: str = "") -> list[Path]:
-    """Bring what is missing in a run directory, or shorter there than in the store, so that its curves go on.
-
-    Args:
-        store: A client.
-        layout: Keys of the run.
-        directory: The run directory.
-        below: The directory in it whose files are meant; the empty text means all.
-
-    Returns:
-        The files that were brought.
-    """
+    """Bring what is missing in a run directory, or shorter there than in the store, so that its curves go on."""
     found = (
         (entry, entry.key[len(layout.files) + 1 :])
         for entry in store.list(layout.file(below) if below else layout.files)
@@ -34,14 +24,7 @@ def bring_files(store: RemoteStore, layout: RunLayout, directory: Path, *, below
 
 
 def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> Path | None:
-    """Bring an object to a directory, and return its path; `None` where as much of it lies there already.
-
-    Args:
-        store: A client.
-        found: The object.
-        name: Its path below the directory; one that leads out of it is left alone.
-        directory: The directory.
-    """
+    """Bring an object to a directory, and return its path; `None` where as much of it lies there already."""
     path = directory / name
     if not is_plain_path(name) or (storage.size_of(path) or -1) >= found.size:
         return None

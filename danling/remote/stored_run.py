@@ -45,12 +45,7 @@ class Described(NamedTuple):
 
 
 class StoredRun:
-    """The checkpoints of a run in a store. What was listed and read of it is remembered until `forget`.
-
-    Args:
-        store: A client.
-        layout: Keys of the run.
-    """
+    """The checkpoints of a run in a store. What was listed and read of it is remembered until `forget`."""
 
     def __init__(self, store: RemoteStore, layout: RunLayout) -> None:
         self.store = store
@@ -88,15 +83,7 @@ class StoredRun:
         ]
 
     def describe(self, name: str, *, file: bool) -> Described:
-        """Return what a name leads to.
-
-        Args:
-            name: The name.
-            file: Whether it is that of a file checkpoint.
-
-        Raises:
-            CheckpointDamaged: If it leads to nothing that is whole.
-        """
+        """Return what a name leads to."""
         if file:
             manifest = self._manifest(self.layout.manifest(name))
             if set(manifest.files) != {f"{name}{SUFFIX}"}:
@@ -133,19 +120,11 @@ class StoredRun:
         return self.layout.target_file(target, file)
 
     def chunks(self, found: Described, file: str) -> Iterator[memoryview]:
-        """Yield the contents of a file of a checkpoint.
-
-        Raises:
-            RemoteMissing: If it is not there.
-        """
+        """Yield the contents of a file of a checkpoint."""
         return self.store.chunks(f"{self.layout.checkpoints}/{self.key(found, file)}")
 
     def download(self, found: Described, file: str, writer: storage.HashingWriter) -> None:
-        """Write a file of a checkpoint.
-
-        Raises:
-            CheckpointDamaged: If it is missing, or is not what was written.
-        """
+        """Write a file of a checkpoint."""
         size, digest = found.manifest.files[file]
         try:
             for piece in self.chunks(found, file):
@@ -201,16 +180,7 @@ class Place:
 
 
 def place_of(url: str) -> Place:
-    """Return what a URL of a run, of its checkpoints, or of one of them means; nothing is asked of the store.
-
-    Args:
-        url: `BASE/lineage/id`, `BASE/lineage/id/checkpoints`, `.../checkpoints/best`, `.../checkpoints/best.pth`, or
-            `.../checkpoints/targets/TARGET`.
-
-    Raises:
-        RemoteError: If it names no store.
-        CheckpointNotFound: If there is no run in it.
-    """
+    """Return what a URL of a run, of its checkpoints, or of one of them means; nothing is asked of the store."""
     check_url(url)
     scheme, _, rest = url.partition("://")
     rest = urlsplit(url).path if scheme == "file" else rest
@@ -238,17 +208,7 @@ _NO_RUN = (
 
 
 def chosen(run: StoredRun, name: str, file: bool | None) -> Described:
-    """Return the checkpoint that a name means.
-
-    Args:
-        run: The run.
-        name: The name.
-        file: As in `Place`: without an answer it is the newer one where there are two of one name.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-        CheckpointDamaged: If it has no whole manifest.
-    """
+    """Return the checkpoint that a name means."""
     kinds: Iterable[bool] = (True, False) if file is None else (file,)
     there = {True: run.listed.manifests, False: run.listed.pointers | run.listed.complete}
     found = [run.describe(name, file=kind) for kind in kinds if name in there[kind]]

@@ -18,16 +18,7 @@ from .stored_run import Described, StoredRun, chosen, place_of
 
 
 def verify_stored(url: str, level: str, *, connect: Callable[[str], RemoteStore]) -> list[dict[str, Any]]:
-    """Return a verdict for each checkpoint that a URL means: `path`, `problems`, a `note`, and `step` and `epoch` where known.
-
-    Args:
-        url: URL of a run or of its checkpoints, which means all, or of one of them.
-        level: `"full"` reads everything, `"size"` lists it.
-        connect: Returns a client of a URL.
-
-    Raises:
-        CheckpointNotFound: If there is no checkpoint.
-    """
+    """Return a verdict for each checkpoint that a URL means: `path`, `problems`, a `note`, and `step` and `epoch` where known."""
     place = place_of(url)
     run = StoredRun(connect(place.base), place.layout)
     names = run.names()

@@ -44,9 +44,6 @@ class ConsoleHandler(logging.Handler):
     """Writes to what `sys.stderr` is at the moment, beside an open progress bar.
 
     It is silent where the program has configured the root logger to write to the terminal: the line is there already.
-
-    Args:
-        rank: Rank to name in front of the line; `None` for none.
     """
 
     def __init__(self, rank: int | None = None) -> None:

@@ -16,14 +16,7 @@ _COLOURS = ("#3f51b5", "#d9730d", "#2e7d32", "#8e24aa", "#00838f", "#c62828")
 
 
 class NotebookBar:
-    """Draws how far the run is, and its curves, into the output of a cell; has the methods of a bar of `tqdm` that `Progress` calls.
-
-    Args:
-        total: Steps of the whole run; `None` when not known.
-        initial: Steps done before.
-        clock: Seconds, monotonic.
-        show: Takes HTML and returns what replaces it by other HTML; the display of IPython by default.
-    """
+    """Draws how far the run is, and its curves, into the output of a cell; has the methods of a bar of `tqdm` that `Progress` calls."""
 
     def __init__(
         self,
@@ -44,32 +37,18 @@ class NotebookBar:
         self._replace = (show or _display)(self.html())
 
     def update(self, steps: int) -> None:
-        """Count steps, and draw now and then.
-
-        Args:
-            steps: How many were made since the last call.
-        """
+        """Count steps, and draw now and then."""
         self.step += steps
         self._draw()
 
     def set_description_str(self, text: str, refresh: bool = True) -> None:
-        """Set what stands above the bar.
-
-        Args:
-            text: The text.
-            refresh: Whether to draw at once.
-        """
+        """Set what stands above the bar."""
         self._text = text
         if refresh:
             self._draw(at_once=True)
 
     def curve(self, step: int, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Add points to the curves.
-
-        Args:
-            step: Step that they belong to.
-            values: Metrics by split.
-        """
+        """Add points to the curves."""
         for split, metrics in values.items():
             for name, value in metrics.items():
                 if name in self._curves or len(self._curves) < _MOST_PANELS:

@@ -34,11 +34,7 @@ def bar_is_open() -> bool:
 
 
 def beside_bar(stream: TextIO) -> AbstractContextManager[object]:
-    """Return a context in which `stream` can be written without tearing an open bar.
-
-    Args:
-        stream: Where the caller is going to write.
-    """
+    """Return a context in which `stream` can be written without tearing an open bar."""
     return _open_bars[-1].external_write_mode(file=stream) if _open_bars else nullcontext()
 
 

@@ -65,11 +65,7 @@ class SlowRank:
 
 
 def lost_times(times: Sequence[Sequence[float]]) -> list[LostTime]:
-    """Return what each rank costs the others.
-
-    Args:
-        times: Seconds of each rank by activity, as `ACTIVITIES`.
-    """
+    """Return what each rank costs the others."""
     if len(times) < 2:
         return [LostTime(0.0, "computing") for _ in times]
     busy = [sum(row[: len(ACTIVITIES)]) - row[_WAITING] for row in times]
@@ -92,14 +88,7 @@ def _middles_of_others(values: Sequence[float]) -> list[float]:
 
 
 class RankTimes:
-    """Collects what the ranks spend their time with, from one log line to the next, and judges it.
-
-    Args:
-        sampled: Returns the seconds by activity that were seen since its last call, and from how many looks.
-        hosts: Returns the machine of each rank, `None` where it is not known (yet).
-        share: Share of the time from which on a rank is named.
-        clock: Seconds, monotonic.
-    """
+    """Collects what the ranks spend their time with, from one log line to the next, and judges it."""
 
     def __init__(
         self,
@@ -118,11 +107,7 @@ class RankTimes:
         self._told_hosts: list[str | None] = []
 
     def own(self, waited_for_data: float) -> list[float]:
-        """Return the times of this rank since the last call, and the number of looks they come from, as the collective carries them.
-
-        Args:
-            waited_for_data: Seconds of it that this rank waited for batches, which are measured and not sampled.
-        """
+        """Return the times of this rank since the last call, and the number of looks they come from, as the collective carries them."""
         now = self._clock()
         elapsed, self._opened = now - self._opened, now
         seen, looks = self._sampled()
@@ -137,9 +122,6 @@ class RankTimes:
         """Return the rank that holds the others up, if it costs more than the share, with these rows and those before them.
 
         Times that were sampled are uncertain: what is too little to tell is kept until more was seen.
-
-        Args:
-            rows: What each rank returned from `own`.
         """
         if len(self._pending) != len(rows):
             self._pending = [[0.0] * len(row) for row in rows]
@@ -163,9 +145,6 @@ class RankTimes:
     def record(self, rows: Sequence[Sequence[float]]) -> dict[str, object]:
         """Return what `metrics.jsonl` has of them: seconds by activity, each a list by rank; and the hosts, where they are not those of
         the line before.
-
-        Args:
-            rows: What each rank returned from `own`.
         """
         record: dict[str, object] = {
             name: [round(row[index], 4) for row in rows] for index, name in enumerate(ACTIVITIES)
@@ -210,11 +189,7 @@ class RankRow:
 
 
 def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
-    """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each.
-
-    Args:
-        records: Lines of `metrics.jsonl`; those without times of ranks are passed over.
-    """
+    """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each."""
     totals: dict[tuple[int, str | None], list[float]] = {}
     lost: dict[tuple[int, str | None], dict[str, float]] = {}
     training = 0.0
@@ -236,11 +211,7 @@ def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
 
 
 def lost_curves(records: Sequence[Mapping[str, object]]) -> dict[int, tuple[list[float], list[float]]]:
-    """Return for each rank the updates up to which its times were added up, and the share of these times that it cost.
-
-    Args:
-        records: Lines of `metrics.jsonl`.
-    """
+    """Return for each rank the updates up to which its times were added up, and the share of these times that it cost."""
     curves: dict[int, tuple[list[float], list[float]]] = {}
     for stretch in _stretches(records):
         for rank, cost in enumerate(lost_times(stretch.times)):

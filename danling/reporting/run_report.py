@@ -76,15 +76,7 @@ class ReportFacts:
 
 
 class RunReport:
-    """Tells a reporter of one training after the other.
-
-    Args:
-        reporter: Who says it.
-        facts: What is shown.
-        domain: Ranks that train together.
-        counts_samples: Whether the samples of this rank count.
-        device: Device whose memory is reported.
-    """
+    """Tells a reporter of one training after the other."""
 
     def __init__(
         self,
@@ -112,17 +104,7 @@ class RunReport:
         description: Callable[[], Sequence[str]],
         rank_times: RankTimes | None = None,
     ) -> None:
-        """Begin to report a training.
-
-        Args:
-            name: What stands in front of the bar.
-            peak_flops: What one device could do at most, in FLOP/s; `None` when it is not known.
-            countable: Whether the operations of the model can be counted.
-            seconds_between_lines: Seconds at least from one log line to the next.
-            profiler: What profiles some updates.
-            description: Returns what is going to be trained, in a few lines.
-            rank_times: Collects what the ranks spend their time with; `None` where nobody looks.
-        """
+        """Begin to report a training."""
         facts, reporter, counters = self._facts, self.reporter, self._facts.counters()
         known = (facts.flops_per_token() or facts.flops_per_sample()) is not None
         reporter.flops.begin(peak_flops, known=known, countable=countable)
@@ -143,11 +125,7 @@ class RunReport:
                 logger.info("%s", line)
 
     def log_update(self, update: ReportedUpdate) -> None:
-        """Log the metrics of an update and the speed since the last line. One collective.
-
-        Args:
-            update: What became of it.
-        """
+        """Log the metrics of an update and the speed since the last line. One collective."""
         facts, counters = self._facts, self._facts.counters()
         facts.count_samples()
         self.reporter.log_update(
@@ -166,11 +144,7 @@ class RunReport:
         )
 
     def log_result(self, result: Mapping[str, Mapping[str, float]]) -> None:
-        """Log the metrics of an epoch or an evaluation.
-
-        Args:
-            result: Metrics by split.
-        """
+        """Log the metrics of an epoch or an evaluation."""
         facts = self._facts
         self.reporter.log_result(
             result,
@@ -182,11 +156,7 @@ class RunReport:
         )
 
     def say_ending(self, ending: str) -> None:
-        """Say how the training ended, and what it did.
-
-        Args:
-            ending: Such as `Finished`.
-        """
+        """Say how the training ended, and what it did."""
         counters = self._facts.counters()
         self.reporter.log_ending(
             ending, step=counters.global_step, samples=counters.samples, summary=self._facts.summary

@@ -272,13 +272,7 @@ class JsonlTracker:
 
 
 class JsonLines:
-    """A file of JSON objects with a `step`, one a line, which all attempts of a run share.
-
-    Args:
-        file: The file; its directory is created at the first `write`.
-        resume_step: Global step of the checkpoint that the run resumes from, after which lines are cut off; 0 or `None` starts the file
-            anew.
-    """
+    """A file of JSON objects with a `step`, one a line, which all attempts of a run share."""
 
     def __init__(self, file: PathLike, *, resume_step: int | None = None) -> None:
         self.file = Path(file)
@@ -286,14 +280,7 @@ class JsonLines:
         self._handle: int | None = None
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Append an object; it is handed to the operating system before this returns.
-
-        Args:
-            line: Plain values; `step` is among them.
-
-        Raises:
-            OSError: If the file cannot take the whole line, as on a full disk; it is then as it was before.
-        """
+        """Append an object; it is handed to the operating system before this returns."""
         content = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
             if self._handle is None:
@@ -473,11 +460,7 @@ def read_jsonl(file: PathLike) -> list[dict[str, object]]:
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the whole lines of a file; those of more than 16 MiB are left out.
-
-    Args:
-        file: Open for reading.
-    """
+    """Yield the whole lines of a file; those of more than 16 MiB are left out."""
     is_rest = False
     while line := file.readline(_LONGEST_LINE):
         is_whole = line.endswith(b"\n")
@@ -518,14 +501,7 @@ def _resume_policy(mode: str | None) -> Literal["allow"] | None:
 
 
 def require_package(package: str) -> None:
-    """Refuse to go on without a package that a tracker needs.
-
-    Args:
-        package: Its module, of which the name is the package's.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Refuse to go on without a package that a tracker needs."""
     if find_spec(package) is None:
         raise ImportError(
             f"Expected the package {package!r} to be installed. Received: no such package. Run `pip install {package}`."

@@ -29,9 +29,6 @@ def exclusive(path: Path) -> Iterator[None]:
     """Hold a lock against every other thread and process that asks for it; the death of its holder gives it back.
 
     The lock is one of the open file (`flock`), so that two objects of one process exclude each other too. Its file stays.
-
-    Args:
-        path: The file; its directory exists.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -49,13 +46,6 @@ def shared(path: Path, *, seconds: float) -> Iterator[None]:
     """Hold a lock beside other readers, and keep those out who ask for it by `exclusive`.
 
     Where its file can neither be opened nor made, and on a file system without locks, nobody writes through this library: nothing is held.
-
-    Args:
-        path: The file.
-        seconds: How long to wait for processes that write.
-
-    Raises:
-        TimeoutError: If they keep it longer.
     """
     handle = _open_to_share(path)
     try:

@@ -26,17 +26,6 @@ def capture_hidden_states(model: nn.Module, layers: Iterable[int | str]) -> Iter
     """Collect what layers of a model return, by forward hooks, which are removed on exit, also after an error.
 
     With a model of transformers, layer `i` gives `hidden_states[i + 1]`, but that the last layer's is the state before the final norm.
-
-    Args:
-        model: The model, without the wrapper of a stack.
-        layers: Places in its list of layers, from 0, negative ones from its end; or names of modules, as `named_modules` gives them.
-
-    Yields:
-        What each layer returned in the last forward, by what was given for it: a tensor, of a tuple the first one. It is that of the model,
-        not a copy, and empty before a forward.
-
-    Raises:
-        ValueError: If the model has no such layer.
     """
     captured: dict[int | str, Tensor] = {}
 

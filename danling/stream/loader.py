@@ -322,12 +322,7 @@ class StreamLoader:
         return self.pump is not None and self.pump()
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:
-        """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on.
-
-        Args:
-            refs: Samples of the window.
-            waits: Only where the producer waits for credit now.
-        """
+        """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on."""
         allowed = min((int(ref.meta["max_in_flight"]) for ref in refs if "max_in_flight" in ref.meta), default=None)
         if allowed is None or self.channel.ended() is not None:
             return
@@ -434,10 +429,7 @@ class StreamLoader:
                 self._durable = 0
 
     def _may_free(self) -> bool:
-        """Whether the log is this run's to free.
-
-        A loader whose position was only loaded may never be trained on: what training would refuse the log for is no error here.
-        """
+        """Whether the log is this run's to free."""
         if self._owns is None:
             try:
                 self._check_log()

@@ -41,15 +41,7 @@ class Captured:
 
 
 def by_sample(features: object, ids: Sequence[str]) -> list[Mapping[str, Tensor]]:
-    """Return what `capture` returned, a mapping for each sample.
-
-    Args:
-        features: Tensors by name, with the samples along their first dimension; or a list with such a mapping for each sample.
-        ids: The samples.
-
-    Raises:
-        ValueError: If it is neither, or of another number of samples.
-    """
+    """Return what `capture` returned, a mapping for each sample."""
     if isinstance(features, Mapping):
         for name, tensor in features.items():
             _check_tensor(name, tensor, ids[0])
@@ -96,14 +88,6 @@ def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str,
     Names, dtypes and numbers of dimensions are the same in all samples, and so is the last dimension, the width of a state. Other
     dimensions, such as the length of a sequence, may differ; so may the only dimension of integers, and of what is as long as another
     feature of the first sample, such as a mask over its tokens.
-
-    Args:
-        sample: The sample.
-        specs: Shapes and dtypes of its features.
-        first: Those of the first sample.
-
-    Raises:
-        ValueError: If they differ; the message names the sample.
     """
     for name in sorted({**specs, **first}):
         one, other = specs.get(name), first.get(name)
@@ -134,14 +118,7 @@ def _differs(sample: str, expected: str, received: object) -> ValueError:
 
 
 class Publisher:
-    """Puts features into a store and their references into the log, as far as the credit goes.
-
-    Args:
-        store: The store.
-        channel: The log.
-        max_in_flight: Samples in the log that no durable checkpoint of the trainer lies behind, at most; `None` for no limit.
-        part: Which of several producers this is: objects of two never have one name.
-    """
+    """Puts features into a store and their references into the log, as far as the credit goes."""
 
     def __init__(self, store: FeatureStore, channel: RefChannel, *, max_in_flight: int | None, part: int = 0) -> None:
         self._store = store
@@ -157,14 +134,7 @@ class Publisher:
         return max(self._max_in_flight - (self._channel.published() - self._channel.committed()), 0)
 
     def check(self, samples: Sequence[Captured]) -> list[SampleRef]:
-        """Return the references of samples, once all of them are as the log has them.
-
-        Args:
-            samples: The samples.
-
-        Raises:
-            ValueError: If one is not; the message names it.
-        """
+        """Return the references of samples, once all of them are as the log has them."""
         refs = []
         for sample in samples:
             if _ALLOWED in sample.meta or not sample.features:
@@ -183,17 +153,7 @@ class Publisher:
         return refs
 
     def publish(self, refs: Sequence[SampleRef], samples: Sequence[Captured], *, since: int = 0) -> int:
-        """Store samples and append them to the log; return how many of them were new there.
-
-        Args:
-            refs: What `check` returned.
-            samples: The samples.
-            since: Samples that the log held when none of these was among them.
-
-        Raises:
-            BufferError: If the store is full.
-            RuntimeError: If the log has ended.
-        """
+        """Store samples and append them to the log; return how many of them were new there."""
         # Another producer, or another rank of this one, may have published some of them since they were found to be new.
         new = [pair for pair in zip(refs, samples, strict=True) if not self._channel.holds(pair[0].id)]
         stored = self._store_many(new)
@@ -214,11 +174,7 @@ class Publisher:
             return [self._put(ref, sample.features) for ref, sample in new]
 
     def _put(self, ref: SampleRef, features: Mapping[str, Tensor]) -> tuple[SampleRef, list[str]]:
-        """Store a sample; return its reference, and the names of objects that hold other bits of it.
-
-        A producer that was killed between store and log has left such ones, as a device may make them, and one that lives may still
-        append the sample with its own.
-        """
+        """Store a sample; return its reference, and the names of objects that hold other bits of it."""
         others: list[str] = []
         while True:
             name = self._object_id(ref.id, len(others))
@@ -246,19 +202,7 @@ class Publisher:
 
 
 class Production:
-    """One pass of a producer, a step at a time.
-
-    Args:
-        publisher: Where samples go to.
-        channel: The log.
-        batches: Yields the new samples of a batch at a time; they are made when they are asked for.
-
-    Attributes:
-        made: Samples that this process has appended to the log.
-        waited: Seconds that were waited for credit.
-        repeated: Samples that this pass has met more than once, as far as it knows; see `meet`.
-        gave_up: Whether a wait for credit was given up, and with it the samples that were made and not published.
-    """
+    """One pass of a producer, a step at a time."""
 
     def __init__(self, publisher: Publisher, channel: RefChannel, batches: Iterator[list[Captured]]) -> None:
         self.made = 0
@@ -281,9 +225,6 @@ class Production:
         They are counted, and their ids not kept: a pass meets each sample of the log that it has not appended itself at most once, so that
         when it has met more than there are, some came again. Where the log was empty and has no other producer, the first one that comes
         again is known at once; else only once the pass has met as many as others have appended.
-
-        Args:
-            number: How many these were.
         """
         self._met += number
         repeated = max(self._met - (self._channel.published() - self.made), 0)
@@ -292,11 +233,7 @@ class Production:
         return repeated
 
     def advance(self) -> Progress:
-        """Make one batch, or publish as much of the last one as the credit allows; never waits.
-
-        Raises:
-            BufferError: If a sample alone is larger than the store.
-        """
+        """Make one batch, or publish as much of the last one as the credit allows; never waits."""
         if not self._samples:
             self._since = self._channel.published()
             samples = next(self._batches, None)
@@ -333,19 +270,7 @@ class Production:
         leaving: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> bool:
-        """Make everything, waiting for credit; return whether the pass has come to its end, `False` where it was stopped.
-
-        Args:
-            idle_seconds: How long no credit may come back.
-            stopping: Asked before each batch.
-            made: Called after each batch.
-            leaving: Asked in waits for credit. A wait that is given up, or in which the log says that it was stopped, leaves its samples
-                unpublished; what comes next is for `stopping` to say, which may have to ask other ranks.
-            clock: Seconds, monotonic.
-
-        Raises:
-            TimeoutError: If no credit came back for so long.
-        """
+        """Make everything, waiting for credit; return whether the pass has come to its end, `False` where it was stopped."""
         while not stopping():
             progress = self.advance()
             if progress == "done":

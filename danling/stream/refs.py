@@ -52,11 +52,7 @@ class TensorSpec:
 
 
 def check_id(sample: str) -> None:
-    """Check that the id of a sample can be written into a log.
-
-    Raises:
-        ValueError: If it is no valid Unicode, as the name of a file that is none.
-    """
+    """Check that the id of a sample can be written into a log."""
     try:
         sample.encode()
     except UnicodeEncodeError as error:

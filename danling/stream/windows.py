@@ -53,13 +53,7 @@ class Part:
 
 
 def parts_of(window: Window, division: Division, rank: int) -> list[Part]:
-    """Return the micro-batches of a rank: as many as every other one makes, with padding where a rank has fewer samples.
-
-    Args:
-        window: The samples of the update.
-        division: How a full window is divided.
-        rank: Which share.
-    """
+    """Return the micro-batches of a rank: as many as every other one makes, with padding where a rank has fewer samples."""
     samples = len(window.refs)
     cuts = list(zip(division.cut(samples, rank), division.totals(samples), strict=True))
     return [
@@ -79,19 +73,6 @@ class WindowReader:
 
     A window is opened once the log holds all of it. A shorter one is the last one, and is opened once the log says that it is
     complete: both are facts of the log that never change, so every rank that looks comes to the same windows, whenever it looks.
-
-    Args:
-        channel: The log.
-        samples: Samples of a full window.
-        start: Where the first one begins.
-        idle_seconds: How long the log may stand still while a window is waited for.
-        waiting: Called again and again while it is waited, with the place of the window; returns whether it has brought the log forward
-            itself.
-        waited: Called after a wait that has come to its end.
-        clock: Seconds, monotonic.
-
-    Attributes:
-        waited: Seconds that were waited so far.
     """
 
     def __init__(
@@ -115,15 +96,7 @@ class WindowReader:
         self._published = 0
 
     def open(self, *, wait: bool) -> Window | None:
-        """Return the next window; `None` where the log is at its end, and without waiting where it is not there yet.
-
-        Args:
-            wait: Whether to wait for it.
-
-        Raises:
-            RuntimeError: If the producer has failed or was stopped, and so the window does not come.
-            TimeoutError: If nothing came for so long.
-        """
+        """Return the next window; `None` where the log is at its end, and without waiting where it is not there yet."""
         start, stop = self._next, self._next + self._samples
         if self._published < stop:
             before = self.waited

@@ -45,11 +45,7 @@ _CODE = tuple[str, str]
 
 
 class ThreadSleep:
-    """Tells whether a thread of this process sleeps, from the kernel's table; where there is none, it is not known.
-
-    Args:
-        native_id: Number of the thread, as `threading.get_native_id`.
-    """
+    """Tells whether a thread of this process sleeps, from the kernel's table; where there is none, it is not known."""
 
     def __init__(self, native_id: int) -> None:
         try:
@@ -146,11 +142,7 @@ class StackReader:
 
 
 def kind_of(file: str) -> int:
-    """Return what the functions of a source file do, for a thread whose stack ends in them.
-
-    Args:
-        file: Path of the file.
-    """
+    """Return what the functions of a source file do, for a thread whose stack ends in them."""
     if file.startswith(_COMMUNICATION):
         return _WAITS
     if file == _ENGINE:

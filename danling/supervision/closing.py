@@ -6,11 +6,7 @@ from contextlib import ExitStack
 
 
 class Closers(ExitStack):
-    """Closes what was opened, last opened first; if one of them fails, the others are closed all the same.
-
-    Attributes:
-        closed: Whether it was closed.
-    """
+    """Closes what was opened, last opened first; if one of them fails, the others are closed all the same."""
 
     closed = False
 

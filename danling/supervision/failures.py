@@ -72,12 +72,7 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def users_traceback(error: BaseException, trace: TracebackType | None) -> str:
-    """Return a traceback without the frames inside of danling and torch: the user's own, and where it was raised.
-
-    Args:
-        error: The exception.
-        trace: Its traceback.
-    """
+    """Return a traceback without the frames inside of danling and torch: the user's own, and where it was raised."""
     told = traceback.TracebackException(type(error), error, trace)
     left_out = 0 if os.environ.get("DANLING_FULL_TRACEBACK") else _trim(told)
     note = f"({left_out} frames inside of danling and torch are left out; DANLING_FULL_TRACEBACK=1 shows them)\n"

@@ -90,11 +90,7 @@ class Standing:
 
     @classmethod
     def parsed(cls, text: str | None) -> Standing | None:
-        """Return what a note says; `None` without one, or where it was taken back.
-
-        Args:
-            text: The note.
-        """
+        """Return what a note says; `None` without one, or where it was taken back."""
         return cls(**json.loads(text)) if text else None
 
 
@@ -377,11 +373,7 @@ class _CpuTime:
 
 
 def fate_of(pid: int) -> str:
-    """Return what became of a process of this machine.
-
-    Args:
-        pid: Its number.
-    """
+    """Return what became of a process of this machine."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
@@ -399,11 +391,7 @@ def fate_of(pid: int) -> str:
 
 
 def described(standing: Standing) -> str:
-    """Return what a rank does, in a few words.
-
-    Args:
-        standing: What it noted.
-    """
+    """Return what a rank does, in a few words."""
     if standing.waits:
         return f"waits in {_waited_in(standing)}"
     return f"at {standing.place}" + (f" ({standing.excuse})" if standing.excuse else "")
@@ -415,14 +403,7 @@ def _waited_in(standing: Standing) -> str:
 
 
 def report(head: str, signs: Mapping[int, Standing | None], silent: Mapping[int, str], directory: Path) -> str:
-    """Return what is said of a training that stands still: the stacks, then who waits, and last who they wait for.
-
-    Args:
-        head: What it is about.
-        signs: What the ranks say, `None` for those that give no sign.
-        silent: What is known of those that give none.
-        directory: Where the stacks of all threads lie.
-    """
+    """Return what is said of a training that stands still: the stacks, then who waits, and last who they wait for."""
     there = {rank: sign for rank, sign in signs.items() if sign is not None}
     lines = [f"{head}. The stacks of all threads are in {directory}."]
     for stack, ranks in _alike(there, lambda sign: sign.stack):
@@ -456,11 +437,7 @@ def _named(ranks: list[int], there: Mapping[int, Standing]) -> str:
 
 
 def spans(ranks: list[int]) -> str:
-    """Return numbers in short: `0-2, 5`.
-
-    Args:
-        ranks: The numbers, sorted.
-    """
+    """Return numbers in short: `0-2, 5`."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

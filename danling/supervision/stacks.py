@@ -41,32 +41,20 @@ _EXCUSES = {
 
 
 def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a stack, the innermost first.
-
-    Args:
-        frame: The innermost one.
-    """
+    """Yield the frames of a stack, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def excuse_of(frame: FrameType | None) -> str:
-    """Return why what a thread does may take any time; an empty text where nothing says so.
-
-    Args:
-        frame: Its innermost frame.
-    """
+    """Return why what a thread does may take any time; an empty text where nothing says so."""
     files = {found.f_code.co_filename for found in frames_of(frame)}
     return next((name for name, parts in _EXCUSES.items() if any(part in file for part in parts for file in files)), "")
 
 
 def collective_of(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective that a thread waits in and where it was called; two empty texts where it is in none.
-
-    Args:
-        frame: Its innermost frame.
-    """
+    """Return the collective that a thread waits in and where it was called; two empty texts where it is in none."""
     name = ""
     for found in frames_of(frame):
         code = found.f_code
@@ -90,11 +78,7 @@ def _is_between(file: str) -> bool:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Return where a thread is: in the innermost function that is of no library, else in the innermost one.
-
-    Args:
-        frame: Its innermost frame.
-    """
+    """Return where a thread is: in the innermost function that is of no library, else in the innermost one."""
     found = list(frames_of(frame))
     own = [one for one in found if not one.f_code.co_filename.startswith((_STANDARD, _TORCH, _DANLING, "<"))]
     own = [one for one in own if "-packages" not in one.f_code.co_filename]
@@ -107,22 +91,14 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def spot(frame: FrameType) -> str:
-    """Return file, line and function of a frame, and what stands there.
-
-    Args:
-        frame: The frame.
-    """
+    """Return file, line and function of a frame, and what stands there."""
     code, line = frame.f_code, frame.f_lineno
     text = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line} in {code.co_name}" + (f" ({text})" if text else "")
 
 
 def stack_text(frame: FrameType | None) -> str:
-    """Return a stack as Python prints it, the innermost frame last; of a long one what is nearest.
-
-    Args:
-        frame: The innermost frame.
-    """
+    """Return a stack as Python prints it, the innermost frame last; of a long one what is nearest."""
     return "".join(traceback.format_stack(frame, _MOST_FRAMES)) if frame is not None else ""
 
 

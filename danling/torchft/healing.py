@@ -119,13 +119,7 @@ class Healing:
 
 
 def packed(payload: Mapping[str, object], buffers: Iterable[Tensor]) -> dict[str, object]:
-    """Return a state with the shards of this rank as plain tensors, without communication.
-
-    Args:
-        payload: The state.
-        buffers: Buffers of the model. They are copied, since the state is read while this group makes its forward, which changes
-            buffers and nothing else.
-    """
+    """Return a state with the shards of this rank as plain tensors, without communication."""
     changing = {buffer.data_ptr() for buffer in buffers}
 
     def plain(tensor: Tensor) -> Tensor:
@@ -142,12 +136,7 @@ def laid_out_like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dic
 
 
 def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
-    """Return the state of an optimizer by parameter name, with moments divided as the parameters of this rank are.
-
-    Args:
-        state: `state` by parameter name and `param_groups`, as `packed` left it.
-        parameters: Those of this rank by name.
-    """
+    """Return the state of an optimizer by parameter name, with moments divided as the parameters of this rank are."""
     entries = {
         name: {key: _shard_like(value, parameters.get(name)) for key, value in own.items()}
         for name, own in state["state"].items()

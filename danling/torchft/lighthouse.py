@@ -27,20 +27,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
 class Membership:
-    """The manager of TorchFT of one rank, its process group and its store. Construct on all ranks of the group.
-
-    Args:
-        lighthouse: Address of the lighthouse.
-        group: All ranks of this group.
-        backend: `"gloo"` or `"nccl"`, between the groups.
-        timeout: Seconds that a collective between the groups may take.
-        quorum_timeout: Seconds to wait for the other groups, and for another group to fetch a state.
-        replica_id: Name of this group; names order the groups.
-        min_replica_size: Groups that an update needs.
-        state_dict: Returns the state that another group heals from.
-        load_state_dict: Takes such a state.
-        asked_to_stop: Whether this rank is to stop waiting for the other groups.
-    """
+    """The manager of TorchFT of one rank, its process group and its store. Construct on all ranks of the group."""
 
     def __init__(
         self,
@@ -94,11 +81,7 @@ class WaitAbandonedError(Exception):
 
 
 def _agree_to_wait(group: Domain, waits: bool, stops: bool) -> bool:
-    """Return whether a rank of the group still waits for the quorum. Call on all ranks of the group.
-
-    Raises:
-        WaitAbandonedError: On all ranks, where one waits that is asked to stop.
-    """
+    """Return whether a rank of the group still waits for the quorum. Call on all ranks of the group."""
     waiting, stopping = group.all_reduce(torch.tensor([float(waits), float(stops)], dtype=torch.float64)).tolist()
     if stopping:
         raise WaitAbandonedError
@@ -123,16 +106,6 @@ def check_sizes(own: str, ids: Sequence[str], *, is_behind: bool, groups_ahead: 
 
     All ranks of a group decide alike, from what all of them are told. A group that trains stays; where groups begin together, those
     stay that have as many ranks as the one with the lowest name.
-
-    Args:
-        own: The name of this group, from `sized_replica_id`.
-        ids: The names of all groups that meet, each with what TorchFT adds to it.
-        is_behind: Whether another group has made more updates than this one.
-        groups_ahead: How many groups have made the most updates.
-
-    Raises:
-        ReplicaSizeError: If it is this group that does not fit.
-        OtherSizeMet: If it is another one.
     """
     names = sorted(member.partition(":")[0] for member in ids)
     sizes = [_ranks_of(name) for name in names]
@@ -246,11 +219,7 @@ class _CheckedClient:
 
 
 def require_torchft() -> None:
-    """Import torchft.
-
-    Raises:
-        ImportError: If it is not installed, with what installs it.
-    """
+    """Import torchft."""
     try:
         import torchft  # noqa: F401
     except ImportError as error:
@@ -260,11 +229,7 @@ def require_torchft() -> None:
 
 
 def lighthouse_address() -> str:
-    """Return the address of the lighthouse.
-
-    Raises:
-        ValueError: If the environment does not name one.
-    """
+    """Return the address of the lighthouse."""
     address = os.environ.get(LIGHTHOUSE, "")
     if not address:
         raise ValueError(
@@ -275,11 +240,7 @@ def lighthouse_address() -> str:
 
 
 def address_towards(url: str) -> str:
-    """Return the address under which this machine is seen from where `url` leads: no look-up of its own name is needed.
-
-    Args:
-        url: Such as `http://host:port`.
-    """
+    """Return the address under which this machine is seen from where `url` leads: no look-up of its own name is needed."""
     found = socket.getaddrinfo(*_host_and_port(url), type=socket.SOCK_DGRAM)
     family, kind, protocol, _, target = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -290,15 +251,7 @@ def address_towards(url: str) -> str:
 
 
 def reach(url: str, timeout: float) -> None:
-    """Find out whether anything listens where `url` leads.
-
-    Args:
-        url: Such as `http://host:port`.
-        timeout: Seconds to wait.
-
-    Raises:
-        OSError: If nothing does.
-    """
+    """Find out whether anything listens where `url` leads."""
     socket.create_connection(_host_and_port(url), timeout=timeout).close()
 
 

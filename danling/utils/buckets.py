@@ -23,18 +23,7 @@ def _nothing(_: Tensor) -> Hashable:
 def bucketed(
     tensors: Iterable[T], key: Callable[[Tensor], Hashable] = _nothing, *, limit: int = _BYTES
 ) -> list[list[T]]:
-    """Return tensors in lists of one dtype, device and key, in the same order on every rank that has the same tensors.
-
-    Args:
-        tensors: Of any shape; of a sharded one its local part counts.
-        key: What else the tensors of a list have in common, such as the ranks that they are summed over.
-        limit: Bytes of a list at most, unless a single tensor has more.
-
-    Examples:
-        >>> small, large = torch.zeros(2), torch.zeros(5)
-        >>> [len(bucket) for bucket in bucketed([small, small, large], limit=20)]
-        [2, 1]
-    """
+    """Return tensors in lists of one dtype, device and key, in the same order on every rank that has the same tensors."""
     buckets: list[list[T]] = []
     current: dict[Hashable, list[T]] = {}
     sizes: dict[Hashable, int] = {}
@@ -55,12 +44,7 @@ def flattened(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
-    """Write the elements of a flat tensor into others, one after another.
-
-    Args:
-        flat: Of one dimension, with at least as many elements as the targets have together.
-        targets: Of any shape.
-    """
+    """Write the elements of a flat tensor into others, one after another."""
     start = 0
     for target in targets:
         target.copy_(flat[start : start + target.numel()].view(target.shape))

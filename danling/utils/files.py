@@ -21,12 +21,7 @@ TEXT_LIMIT = 64 << 20
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk.
-
-    Args:
-        path: The file, in a directory that exists.
-        data: Its contents.
-    """
+    """Replace a small file atomically: a reader sees the old contents or the new ones. The directory entry is not synced to disk."""
     raw = data.encode() if isinstance(data, str) else data
     staged = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     # 0666 less the umask, as any other file: not the 0600 of `tempfile`, and not more than the user allows.
@@ -43,16 +38,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
-    """Return a text file in UTF-8. Every file of text that another process or person may have written is read by this function.
-
-    Args:
-        path: The file.
-        limit: The most bytes that it may have.
-
-    Raises:
-        OSError: If it cannot be opened, or is no regular file.
-        ValueError: If it is larger, or is not UTF-8.
-    """
+    """Return a text file in UTF-8. Every file of text that another process or person may have written is read by this function."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -61,11 +47,7 @@ def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears.
-
-    Raises:
-        OSError: If it cannot be opened, or is no regular file.
-    """
+    """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
@@ -74,11 +56,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link in a place where this library writes and removes files: what it leads to belongs to the user.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a link in a place where this library writes and removes files: what it leads to belongs to the user."""
     if os.path.islink(path):
         raise ValueError(
             f"Expected no link at {path}, where files are written and removed. Received: a link to {os.readlink(path)}. Move what it leads "
@@ -94,14 +72,7 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def write_error(what: str, path: Path, error: OSError, *, room: str = "Free space there") -> OSError:
-    """Return an error of a write that says what to do.
-
-    Args:
-        what: What was written, for the message.
-        path: Where.
-        error: The error of the system.
-        room: What to do about a full disk.
-    """
+    """Return an error of a write that says what to do."""
     code = error.errno or errno.EIO
     mend = room if code in _FULL else "Make it writable for this process"
     return OSError(
@@ -113,10 +84,6 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
     """Rename anything that blocks a path where a file or a directory is needed, and log its new path.
 
     A link counts as what it leads to; a dangling link is renamed itself.
-
-    Args:
-        files: Paths where regular files are needed.
-        directories: Paths where directories are needed.
     """
     for paths, is_fitting in ((files, os.path.isfile), (directories, os.path.isdir)):
         for path in paths:

@@ -20,10 +20,6 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
     Importing torch takes seconds; what needs no torch, such as most of the command line, should not wait for it. Bind the
     two under `if not TYPE_CHECKING`, with plain imports for type checkers beside them: a `__getattr__` that type checkers
     see would let every misspelled name pass.
-
-    Args:
-        package: `__name__` of the package.
-        homes: Public names by the submodule that defines them, or by the whole name of a module elsewhere.
     """
     home = {name: module for module, names in homes.items() for name in names}
 

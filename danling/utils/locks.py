@@ -81,9 +81,6 @@ class FileLock:
     The file says who holds it, and is removed when the lock is given back.
 
     Where the file system knows no locks, that is warned about once and the lock counts as taken; `works` then says no.
-
-    Args:
-        file: The file; its directory exists, or is made when the lock is taken.
     """
 
     def __init__(self, file: Path) -> None:
@@ -100,12 +97,7 @@ class FileLock:
         return self._finalizer is not None and self._finalizer.alive
 
     def acquire(self) -> bool:
-        """Take it if nobody has it, without waiting, and return whether this process has it now.
-
-        Raises:
-            OSError: If the file cannot be made.
-            ValueError: If there is a link in its place.
-        """
+        """Take it if nobody has it, without waiting, and return whether this process has it now."""
         if self.held:
             return True
         path = self.file.parent.resolve() / self.file.name
@@ -175,9 +167,6 @@ class FileLock:
         """Take it as soon as it is free, at the latest after `seconds`; return whether this process has it now.
 
         A wait that is longer than a moment is told of, with the holder.
-
-        Args:
-            seconds: How long to wait; 0 tries once.
         """
         start = time.monotonic()
         told = False

@@ -10,9 +10,5 @@ def canonical_name(name: str, *, wrappers: frozenset[str] = WRAPPER_SEGMENTS - {
     """Return `name` without wrapper segments.
 
     `module` is left alone by default: a user's own submodule may be called so. Unwrap DDP itself before asking for names.
-
-    Args:
-        name: A dotted parameter or buffer name.
-        wrappers: The segments to drop.
     """
     return ".".join(segment for segment in name.split(".") if segment not in wrappers)

@@ -19,24 +19,13 @@ _CLOSING = (yaml.events.MappingEndEvent, yaml.events.SequenceEndEvent)
 
 
 def parse_yaml(text: str) -> object:
-    """Return the content of YAML, read by the safe loader.
-
-    Raises:
-        ValueError: As for `check_yaml`.
-        yaml.YAMLError: If it is no YAML.
-    """
+    """Return the content of YAML, read by the safe loader."""
     check_yaml(text)
     return yaml.load(text, Loader=_LOADER)
 
 
 def check_yaml(text: str) -> None:
-    """Refuse YAML that costs more than its size: a few aliases of aliases stand for billions of values.
-
-    Raises:
-        ValueError: If it is nested deeper than 200 levels (libyaml's stack would overflow, which no Python code can catch), has more than
-            500,000 values with its aliases written out, or refers to itself.
-        yaml.YAMLError: If it is no YAML.
-    """
+    """Refuse YAML that costs more than its size: a few aliases of aliases stand for billions of values."""
     nodes = 0
     open_nodes: list[tuple[str | None, int]] = []
     sizes: dict[str | None, int] = {}
@@ -68,9 +57,6 @@ def yaml_text(value: object) -> str:
 
     The bytes are those of PyYAML's own emitter. libyaml, which takes a tenth of its time, writes what it writes alike: its keys differ
     where they are empty or long, its text where it is not ASCII or has line ends, tabs and the like, and a document of one value.
-
-    Args:
-        value: Dictionaries, lists, strings, numbers, booleans and `None`.
     """
     alike = isinstance(value, (dict, list)) and _is_written_alike(value)
     dumper = _QUICK_DUMPER if alike else yaml.SafeDumper
@@ -91,11 +77,7 @@ def _is_plain_key(key: object) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the content of JSON.
-
-    Raises:
-        ValueError: If it is none, is nested too deeply, has more than 10,000,000 values, or a number that no float can have.
-    """
+    """Return the content of JSON."""
     marks = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
     if sum(map(text.count, marks)) > _MOST_VALUES:  # type: ignore[arg-type]
         raise ValueError(f"it has more than {_MOST_VALUES:,} values")

@@ -8,13 +8,7 @@ from collections.abc import Callable
 
 
 class Paced:
-    """Says whether a line is due: the first ones are, then one in so many seconds.
-
-    Args:
-        seconds: Seconds at least from one line to the next.
-        burst: Lines that are due at any pace.
-        clock: Seconds, monotonic.
-    """
+    """Says whether a line is due: the first ones are, then one in so many seconds."""
 
     def __init__(self, seconds: float, *, burst: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = seconds

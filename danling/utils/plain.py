@@ -11,9 +11,6 @@ def to_plain(value: object) -> object:
     """Return `value` made of dictionaries with string keys, lists, strings, numbers, booleans and `None` only.
 
     Tensors and arrays become numbers or lists; what has no plain form (a path, a class, an enum) becomes its string.
-
-    Args:
-        value: Anything; it is not changed.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -32,13 +29,7 @@ def to_plain(value: object) -> object:
 
 
 def flatten(values: Mapping[str, object], prefix: str = "", *, keeps_empty: bool = False) -> dict[str, Any]:
-    """Return nested mappings as one, by dotted key.
-
-    Args:
-        values: The mappings.
-        prefix: Dotted key that they lie under, with a dot at its end.
-        keeps_empty: Whether a mapping without entries is a value of its own; else it is left out.
-    """
+    """Return nested mappings as one, by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and (value or not keeps_empty):

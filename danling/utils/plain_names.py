@@ -15,10 +15,6 @@ def plain_path(name: object) -> str:
     """Return a name that is a plain relative path: parts with a slash between them, none of which leads upwards.
 
     Every reader that opens, writes, renames or removes a file by a name from a file calls this or `plain_name` first.
-
-    Raises:
-        ValueError: If it begins with a slash or a drive, has an empty part, `.` or `..`, a backslash or a control character, or is no
-            text or longer than a file system takes.
     """
     if not isinstance(name, str) or not is_plain_path(name):
         shown = repr(name[:80] if isinstance(name, str) else type(name).__name__)
@@ -27,11 +23,7 @@ def plain_path(name: object) -> str:
 
 
 def plain_name(name: object) -> str:
-    """Return a name that is a plain relative path of one part: a file in the directory itself.
-
-    Raises:
-        ValueError: As `plain_path`, and if it has a slash.
-    """
+    """Return a name that is a plain relative path of one part: a file in the directory itself."""
     plain = plain_path(name)
     if "/" in plain:
         raise ValueError(f"{plain[:80]!r} is no plain name of a file in the directory itself")

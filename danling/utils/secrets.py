@@ -19,14 +19,6 @@ def names_secret(key: str, listed: Collection[str] = ()) -> bool:
 
     `token`, `api_key`, `password`, `secret`, `credential` and `credentials` do, and what ends in `_token`, `_api_key`, `_password` or
     `_secret`; `pad_token_id`, `num_tokens` and `tokenizer` do not.
-
-    Args:
-        key: The dotted key.
-        listed: Further names, or dotted keys.
-
-    Examples:
-        >>> [names_secret(key) for key in ("hub.token", "wandb.api_key", "model.pad_token_id", "tokenizer")]
-        [True, True, False, False]
     """
     name = key.rpartition(".")[2]
     lower = name.lower().replace("-", "_")
@@ -34,13 +26,7 @@ def names_secret(key: str, listed: Collection[str] = ()) -> bool:
 
 
 def without_secrets(settings: Mapping[str, object], listed: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Return settings without the text under keys that name a secret; numbers, switches and `None` stay.
-
-    Args:
-        settings: Plain values, nested.
-        listed: Further keys, see `names_secret`.
-        prefix: Dotted key that they lie under.
-    """
+    """Return settings without the text under keys that name a secret; numbers, switches and `None` stay."""
     kept = {name: _without(value, f"{prefix}{name}", listed, secret=False) for name, value in settings.items()}
     return {name: value for name, value in kept.items() if value is not _GONE}
 
@@ -85,18 +71,7 @@ _QUOTED_TEXT = r"""(?: '[^']*? (?: ' | \.{3} ) | "[^"]*? (?: " | \.{3} ) )"""
 
 
 def hide_secrets(text: str, listed: Collection[str] = ()) -> str:
-    """Return a line for people in which the text of keys that name a secret is not shown.
-
-    Args:
-        text: Keys and values as one writes them in code, or options as on a command line.
-        listed: Further keys, see `names_secret`. A dotted one is known by its last name, since within a section it stands alone.
-
-    Examples:
-        >>> hide_secrets("hub.token='abc', width=3"), hide_secrets("--hub.token abc")
-        ("hub.token='...', width=3", "--hub.token '...'")
-        >>> hide_secrets("hub={'phrase': 'abc'}", ["hub.phrase"])
-        "hub={'phrase': '...'}"
-    """
+    """Return a line for people in which the text of keys that name a secret is not shown."""
     own = [rf"(?<!\w){re.escape(key.rpartition('.')[2])}" for key in listed]
     name = rf"""(?: {" | ".join([*_WORDS, *own])} )"""
     in_code = re.compile(rf"""(?ix) ( {name} ['")\]]* \s* [=:]\s* ) {_QUOTED_TEXT}""")
@@ -105,17 +80,7 @@ def hide_secrets(text: str, listed: Collection[str] = ()) -> str:
 
 
 def hide_secret_words(words: Iterable[str], values: Collection[str], listed: Collection[str] = ()) -> list[str]:
-    """Return the words of a command line for people: what a key that names a secret is given is `...`.
-
-    Args:
-        words: The words.
-        values: Texts that are secrets, see `secret_values`, wherever they stand.
-        listed: Further keys, see `names_secret`.
-
-    Examples:
-        >>> hide_secret_words(["--hub.token", "abc", "--lr=1", "--api-key=abc"], [])
-        ['--hub.token', '...', '--lr=1', '--api-key=...']
-    """
+    """Return the words of a command line for people: what a key that names a secret is given is `...`."""
     hidden: list[str] = []
     is_secret = False
     for word in words:
@@ -157,10 +122,6 @@ def redact_patch(patch: bytes, values: Collection[str] = ()) -> tuple[bytes, int
     A line goes that gives a value to a name of a secret, has the form of a known kind of token, is part of a private key, holds one of
     the values, or belongs to a file that is there to hold secrets (`.env`, `*.pem`, `credentials.json`, ...). The number of lines and
     what each does stay as they are. What looks like nothing known is not found: a patch is no place for secrets.
-
-    Args:
-        patch: The patch.
-        values: Texts that must not stand in it.
     """
     forbidden = [value.encode() for value in values]
     kept: list[bytes] = []

@@ -7,15 +7,7 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """Return the option closest to `name`, or `None` when nothing is close.
-
-    Args:
-        name: What was received.
-        options: The valid names.
-
-    Returns:
-        The best match above a similarity of 0.6, compared without case.
-    """
+    """Return the option closest to `name`, or `None` when nothing is close."""
     by_lower = {option.lower(): option for option in options}
     matches = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None

@@ -44,12 +44,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor divided as `like` is, without communication; anything else is returned as it is.
-
-    Args:
-        tensor: The same on all ranks of the mesh of `like`, or a DTensor already.
-        like: A tensor of the same shape.
-    """
+    """Return a whole tensor divided as `like` is, without communication; anything else is returned as it is."""
     if is_sharded(tensor) or not is_sharded(like):
         return tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -62,11 +57,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that torch prints as `torch.{name}`; the name is compared, not looked up as an attribute of torch.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the dtype that torch prints as `torch.{name}`; the name is compared, not looked up as an attribute of torch."""
     if name not in _DTYPES:
         raise ValueError(f"Expected the name of a dtype, such as 'float32'. Received: {name!r}.")
     return _DTYPES[name]
@@ -84,15 +75,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def floating_dtype(name: str, *, key: str) -> torch.dtype:
-    """Return the floating dtype of a name, short or long.
-
-    Args:
-        name: Such as `"bf16"` or `"bfloat16"`.
-        key: The setting it stands under, for the error.
-
-    Raises:
-        ValueError: If there is none of this name.
-    """
+    """Return the floating dtype of a name, short or long."""
     dtype = getattr(torch, _SHORT.get(name.lower(), name.lower()), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(

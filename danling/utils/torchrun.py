@@ -32,9 +32,6 @@ def first_failure(error: BaseException) -> tuple[FirstFailure, bool]:
     """Return which rank of this machine failed first under torchrun, and whether it is this one.
 
     A process that torchrun has not started is its own first rank.
-
-    Args:
-        error: What this rank failed with.
     """
     own = FirstFailure(os.environ.get("RANK", "?"), int(time.time()), headline_of(error))
     if not shown_by_torchrun():

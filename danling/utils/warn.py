@@ -13,10 +13,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
     Python shows a `DeprecationWarning` only if it is attributed to `__main__`, and prints the line it is attributed to. Both help only
     if that line is the user's, however deep in the library the cause is noticed.
-
-    Args:
-        message: The text.
-        category: Class of the warning.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:

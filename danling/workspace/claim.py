@@ -111,13 +111,7 @@ class Claim:
     _made: list[Path] = field(default_factory=list)
 
     def enter(self) -> None:
-        """Make the directory if need be, and become its writer. To be called on one rank for all, once.
-
-        Raises:
-            ValueError: If the directory holds a run and this one starts from scratch, or a file stands in the way.
-            RunInUseError: If another process writes into the directory and does not end in time.
-            PermissionError: If the directory cannot be written.
-        """
+        """Make the directory if need be, and become its writer. To be called on one rank for all, once."""
         wish, run = self.wish, self.dir
         if not wish.only_looks:
             if not self.is_writer:
@@ -132,15 +126,7 @@ class Claim:
             self.id = wish.own_id(run) or wish.id
 
     def write_figures(self, *, resumed: bool) -> None:
-        """Become the writer of a directory that was entered to look only, since training begins in it. On one rank for all.
-
-        Args:
-            resumed: Whether the run goes on from a checkpoint.
-
-        Raises:
-            ValueError: If the directory holds a run, and this one starts from scratch.
-            RunInUseError: If another process writes into the directory.
-        """
+        """Become the writer of a directory that was entered to look only, since training begins in it. On one rank for all."""
         if self.is_writer:
             return
         if not resumed and self.wish.holds_run(self.dir):
@@ -181,12 +167,7 @@ class Claim:
                 os.rmdir(directory)
 
     def make(self, directory: Path) -> bool:
-        """Make a directory and those above it; return whether this call has made it.
-
-        Raises:
-            ValueError: If a file stands in the way.
-            PermissionError: If the directory cannot be made or written.
-        """
+        """Make a directory and those above it; return whether this call has made it."""
         missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
         made = bool(missing)
         if missing:
@@ -201,11 +182,7 @@ class Claim:
         return made
 
     def lock(self, directory: Path, seconds: float) -> FileLock:
-        """Become the one writer of a directory, waiting if need be.
-
-        Raises:
-            RunInUseError: If another process still is when the time is over.
-        """
+        """Become the one writer of a directory, waiting if need be."""
         lock = FileLock(directory / LOCK)
         if not lock.wait(seconds):
             me = lock.holder.pid == os.getpid()
@@ -224,11 +201,7 @@ class Claim:
         return lock
 
     def confirm(self) -> None:
-        """See to it, before something is written, that this process has the right still.
-
-        Raises:
-            RunInUseError: If the program has closed the file of the lock, and another process has taken it since.
-        """
+        """See to it, before something is written, that this process has the right still."""
         for lock in self._locks:
             if self.wish.again and not lock.held:
                 raise RunInUseError(
@@ -253,9 +226,6 @@ def claim(wish: Wish) -> Claim:
 
     One that is named, or gone on in, is not touched until then. Of those that start from scratch in the default place, each makes a
     directory of its own here, and is its writer.
-
-    Raises:
-        ValueError: If a named directory holds a run and this one starts from scratch, or a file stands in the way.
     """
     return _named(wish, wish.named) if wish.named is not None else _unnamed(wish)
 
@@ -350,10 +320,7 @@ def _with_notice(wish: Wish, claimed: Claim, number: int) -> Claim:
 
 
 def _adopt(wish: Wish, run: Path) -> Claim | None:
-    """Take over the newest directory where it holds no run: one that an attempt has left that never came to train.
-
-    A replica group joins the others of its job there.
-    """
+    """Take over the newest directory where it holds no run: one that an attempt has left that never came to train."""
     joins = wish.part is not None and is_in_use(run)
     if wish.holds_run(run) and not joins:
         return None
@@ -442,12 +409,7 @@ def is_in_use(run: Path) -> bool:
 
 
 def run_of(checkpoint: Path, part: str | None = None) -> Path | None:
-    """Return the run directory that a checkpoint lies in, `None` for one that was copied out of it.
-
-    Args:
-        checkpoint: A checkpoint, a directory of checkpoints, or a run directory.
-        part: Where this group of processes keeps its metadata below the run directory.
-    """
+    """Return the run directory that a checkpoint lies in, `None` for one that was copied out of it."""
     source = Path(os.path.realpath(checkpoint))
     if not source.exists():
         return None
@@ -496,12 +458,7 @@ def _file_in_the_way(directory: Path) -> Iterator[None]:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a run directory.
-
-    Raises:
-        ValueError: If a file stands where the directory should be.
-        PermissionError: If the directory cannot be made or written.
-    """
+    """Make a run directory."""
     with _file_in_the_way(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if not os.access(directory, os.W_OK | os.X_OK):

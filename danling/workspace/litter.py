@@ -19,11 +19,7 @@ def is_unfinished(name: str) -> bool:
 
 
 def litter_in_run(run: Path) -> list[Path]:
-    """Return the unfinished files in a run directory, sorted; its checkpoints are not looked at.
-
-    Args:
-        run: The run directory, or the part of one of several groups.
-    """
+    """Return the unfinished files in a run directory, sorted; its checkpoints are not looked at."""
     found = []
     # What a link leads to is the user's.
     for directory in (run / name for name in _DIRECTORIES if not (name and os.path.islink(run / name))):
@@ -33,11 +29,7 @@ def litter_in_run(run: Path) -> list[Path]:
 
 
 def remove_litter(run: Path) -> None:
-    """Remove them. To be called by the one writer of the directory; what cannot be removed is in nobody's way.
-
-    Args:
-        run: As for `litter_in_run`.
-    """
+    """Remove them. To be called by the one writer of the directory; what cannot be removed is in nobody's way."""
     for file in litter_in_run(run):
         with contextlib.suppress(OSError):
             # Other ranks of this start may be writing their first heartbeats.

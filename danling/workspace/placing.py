@@ -42,15 +42,7 @@ _PATIENT_SHARE = 0.5
 
 
 def wish_of(config: RunnerConfig, *, id: str, code_id: str | None, part: str | None, replicas: int) -> Wish:
-    """Return where a run with this configuration may write.
-
-    Args:
-        config: The configuration.
-        id: Identity of the run.
-        code_id: Identity of the code, or `None` without git.
-        part: Directory below the run directory that this group of processes writes into.
-        replicas: Ranks that read different samples.
-    """
+    """Return where a run with this configuration may write."""
     family = _absolute(config.workspace_root) / (f"{config.lineage}-{code_id}" if code_id else config.lineage)
     named, checkpoint_dir = config.get("dir", None), config.get("checkpoint_dir", None)
     name = config.checkpoint.dir_name
@@ -103,14 +95,6 @@ def recognised(
 
     It is the run's own, or one that stands for the same configuration and code: an older version made ids in another way, and a seed
     that was drawn is part of the configuration of a checkpoint, but not of its id.
-
-    Args:
-        config: The configuration of the run.
-        run: The run directory.
-        checkpoints: Its directory of checkpoints.
-        id: Identity of the run.
-        code_id: Identity of its code.
-        replicas: Ranks that read different samples.
     """
     record = newest_record(checkpoints)
     if record is None:
@@ -125,16 +109,7 @@ def recognised(
 def older_run(
     config: RunnerConfig, family: Path, *, id: str, code_id: str | None, checkpoint_dir_name: str, replicas: int
 ) -> Path | None:
-    """Return the newest run directory that an older version made for this configuration, under an id that this version does not make.
-
-    Args:
-        config: The configuration.
-        family: Where the runs of its line of work lie.
-        id: The id that this version makes.
-        code_id: Identity of the code.
-        checkpoint_dir_name: Name of the directories of checkpoints.
-        replicas: Ranks that read different samples.
-    """
+    """Return the newest run directory that an older version made for this configuration, under an id that this version does not make."""
     for run in newest_first(family):
         stem = _NUMBER.sub("", run.name)
         if number_of(run.name, id) is not None or _code_of(stem) != (code_id or ""):
@@ -154,16 +129,6 @@ def refuse_other_updates(
     """Refuse to begin anew where the very same settings have made a run on another number of ranks.
 
     Its updates have another size, so that it is another run; but who comes back with fewer processes wants to go on.
-
-    Args:
-        config: The configuration.
-        family: Where the runs of its line of work lie.
-        code_id: Identity of the code.
-        checkpoint_dir_name: Name of the directories of checkpoints.
-        replicas: Ranks that read different samples.
-
-    Raises:
-        CheckpointMismatch: If there is such a run, with the size of its updates and of those that this one would make.
     """
     settings = config.plain()
     own = update_sizes(settings, 1).get("dataloader")
@@ -214,10 +179,6 @@ def without_places(stored: Mapping[str, object], prefix: str = "") -> dict[str, 
 
     Whoever made the checkpoint could otherwise choose the files that the reader writes to, and a copied one would write into the run
     directory of the machine that it came from. The user's own sections are left as they are.
-
-    Args:
-        stored: The configuration, as plain values.
-        prefix: Dotted key that it lies under.
     """
     kept: dict[str, Any] = {}
     for name, value in stored.items():

@@ -33,24 +33,7 @@ def draw_curves(
     log_scale: bool = False,
     columns: int = 3,
 ) -> Figure:
-    """Draw the curves of runs, one panel for each quantity; its splits share the panel, and each run has its colour.
-
-    Args:
-        runs: The runs to compare.
-        figures: What to draw: quantities such as `loss`, or figures such as `val/acc`; empty draws all but the pace.
-        by: `"step"`, or `"time"` in seconds since the first line of each run.
-        smooth: Weight of the past in [0, 1): an exponential mean of what was logged in training, without the bias of its
-            start. The raw curve stays faintly visible. Evaluations and learning rates, which have no noise, are not smoothed.
-        log_scale: A logarithmic vertical axis.
-        columns: Panels beside each other, at most.
-
-    Returns:
-        A figure of matplotlib; `png` makes a picture of it.
-
-    Raises:
-        ValueError: If nothing of what is asked for was logged.
-        ImportError: If matplotlib is not installed.
-    """
+    """Draw the curves of runs, one panel for each quantity; its splits share the panel, and each run has its colour."""
     if not 0 <= smooth < 1:
         raise ValueError(f"Expected smooth in [0, 1). Received: smooth={smooth!r}.")
     panels = group(runs, figures)
@@ -73,14 +56,7 @@ def draw_curves(
 
 
 def draw_differences(curves: Mapping[str, Curve]) -> Figure:
-    """Draw by how much figures of two runs differ, one panel for each, with a logarithmic vertical axis.
-
-    Args:
-        curves: Steps and absolute differences by name; what is 0 is left out.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Draw by how much figures of two runs differ, one panel for each, with a logarithmic vertical axis."""
     canvas = _new_figure(len(curves), 3)
     for axes, (name, (steps, values)) in zip(canvas.axes, curves.items()):
         shown = [(x, y) for x, y in zip(steps, values) if y]
@@ -94,16 +70,7 @@ def draw_differences(curves: Mapping[str, Curve]) -> Figure:
 
 
 def draw_ranks(rows: Sequence[RankRow], curves: Mapping[int, Curve], *, most: int = 8) -> Figure:
-    """Draw what ranks spent their time with, one bar for each, and beside it the share of the time that those cost which cost most.
-
-    Args:
-        rows: The ranks, the one that cost most first.
-        curves: Steps and shares of each rank.
-        most: Ranks that have a curve.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Draw what ranks spent their time with, one bar for each, and beside it the share of the time that those cost which cost most."""
     canvas = _new_figure(2, 2)
     bars, lines = canvas.axes
     shown = sorted(rows, key=lambda row: (row.rank, row.host or ""))
@@ -130,15 +97,7 @@ def draw_ranks(rows: Sequence[RankRow], curves: Mapping[int, Curve], *, most: in
 
 
 def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the figures to draw, by quantity: `{"loss": ["train/loss", "val/loss"]}`.
-
-    Args:
-        runs: The runs.
-        figures: See `draw_curves`.
-
-    Raises:
-        ValueError: If one that is asked for is in no run, or there is nothing at all.
-    """
+    """Return the figures to draw, by quantity: `{"loss": ["train/loss", "val/loss"]}`."""
     known = sorted({name for run in runs for name in run.figures})
     for wanted in figures:
         if not any(wanted in (name, quantity_of(name)) for name in known):
@@ -161,12 +120,7 @@ def quantity_of(figure: str) -> str:
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential mean of each value and all before it, corrected for its start as in Adam (arXiv:1412.6980).
-
-    Args:
-        values: The values.
-        weight: Weight of the past in [0, 1).
-    """
+    """Return the exponential mean of each value and all before it, corrected for its start as in Adam (arXiv:1412.6980)."""
     total, mass, result = 0.0, 0.0, []
     for value in values:
         total = weight * total + (1 - weight) * value

@@ -23,17 +23,7 @@ img { max-width: 100%; height: auto; } footer { margin-top: 2rem; color: #777; f
 
 
 def html_report(runs: Sequence[Run], *, title: str = "Runs", **drawing: Any) -> str:
-    """Return a report of runs as one self-contained HTML page.
-
-    Args:
-        runs: The runs to show and to compare.
-        title: Its heading.
-        drawing: See `draw_curves`.
-
-    Raises:
-        ValueError: If nothing that could be drawn was logged.
-        ImportError: If matplotlib is not installed.
-    """
+    """Return a report of runs as one self-contained HTML page."""
     picture = base64.b64encode(png(draw_curves(runs, **drawing))).decode()
     names = [run.name for run in runs]
     parts = [

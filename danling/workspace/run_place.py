@@ -24,25 +24,6 @@ class RunPlace:
     """Names a run, chooses its directory, and holds the right to write into it.
 
     Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told.
-
-    Attributes:
-        code: Identity of the code that the main process runs from; `None` without git, and on the other ranks.
-        code_id: Its name, on all ranks; `None` without git.
-        config_id: Identity of the configuration. The seed that may be drawn later is no part of it.
-        timestamp: When this attempt began.
-        id: Identity of the run.
-        dir: The run directory.
-        notice: What to tell the user about the choice of the directory; `None` where there is nothing to tell.
-
-    Args:
-        settings: Returns the configuration; a place that changes in it until `enter` is followed.
-        world: All ranks of the job, or of this replica group.
-        replicas: Ranks that read different samples.
-        part: Returns the directory below the run directory that this replica group writes into, `None` where there is one group.
-        elsewhere: Returns the names of the runs of a family and an id that an object store has; on the main process.
-
-    Raises:
-        ValueError: If the directory that the configuration names holds another run.
     """
 
     def __init__(
@@ -70,31 +51,13 @@ class RunPlace:
         self.dir, self.id, self.notice = self._world.on_first(self._claimed)
 
     def enter(self) -> None:
-        """Become the writer of the run directory; choose anew where a place in the configuration has changed since.
-
-        Raises:
-            ValueError: If the directory holds a run, and this one starts from scratch.
-            RunInUseError: If another process writes into it and does not end in time.
-        """
+        """Become the writer of the run directory; choose anew where a place in the configuration has changed since."""
         if self._places() != self._chosen_for:
             self.choose()
         self.id = self._world.on_first(self._entered)
 
     def open(self, *, code_id: str | None, config_id: str, timestamp: str) -> Workspace:
-        """Become the writer of the run directory, create it, and remove what an attempt that was killed has left in it.
-
-        Args:
-            code_id: Name of the code, which a program may have replaced.
-            config_id: Identity of the configuration, likewise.
-            timestamp: Of this attempt, likewise.
-
-        Returns:
-            The paths of the run.
-
-        Raises:
-            ValueError: If the directory holds a run, and this one starts from scratch.
-            RunInUseError: If another process writes into it and does not end in time.
-        """
+        """Become the writer of the run directory, create it, and remove what an attempt that was killed has left in it."""
         self.code_id, self.config_id = code_id, config_id
         self.enter()
         workspace = self.workspace(id=self.id, code_id=code_id, timestamp=timestamp)
@@ -104,12 +67,7 @@ class RunPlace:
         return workspace
 
     def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
-        """Write what the run was made of, unless this process only looks at the run.
-
-        Args:
-            workspace: Paths of the run.
-            foreign: Whether the directory holds checkpoints of another run.
-        """
+        """Write what the run was made of, unless this process only looks at the run."""
         config = self._settings()
         check_identity(config, replicas=self._replicas)
         looks = config.checkpoint.load_only
@@ -127,13 +85,7 @@ class RunPlace:
             )
 
     def workspace(self, *, id: str, code_id: str | None, timestamp: str) -> Workspace:
-        """Return the paths of the run; no file is touched.
-
-        Args:
-            id: Identity of the run.
-            code_id: Name of its code; `None` without git.
-            timestamp: Of this attempt.
-        """
+        """Return the paths of the run; no file is touched."""
         config = self._settings()
         return Workspace(
             workspace_root=config.workspace_root,
@@ -162,11 +114,7 @@ class RunPlace:
         return f"{lineage}-{self.code_id}" if self.code_id else lineage
 
     def write_figures(self, *, resumed: bool) -> None:
-        """Become the writer of a directory that was entered to look only, since training begins.
-
-        Args:
-            resumed: Whether the run goes on from a checkpoint.
-        """
+        """Become the writer of a directory that was entered to look only, since training begins."""
         self._world.on_first(lambda: self._claim.write_figures(resumed=resumed) if self._claim is not None else None)
 
     def confirm(self) -> None:

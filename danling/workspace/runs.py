@@ -162,15 +162,7 @@ class Run:
         return sorted({name for record in self.records for name in record} - {"step", "time", "ranks"})
 
     def curve(self, figure: str, *, by: str = "step") -> Curve:
-        """Return a metric over steps or time; values that were not finite, or are no numbers, are left out.
-
-        Args:
-            figure: Its name, such as `train/loss`.
-            by: `"step"`, or `"time"` for seconds since the first line of the run.
-
-        Raises:
-            ValueError: If `by` is neither.
-        """
+        """Return a metric over steps or time; values that were not finite, or are no numbers, are left out."""
         if by not in ("step", "time"):
             raise ValueError(f"Expected by to be 'step' or 'time'. Received: by={by!r}.")
         places = [(r[by], r.get(figure)) for r in self.records if _is_number(r.get(by))]
@@ -200,14 +192,7 @@ def is_run(path: PathLike) -> bool:
 
 
 def find_runs(root: PathLike) -> list[Run]:
-    """Return the runs at or below a directory, sorted by name; links to directories are not followed.
-
-    Args:
-        root: A run directory, or one that has run directories below it at any depth.
-
-    Raises:
-        FileNotFoundError: If there is no such directory.
-    """
+    """Return the runs at or below a directory, sorted by name; links to directories are not followed."""
     top = Path(root)
     if not top.is_dir():
         raise FileNotFoundError(f"Expected a directory with runs. Received: {str(root)!r}, which is none.")
@@ -231,12 +216,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def config_differences(runs: Sequence[Run], *, everything: bool = False) -> dict[str, list[Any]]:
-    """Return the settings in which runs differ: by dotted key, the value of each run, `None` where it has none.
-
-    Args:
-        runs: The runs, in the order of the values.
-        everything: Also compare what does not change the result, such as intervals and worker counts; paths never are.
-    """
+    """Return the settings in which runs differ: by dotted key, the value of each run, `None` where it has none."""
     configs = [run.config if everything else {**run.canonical, **_seeds(run)} for run in runs]
     keys = sorted({key for config in configs for key in config if key.partition(".")[0] not in _PATHS})
     table = {key: [config.get(key) for config in configs] for key in keys}

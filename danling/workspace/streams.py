@@ -35,16 +35,7 @@ class StreamSide:
 
     @classmethod
     def of(cls, run: str, record: Mapping[str, Any], written: float) -> StreamSide:
-        """Return what a record says.
-
-        Args:
-            run: Name of the run.
-            record: One of `streams.json`.
-            written: When it was written, in seconds.
-
-        Raises:
-            ValueError: If it is no such record.
-        """
+        """Return what a record says."""
         try:
             side, end = record["side"], record["end"]
             if side not in ("producer", "trainer"):
@@ -102,11 +93,7 @@ class Stream:
 
 
 def streams_of(sides: Sequence[StreamSide]) -> list[Stream]:
-    """Return the streams that runs fill or train on, each with all of these, sorted by name.
-
-    Args:
-        sides: What the runs have written.
-    """
+    """Return the streams that runs fill or train on, each with all of these, sorted by name."""
     names = sorted({side.stream for side in sides})
     return [
         Stream(

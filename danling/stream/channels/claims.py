@@ -14,13 +14,7 @@ from .rules import check_owner
 
 
 class Claim:
-    """The claim of one trainer on a log: a lock that ends with its process, and the run in a file that stays.
-
-    Args:
-        owner: The file with the run.
-        lock: The file that is locked.
-        name: What messages call the channel.
-    """
+    """The claim of one trainer on a log: a lock that ends with its process, and the run in a file that stays."""
 
     def __init__(self, owner: Path, lock: Path, name: str) -> None:
         self._owner = owner
@@ -29,12 +23,7 @@ class Claim:
         self._name = name
 
     def take(self, run: str, *, complete: bool) -> bool:
-        """Take the log, and return whether it belongs to this run and this process; see `RefChannel.claim`.
-
-        Args:
-            run: The lineage of the run.
-            complete: Whether the log is complete, so that others may read it.
-        """
+        """Take the log, and return whether it belongs to this run and this process; see `RefChannel.claim`."""
         if self._pid != os.getpid():
             # A forked child has inherited the object and not the lock.
             self._lock, self._pid = FileLock(self._lock.file), os.getpid()

@@ -222,15 +222,7 @@ class FileChannel:
         self._absorb()
 
     def _look(self) -> None:
-        """Take in what was appended since the last look, and keep producers out meanwhile.
-
-        A line that is read while it is written could be cut off again, since the disk is full, or be half of one that a killed producer
-        has left and half of the one that takes its place. Where a producer keeps its lock, such as one that was suspended, what was seen
-        before stays true: whoever waits for more has a timeout of its own.
-
-        Raises:
-            TimeoutError: If nothing was seen before, and a producer keeps its lock.
-        """
+        """Take in what was appended since the last look, and keep producers out meanwhile."""
         seconds = _LATER_LOOK_SECONDS if self._has_looked else _FIRST_LOOK_SECONDS
         try:
             if self._log.stat().st_size != self._scanned:
@@ -337,23 +329,13 @@ class IdIndex:
         self._latest: dict[int, list[int]] = {}
 
     def add(self, key: bytes, place: int) -> None:
-        """Add an id.
-
-        Args:
-            key: The id as it stands in the log.
-            place: Its place.
-        """
+        """Add an id."""
         self._latest.setdefault(hash(key), []).append(place)
         if len(self._latest) >= max(_FEW, len(self._hashes) // 4):
             self._sort()
 
     def extend(self, keys: Iterable[bytes], first: int) -> None:
-        """Add the ids of places that follow each other, quicker than one by one where they are many.
-
-        Args:
-            keys: The ids as they stand in the log.
-            first: The place of the first.
-        """
+        """Add the ids of places that follow each other, quicker than one by one where they are many."""
         self._hashes.extend(map(hash, keys))
         self._places.extend(range(first, first + len(self._hashes) - len(self._places)))
         self._sort()

@@ -11,11 +11,7 @@ ENDS = ("complete", "failed", "stopped")
 
 
 def check_open(name: str, end: StreamEnd | None) -> None:
-    """Check that samples can be appended.
-
-    Raises:
-        RuntimeError: If the log has ended.
-    """
+    """Check that samples can be appended."""
     if end is None:
         return
     mend = (
@@ -30,21 +26,13 @@ def check_open(name: str, end: StreamEnd | None) -> None:
 
 
 def check_kind(kind: str) -> None:
-    """Check the word that says how a log ends.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Check the word that says how a log ends."""
     if kind not in ENDS:
         raise ValueError(f"Expected one of {', '.join(ENDS)} as the end of a stream. Received: {kind!r}.")
 
 
 def stored_watermark(name: str, value: object) -> int:
-    """Return the watermark that is stored with a log.
-
-    Raises:
-        ValueError: If it is no position.
-    """
+    """Return the watermark that is stored with a log."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise ValueError(
             f"Expected a watermark of at least 0 in the log of stream {name}. Received: {value!r}. Bring the log back from a copy."
@@ -53,11 +41,7 @@ def stored_watermark(name: str, value: object) -> int:
 
 
 def stored_end(record: Mapping[str, Any]) -> StreamEnd:
-    """Return how a log ended from its own record.
-
-    Raises:
-        ValueError: If it is no such record.
-    """
+    """Return how a log ended from its own record."""
     kind, published, reason = record.get("end"), record.get("published"), record.get("reason")
     if kind not in ENDS or not isinstance(published, int) or not isinstance(reason, str):
         raise ValueError(f"no end of a stream: {dict(record)!r}")
@@ -65,21 +49,13 @@ def stored_end(record: Mapping[str, Any]) -> StreamEnd:
 
 
 def check_range(start: int, stop: int) -> None:
-    """Check two places in the log.
-
-    Raises:
-        ValueError: If they are negative or the wrong way round.
-    """
+    """Check two places in the log."""
     if not 0 <= start <= stop:
         raise ValueError(f"Expected places of samples with 0 <= start <= stop. Received: start={start}, stop={stop}.")
 
 
 def check_watermark(name: str, position: int, published: int) -> None:
-    """Check a watermark.
-
-    Raises:
-        ValueError: If the log holds fewer samples.
-    """
+    """Check a watermark."""
     if not 0 <= position <= published:
         raise ValueError(
             f"Expected a watermark between 0 and the {published} samples in the log of stream {name}. Received: {position}. "
@@ -88,11 +64,7 @@ def check_watermark(name: str, position: int, published: int) -> None:
 
 
 def check_owner(name: str, owner: str, run: str) -> None:
-    """Check that a live log belongs to a run.
-
-    Raises:
-        RuntimeError: If it belongs to another.
-    """
+    """Check that a live log belongs to a run."""
     if owner and owner != run:
         raise RuntimeError(
             f"Expected the live stream {name} to be read by the run that began it, {owner}. Received: run {run}. "
@@ -101,17 +73,7 @@ def check_owner(name: str, owner: str, run: str) -> None:
 
 
 def check_part(name: str, part: int, parts: int, known: int) -> None:
-    """Check which of several producers ends.
-
-    Args:
-        name: What messages call the channel.
-        part: Which it is.
-        parts: Number of producers.
-        known: Their number as another of them has said, 0 where none has.
-
-    Raises:
-        ValueError: If it is none of them, or another number was said before.
-    """
+    """Check which of several producers ends."""
     if not 0 <= part < parts:
         raise ValueError(
             f"Expected a part of stream {name} from 0 to {parts - 1}. Received: part={part}, parts={parts}."

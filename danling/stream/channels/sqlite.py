@@ -247,11 +247,7 @@ _held_for_fork: list[SQLiteChannel] = []
 
 @cache
 def _close_before_forks() -> None:
-    """See to it that no connection goes through a fork.
-
-    A child that inherits one believes in the locks of its parent, which the kernel does not give it: the parent could remove the
-    write-ahead log from under it.
-    """
+    """See to it that no connection goes through a fork."""
     os.register_at_fork(before=_disconnect_all, after_in_parent=_let_go, after_in_child=_let_go)
 
 

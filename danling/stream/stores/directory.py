@@ -121,11 +121,7 @@ class DirectoryStore(FeatureStore):
             raise write_error(f"{what} of {size} bytes", self.path, error, room=ROOM) from error
 
     def _publish(self, staged: Mapping[str, tuple[Path, int]]) -> list[str]:
-        """Move files to their places; return those that are taken.
-
-        Raises:
-            BufferError: If one exceeds the budget; those before it are published.
-        """
+        """Move files to their places; return those that are taken."""
         with self._exclusive():
             free = {name: size for name, (_, size) in staged.items() if not self._file(name).exists()}
             before = self._count.read()
@@ -266,10 +262,6 @@ class UsageCount:
 
     A change is announced before it is made, with the files that it is about. Whoever reads the count after a kill between the two
     finds out from the disk whether it was made. All methods need the lock of the store.
-
-    Args:
-        file: The small file.
-        directory: What is counted.
     """
 
     def __init__(self, file: Path, directory: Path) -> None:
@@ -286,12 +278,7 @@ class UsageCount:
         return settled + sum(int(size) for name, size in pending.items() if (self._directory / name).exists())
 
     def write(self, settled: int, pending: Mapping[str, int] | None = None) -> None:
-        """Keep a count.
-
-        Args:
-            settled: Bytes without the files that are about to appear or to go.
-            pending: Sizes of those, by their names.
-        """
+        """Keep a count."""
         text = json.dumps({"bytes": settled, "pending": dict(pending or {})}).encode()
         handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -354,12 +341,7 @@ def _can_hold(dtype: torch.dtype) -> bool:
 
 
 def _load(file: Path, object_id: str) -> dict[str, Tensor]:
-    """Return the tensors of an object, read through a memory map into memory of their own, and verified.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged, or is another object.
-    """
+    """Return the tensors of an object, read through a memory map into memory of their own, and verified."""
     import safetensors
 
     open_file(file).close()  # safetensors would wait for the writer of a named pipe

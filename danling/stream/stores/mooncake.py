@@ -279,13 +279,7 @@ def _check_reachable(master: str) -> None:
 
 
 class BufferPool:
-    """Registered blocks of memory. A tensor that leases one gives it back when nothing refers to its memory any more.
-
-    Args:
-        register: Registers memory, given its address and its bytes.
-        unregister: Takes that back, given the address.
-        keep_bytes: Bytes of blocks that are not in use and are kept nevertheless.
-    """
+    """Registered blocks of memory. A tensor that leases one gives it back when nothing refers to its memory any more."""
 
     def __init__(
         self, register: Callable[[int, int], None], unregister: Callable[[int], None], keep_bytes: int
@@ -300,14 +294,7 @@ class BufferPool:
         self._blocks = 0
 
     def lease(self, size: int) -> Tensor:
-        """Return registered memory that nobody else uses.
-
-        Args:
-            size: Its bytes.
-
-        Returns:
-            A tensor of bytes, at least as many, contiguous and aligned to 64 bytes.
-        """
+        """Return registered memory that nobody else uses."""
         length = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
         with self._lock:
             self._take_back()
@@ -365,16 +352,7 @@ def packed_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
 
 
 def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> str:
-    """Write an object.
-
-    Args:
-        memory: Bytes, as many as `packed_size` says.
-        object_id: Its name.
-        tensors: Tensors on any device, which are copied once.
-
-    Returns:
-        What this writing alone has in its header, to tell it from another of the same object.
-    """
+    """Write an object."""
     found = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     places = _places(memory, header_size(object_id, found), found)
     for name, tensor in tensors.items():
@@ -386,15 +364,7 @@ def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
-    """Return the tensors of an object, which share its memory.
-
-    Args:
-        memory: Its bytes, and maybe more.
-        object_id: The name that it should have.
-
-    Raises:
-        ValueError: If it is damaged, or is another object.
-    """
+    """Return the tensors of an object, which share its memory."""
     about, start = _read_header(memory)
     if about["object"] != object_id:
         raise ValueError(f"object {about['object']!r}")
@@ -407,11 +377,7 @@ def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
 
 
 def writer_of(memory: Tensor) -> str:
-    """Return what `pack` returned for the object in this memory, of which the header is enough.
-
-    Raises:
-        ValueError: If there is no object.
-    """
+    """Return what `pack` returned for the object in this memory, of which the header is enough."""
     return str(_read_header(memory)[0]["writer"])
 
 

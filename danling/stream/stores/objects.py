@@ -14,16 +14,7 @@ from ..refs import SampleRef, TensorSpec
 
 
 def check_object(object_id: str, tensors: Mapping[str, Tensor]) -> None:
-    """Check the name of an object, and that it consists of dense tensors.
-
-    Args:
-        object_id: Name of the object.
-        tensors: Tensors by name, on any device.
-
-    Raises:
-        TypeError: If a name is no string, or a value no dense tensor.
-        ValueError: If the object has no name.
-    """
+    """Check the name of an object, and that it consists of dense tensors."""
     if not isinstance(object_id, str):
         raise TypeError(f"Expected the name of an object as a string. Received: {type(object_id).__name__}.")
     if not object_id:
@@ -43,12 +34,7 @@ def check_object(object_id: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def dense(object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an object, contiguous and on the CPU; those that are so already are not copied.
-
-    Raises:
-        TypeError: If a name is no string, or a value no dense tensor.
-        ValueError: If the object has no name.
-    """
+    """Return the tensors of an object, contiguous and on the CPU; those that are so already are not copied."""
     check_object(object_id, tensors)
     return {name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
 
@@ -96,26 +82,13 @@ def checksum(object_id: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_sum(object_id: str, tensors: Mapping[str, Tensor], written: object) -> None:
-    """Check tensors that were read against the checksum that was written with them.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """Check tensors that were read against the checksum that was written with them."""
     if checksum(object_id, tensors) != written:
         raise ValueError("a damaged object: its checksum is not the one that was written")
 
 
 def check_against(ref: SampleRef, found: Mapping[str, TensorSpec], place: str) -> None:
-    """Check that an object is what the log says of it.
-
-    Args:
-        ref: The sample.
-        found: Shapes and dtypes of the object.
-        place: Where the object lies, for the message.
-
-    Raises:
-        ValueError: If names, shapes or dtypes differ.
-    """
+    """Check that an object is what the log says of it."""
     expected = dict(ref.tensors)
     if expected == dict(found):
         return
@@ -132,11 +105,7 @@ def _describe(spec: TensorSpec | None) -> str:
 
 
 def check_budget(object_id: str, size: int, usage: int, max_bytes: int | None) -> None:
-    """Check that an object fits into a store.
-
-    Raises:
-        BufferError: If it does not.
-    """
+    """Check that an object fits into a store."""
     if max_bytes is not None and usage + size > max_bytes:
         raise BufferError(
             f"Expected at most {max_bytes} bytes in the store (max_bytes). Received: object {object_id!r} of {size} bytes beside "
