@@ -239,8 +239,10 @@ def _bit_generator(generator: object) -> Any:
 
 def generator_state(generator: Any) -> Any:
     """Return the state of a generator of any kind, as it is itself given."""
-    if hasattr(generator, "get_state"):
+    if isinstance(generator, torch.Generator):
         return generator.get_state()
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else _bit_generator(generator).state
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from danling.data import BatchSource, build_dataloader
-from danling.data.generators import Generators
+from danling.data.generators import Generators, generator_state, set_generator_state
 
 LENGTH = 12
 
@@ -306,3 +306,20 @@ def test_long_containers_and_circles_end() -> None:
     data: dict[str, Any] = {"samples": [object() for _ in range(100_000)], "names": ["a"] * 1_000_000}
     data["again"] = data
     assert not Generators({"dataset": data})
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState, numpy.random.Philox]
+)
+def test_the_state_of_a_generator_comes_back(kind: Any) -> None:
+    def drawn(generator: Any) -> float:
+        return draw(
+            numpy.random.Generator(generator) if isinstance(generator, numpy.random.BitGenerator) else generator
+        )
+
+    generator, other = kind(), kind()
+    state = copy.deepcopy(generator_state(generator))
+    assert not isinstance(generator, numpy.random.RandomState) or state["bit_generator"] == "MT19937"
+    expected = [drawn(generator), drawn(generator)]
+    set_generator_state(other, state)
+    assert [drawn(other), drawn(other)] == expected
