@@ -304,7 +304,7 @@ def test_losing_the_lighthouse_ends_in_a_checkpoint_and_an_error(tmp_path: Path)
         assert isinstance(outcome.error, QuorumError), outcome
         assert "lighthouse" in str(outcome.error)
         assert outcome.exit_code != 0
-    (latest,) = tmp_path.rglob("latest.pth")
+    (latest,) = tmp_path.rglob("checkpoints/latest.pth")
     saved = torch.load(latest, weights_only=True)["state"]["train"]["global_step"]
     assert saved == int(board.read_text())
 
@@ -328,7 +328,7 @@ def test_a_signal_is_heard_while_a_group_waits_for_the_others(tmp_path: Path) ->
         environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
         ended = run_processes(train_while_waiting, tmp_path, world_size=2, environment=environment)
     assert ended == [(143, 0), (143, 0)]
-    (latest,) = tmp_path.rglob("latest.pth")
+    (latest,) = tmp_path.rglob("checkpoints/latest.pth")
     assert torch.load(latest, weights_only=True)["state"]["train"]["global_step"] == 0
     logs = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
     assert "Resumed" in logs and "random streams of" not in logs, logs
