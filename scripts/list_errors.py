@@ -1,4 +1,4 @@
-"""Write docs/reference/errors.md: every text by which the library refuses or warns, taken from the sources.
+"""Write docs/reference/errors.md: how every error and warning of the library begins, taken from the sources.
 
 python scripts/list_errors.py             # writes the page
 python scripts/list_errors.py --check     # ends with 1 if the page is not that of the sources
@@ -11,7 +11,6 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -40,45 +39,32 @@ ROOMS = {
     "cli": "The command danling",
     "utils": "Files, names and numbers",
 }
-"""Rooms of the library in the order of the page, and what they are about; one that is not named comes last."""
+"""Rooms of the library in the order of the page, and their headings; others come last."""
 HEAD = """\
 # Every error text
 
-Search this page for a few words of the text that you see, beside the values in it: *italics* stand where a message has values of your
-run. A message of the library says what it expected, what it received, and what to change. [Failure modes](../guides/failures.md) has
-the most frequent ones, with the program that leads to each.
+The first sentence of every error and warning, by the file that raises it. Search for a few words of your text, without its
+values, which are *italics* here. The rest of a message says what was received and what to change. [Failure
+modes](../guides/failures.md) explains the frequent ones.
 
-`python scripts/list_errors.py` writes this page from the sources, and a test holds it to them.
+`python scripts/list_errors.py` writes this page, and a test compares it with the sources.
 """
 OPEN, CLOSE = "\ue000", "\ue001"
 LONGEST_NAME = 32
 SHORTEST_TEXT = 12
 
 
-@dataclass(frozen=True)
-class Message:
-    """One text of the library.
-
-    Attributes:
-        kind: The exception, or `warning`.
-        text: What it says; values stand between `OPEN` and `CLOSE`.
-    """
-
-    kind: str
-    text: str
-
-
 class Collector(ast.NodeVisitor):
     """Collects the texts of one file, in their order."""
 
     def __init__(self) -> None:
-        self.found: list[Message] = []
+        self.found: list[str] = []
         self._taken: set[int] = set()
 
     def visit_Raise(self, node: ast.Raise) -> None:
         """Take the text of what is raised."""
         if isinstance(node.exc, ast.Call) and name_of(node.exc.func)[:1].isupper():
-            self._take(name_of(node.exc.func), node.exc.args)
+            self._take(node.exc.args)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -86,35 +72,33 @@ class Collector(ast.NodeVisitor):
         name = name_of(node.func)
         owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         if owner in ("logger", "LOGGER") and name in ("warning", "error", "exception"):
-            self._take("warning", node.args[:1], values=node.args[1:])
-        elif "warn" in name:
-            self._take("warning", node.args)
-        elif name.endswith(("Error", "Mismatch", "Damaged")):
-            self._take(name, node.args)
+            self._take(node.args[:1], values=node.args[1:])
+        elif "warn" in name or name.endswith(("Error", "Mismatch", "Damaged")):
+            self._take(node.args)
         self.generic_visit(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Take a text that begins as messages do, wherever it stands."""
+        """Take a text that begins as messages do, wherever it is."""
         self._expected(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """Take a text that begins as messages do, wherever it stands."""
+        """Take a text that begins as messages do, wherever it is."""
         self._expected(node)
 
     def _expected(self, node: ast.expr) -> None:
         text = text_of(node)
         if id(node) not in self._taken and text is not None and text.startswith("Expected ") and len(text) > 30:
-            self._note("error", node, text)
+            self._note(node, text)
 
-    def _take(self, kind: str, arguments: Sequence[ast.expr], *, values: Sequence[ast.expr] = ()) -> None:
+    def _take(self, arguments: Sequence[ast.expr], *, values: Sequence[ast.expr] = ()) -> None:
         for argument in (part for whole in arguments for part in choices_of(whole)):
             text = text_of(argument, values)
             if id(argument) not in self._taken and text is not None and is_whole(text):
-                self._note(kind, argument, text)
+                self._note(argument, text)
 
-    def _note(self, kind: str, node: ast.expr, text: str) -> None:
+    def _note(self, node: ast.expr, text: str) -> None:
         self._taken |= {id(part) for part in ast.walk(node)}
-        self.found.append(Message(kind, text))
+        self.found.append(first_sentence(text))
 
 
 def choices_of(node: ast.expr) -> list[ast.expr]:
@@ -178,12 +162,11 @@ def is_whole(text: str) -> bool:
     return begins and len(words_of(text)) >= SHORTEST_TEXT and " " in words_of(text)
 
 
-def mend_of(text: str) -> tuple[str, str]:
-    """Return what a message says and what it advises: the sentences after the one that begins with `Received`."""
-    found = re.search(rf"Received[: ].*?[.{CLOSE}] (?=[A-Z`{OPEN}])", text)
-    if found is None or not words_of(text[found.end() :]):
-        return text.strip(), ""
-    return text[: found.end()].strip(), text[found.end() :].strip()
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a message, or all of it where that sentence has only values."""
+    found = re.search(rf"\.(?= [A-Z`{OPEN}])", text)
+    head = text[: found.end()] if found else text
+    return head.strip() if len(words_of(head)) >= SHORTEST_TEXT else text.strip()
 
 
 def in_table(text: str) -> str:
@@ -192,11 +175,13 @@ def in_table(text: str) -> str:
     return text.replace(OPEN, "<i>").replace(CLOSE, "</i>")
 
 
-def messages_of(file: Path) -> list[Message]:
-    """Return the texts of one file, each once."""
+def messages_of(file: Path) -> list[str]:
+    """Return how the messages of one file begin, in alphabetical order."""
     collector = Collector()
     collector.visit(ast.parse(file.read_text(encoding="utf-8")))
-    return list(dict.fromkeys(collector.found))
+    return sorted(
+        set(map(in_table, collector.found)), key=lambda text: (re.sub(r"<i>.*?</i>|\W", "", text).lower(), text)
+    )
 
 
 def page(root: Path) -> str:
@@ -205,21 +190,13 @@ def page(root: Path) -> str:
 
 
 def sections(root: Path) -> Iterator[str]:
-    """Yield the sections of the page, a room each, which has a table in alphabetical order."""
+    """Yield the sections of the page: a table for each room, a row for each file, a line for each message."""
     rooms = {path.name for path in root.iterdir() if path.is_dir()}
     for room in [*(name for name in ROOMS if name in rooms), *sorted(rooms - ROOMS.keys())]:
-        found = {message for file in (root / room).rglob("*.py") for message in messages_of(file)}
-        if found:
-            yield f"## {ROOMS.get(room, room)}\n"
-            yield "| text | what to do | |\n|---|---|---|"
-            yield from sorted(map(row, found), key=lambda line: (re.sub(r"<i>.*?</i>|\W", "", line).lower(), line))
-            yield ""
-
-
-def row(message: Message) -> str:
-    """Return the row of one text."""
-    said, mend = mend_of(message.text)
-    return f"| {in_table(said)} | {in_table(mend)} | `{message.kind}` |"
+        found = {file: messages_of(file) for file in sorted((root / room).rglob("*.py"))}
+        rows = [f"| `{file.relative_to(root)}` | {'<br>'.join(texts)} |" for file, texts in found.items() if texts]
+        if rows:
+            yield from [f"## {ROOMS.get(room, room)}\n", "| file | messages |\n|---|---|", *rows, ""]
 
 
 def main(arguments: Sequence[str]) -> int:
