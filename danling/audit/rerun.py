@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +21,16 @@ from danling.checkpoints.reading import read_payload
 from danling.config.files import strict_json
 from danling.config.imposed import MeantRun
 from danling.reporting.progress import format_duration
+from danling.training.keys import preserved_streams
 from danling.workspace.claim import is_in_use
 from danling.workspace.runs import Run, is_run
 
 from .digests import read_digests
 from .divergence import Comparison, compare_runs
 from .program import announce, run_program, scratch_settings, settings_of_others
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 
 @dataclass(frozen=True)
@@ -371,3 +379,46 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(
         first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
     )
+
+
+# From within the program
+
+
+def audit_runner(runner: TorchRunner, start: int | None, end: int | None, scratch: str | Path | None) -> AuditResult:
+    """Train a stretch of a runner's run again; see `TorchRunner.audit`."""
+    world = runner.world
+    if runner._session.running:
+        raise ValueError("runner.audit() cannot be called during train(). Call it after train() returns.")
+    _check_made_of_config(type(runner))
+    runner.checkpoint_manager.wait()
+    place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))
+    try:
+        run = runner.workspace.dir
+        again = world.on_first(lambda: Retraining.of(run, place, start=start, end=end, is_ours=True))
+        config = deepcopy(runner.config)
+        for key, value in again.settings.items():
+            config.set(key, value)
+        with preserved_streams(runner.device), type(runner)(config) as trained:
+            trained.train()
+        world.barrier()
+        return world.on_first(again.result)
+    finally:
+        if scratch is None:
+            world.barrier()
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _check_made_of_config(kind: type) -> None:
+    """Refuse to audit where another runner of the class cannot be made.
+
+    Raises:
+        ValueError: If its `__init__` asks for more than the configuration.
+    """
+    parameters = list(inspect.signature(kind).parameters.values())
+    others = [p for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    asked = [p.name for p in others if p.default is p.empty] if parameters else ["no configuration"]
+    if asked:
+        raise ValueError(
+            "Expected a runner class that is constructed from a configuration alone, so that audit() can construct another one. Received: "
+            f"{kind.__name__}, whose __init__ asks for {', '.join(asked)}. Give it a default, or use `danling audit`."
+        )

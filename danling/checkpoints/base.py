@@ -85,13 +85,9 @@ class CheckpointManager(ABC):
         """Where the checkpoints of the run lie: its own store first, then those of other kinds and elsewhere."""
         return self.search.stores
 
-    def look_in(self, sources: Sources) -> None:
-        """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names.
-
-        Args:
-            sources: Where.
-        """
-        self.search.look_in(sources)
+    def look_in(self, sources: Callable[[], Sources], *, own: bool) -> None:
+        """Look for checkpoints in object stores as well, after the run's own directory; see `CheckpointSearch.look_in`."""
+        self.search.look_in(sources, own=own)
 
     def lie_apart(self, apart: Apart) -> None:
         """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies.
@@ -306,8 +302,7 @@ class CheckpointManager(ABC):
 
     def release(self) -> None:
         """Remove what was brought of other runs, since it has been read. Call on all ranks."""
-        if self.search.sources is not None:
-            self.search.sources.release()
+        self.search.release()
 
     def bring_file(self, source: str | Path) -> Path | None:
         """Return where a file of weights lies that a URL names; `None` for anything else. Call on all ranks.
@@ -315,8 +310,8 @@ class CheckpointManager(ABC):
         Args:
             source: The URL, or whatever else a user has named.
         """
-        sources = self.search.sources
-        if sources is None or "://" not in str(source):
+        sources = self.search.sources_of(source)
+        if sources is None:
             return None
         return self.on_all(lambda: sources.bring_file(str(source)))
 

@@ -80,17 +80,38 @@ class CheckpointSearch:
         self._compare = compare
         # A run may go on with another kind of manager: what the other kinds have written counts and can be loaded.
         self.stores = stores_in(directory, first=first, run_id=run_id)
-        self.sources: Sources | None = None
+        self._open_sources: Callable[[], Sources] | None = None
+        self._sources: Sources | None = None
         self.apart = Apart()
         self._alone: set[Path] = set()
         self._brought: dict[Path, int] = {}
         self._offered: dict[str, tuple[CheckpointStore, Path, int]] = {}
         self._unreadable: set[tuple[CheckpointStore, int]] = set()
 
-    def look_in(self, sources: Sources) -> None:
-        """Look for checkpoints elsewhere as well: for those of the run after its own directory, and for what a URL names."""
-        self.sources = sources
-        self.stores += sources.own()
+    def look_in(self, sources: Callable[[], Sources], *, own: bool) -> None:
+        """Look for checkpoints in object stores as well, after the run's own directory.
+
+        Args:
+            sources: Opens the stores; called once, when they are needed.
+            own: Whether the run has a store of its own; otherwise stores are opened when a URL names one.
+        """
+        self._open_sources = sources
+        if own:
+            self._sources = sources()
+            self.stores += self._sources.own()
+
+    def sources_of(self, source: str | Path) -> Sources | None:
+        """Return what finds a checkpoint that a URL names; `None` for anything else."""
+        if self._open_sources is None or "://" not in str(source):
+            return None
+        if self._sources is None:
+            self._sources = self._open_sources()
+        return self._sources
+
+    def release(self) -> None:
+        """Remove what was brought of other runs, since it has been read."""
+        if self._sources is not None:
+            self._sources.release()
 
     def lie_apart(self, apart: Apart) -> None:
         """Hear whether machines have disks of their own: what lies there is kept as before, and read from where all of it lies."""
@@ -113,7 +134,8 @@ class CheckpointSearch:
 
     def stores_for(self, source: str | Path) -> list[CheckpointStore]:
         """Return the stores in which a source is looked for, the same on all ranks. May be called on all of them."""
-        named = self.sources.named(source) if self.sources is not None else None
+        sources = self.sources_of(source)
+        named = sources.named(source) if sources is not None else None
         return self.stores if named is None else named[0]
 
     def describe(self, source: str | Path) -> Record | None:
@@ -127,7 +149,8 @@ class CheckpointSearch:
         return record
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
-        named = self.sources.named(source) if self.sources is not None else None
+        sources = self.sources_of(source)
+        named = sources.named(source) if sources is not None else None
         is_brought = Path(source) in self._brought
         stores, wanted = (self.stores if is_brought else self._whole(), source) if named is None else named
         for store in stores:

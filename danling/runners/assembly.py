@@ -11,17 +11,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from danling.audit.errors import ReplayMismatchError
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
 from danling.distributed import GradientNorms, StepSync
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
-from danling.torchft import (
-    QuorumError,
-    WaitAbandonedError,
-)
 from danling.training import BatchWeights, criterion_setting
 from danling.training.batch_loss import BatchLoss
 from danling.training.component_checks import misnamed_overrides
@@ -38,13 +33,15 @@ from danling.training.safeguard import TrainedKeeper
 from danling.training.update import UpdateStep
 
 from .alone import LoneVerbs
-from .auditing import AuditParts
 from .driving import TrainingDriver
 from .evaluating import build_evaluator
+from .extensions import is_asked, load
 from .saved import SavedParts
 from .wrapping import ModelWrapping
 
 if TYPE_CHECKING:
+    from danling.audit.attach import Audits
+
     from .torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
@@ -58,7 +55,6 @@ class TorchParts:
 
     Attributes:
         wrapping: What wraps the model.
-        audits: What checks updates while they are made.
         saved: What of the runner is saved and restored.
         metrics: What evaluation computes beside the loss.
         train_metrics: What training computes beside the loss; `None` without `train_metrics`.
@@ -70,7 +66,6 @@ class TorchParts:
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
         self.wrapping = ModelWrapping(runner)
-        self.audits = AuditParts(runner, self)
         self.saved = SavedParts(runner, self)
 
     # Construction
@@ -89,6 +84,14 @@ class TorchParts:
             bound=runner.distributed or runner.stack != "ddp",
             speaks=runner.is_main_process,
         )
+
+    @cached_property
+    def audits(self) -> Audits | None:
+        """What checks updates while they are made; `None` where no setting of `audit` asks for it."""
+        if not is_asked("audit", self.runner.config):
+            return None
+        audits: Audits = load("audit").Audits(self.runner)
+        return audits
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting, and every override, that has no effect in this run. May be called on one rank."""
@@ -161,13 +164,15 @@ class TorchParts:
         if runner.fault_tolerance is not None or runner.config.audit.replay_interval is not None:
             micro_batches.recompute = self.recompute
         micro_batches.metrics = self.train_metrics
-        self.audits.see_samples(micro_batches)
+        if self.audits is not None:
+            self.audits.see_samples(micro_batches)
         return micro_batches
 
     @cached_property
     def forwards(self) -> Forwards:
         """What runs the micro-batches of an update."""
-        return self.audits.around(self._forwards())
+        forwards = self._forwards()
+        return forwards if self.audits is None else self.audits.around(forwards)
 
     def _forwards(self) -> Forwards:
         runner, retry = self.runner, self.wrapping.memory_retry
@@ -226,7 +231,8 @@ class TorchParts:
             losses=self.losses,
             own_backward=runner._overrides("backward"),
         )
-        self.audits.see_updates(update)
+        if self.audits is not None:
+            self.audits.see_updates(update)
         return update
 
     def look_at_gradients(self) -> None:
@@ -280,7 +286,6 @@ class TorchParts:
             trained_metrics=self.driver.trained_metrics,
             first_update=self.driver.first_update,
             log_update=self.driver.log_update,
-            passing=(WaitAbandonedError,),
         )
 
     @cached_property
@@ -331,8 +336,9 @@ class TorchParts:
 
     def _figures_of_parts(self) -> Mapping[str, Mapping[str, float]]:
         """Return what is logged of the loaders, by split, and of the copy of the run in an object store."""
-        copied = self.runner._elsewhere.figures(self.runner.state.train.global_step)
-        return {**self.runner._data.metrics(), **copied}
+        runner = self.runner
+        copied = runner._remote.figures(runner.state.train.global_step) if runner._has_remote() else {}
+        return {**runner._data.metrics(), **copied}
 
     @cached_property
     def report(self) -> RunReport:
@@ -381,7 +387,4 @@ class TorchParts:
             say=self.driver.say_ending,
             note=self.driver.note_failure,
             close=self.driver.close_training,
-            abandons=(WaitAbandonedError,),
-            lost=(QuorumError,),
-            stands=lambda error: isinstance(error, ReplayMismatchError) and error.is_taken_back,
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
+from functools import cached_property
 from glob import escape
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,6 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from danling.audit.layout_record import divided_batch
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
 from danling.checkpoints.absent import NoCheckpoints
 from danling.checkpoints.backends import backend_named
@@ -31,7 +31,6 @@ from danling.config.runner_config import continued
 from danling.data import BatchSource, derive_seed, seed_streams
 from danling.data.randomness import deterministic_kernels
 from danling.data.run_data import RunData, Sources
-from danling.data.splits import DividedSettings
 from danling.distributed import (
     Domain,
     LaunchEnvironment,
@@ -41,12 +40,8 @@ from danling.distributed import (
     select_device,
     world_of,
 )
-from danling.mesh.axes import axes_with
 from danling.metrics import Meters, ScoreBoard
 from danling.metrics.standing import Standing
-from danling.remote import RunLayout
-from danling.remote.elsewhere import RunElsewhere
-from danling.remote.sources import local_copy
 from danling.reporting import (
     Reporter,
     Tracker,
@@ -54,11 +49,6 @@ from danling.reporting import (
 )
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.supervision.closing import Closers
-from danling.torchft import (
-    check_layout,
-    position_owner,
-    workspace_part,
-)
 from danling.training import TrainingSession, loader_states
 from danling.training.attributes import KeptAttributes
 from danling.training.keys import RandomKeys
@@ -76,20 +66,20 @@ from danling.training.run_state import (
 )
 from danling.training.saving import RunSaver
 from danling.utils.machine import arithmetic
-from danling.utils.tensors import default_dtype, dtype_of
 from danling.workspace import Workspace
 from danling.workspace.placing import without_places
 from danling.workspace.run_place import RunPlace
 
+from .extensions import is_asked, load
 from .meta import MetaRunner, close_after_error
 from .names import GUARDED, check_assignment
-from .replica_groups import keep_own_positions
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from danling.remote.attach import RemoteStores
     from danling.training import UpdateOutcome
 
     from .assembly import TorchParts
@@ -195,7 +185,7 @@ class BaseRunner(metaclass=MetaRunner):
             waiting=lambda place: self._session.leave_wait(place, self.placement.optimizer),
             waited=lambda: self._session.end_wait(self.placement.optimizer),
             over=self._session.leave_pass,
-            divided=self._division_of_check(),
+            divided=load("audit").divide_for_check(self) if self.config.audit.gradients.dir is not None else None,
         )
         self._keys = RandomKeys(self)
         self._seed_is_drawn = False
@@ -234,25 +224,6 @@ class BaseRunner(metaclass=MetaRunner):
         ranks = f"rank {self.rank} of {self.world_size}"
         return f"<{name} {self.id} ({self.stack}): step {train.global_step}, epoch {train.epoch}, {ranks}, in {self.workspace.dir}>"
 
-    def _division_of_check(self) -> DividedSettings | None:
-        """Prepare this process for a check of layouts, and return how it divides updates; `None` where it is none."""
-        section = self.config.audit.gradients
-        if section.dir is None:
-            return None
-        if section.dtype is not None:
-            # Before a model is built: what its forward makes by itself has to be of the same dtype.
-            self._closers.enter_context(default_dtype(dtype_of(section.dtype)))
-        if self.config.seed is None:
-            self.config.seed = 0
-        return lambda settings, divides_itself: divided_batch(
-            settings,
-            accum_steps=int(self.config.accum_steps),
-            samples=section.samples,
-            replicas=int(section.replicas),
-            alone=section.weights is None,
-            divides_itself=divides_itself,
-        )
-
     def _find_placement(self) -> None:
         """Say where this rank stands among the others."""
         if "world" not in vars(self):
@@ -264,17 +235,12 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _identify_run(self) -> None:
         """Give the run its id and its paths; nothing is written yet."""
-        self._elsewhere = RunElsewhere(
-            lambda: self.config,
-            credentials=lambda: self.remote_credentials(),
-            at=lambda: (self.workspace.checkpoints, self.id, RunLayout(place.family, place.instance)),
-        )
         place = self._run_place = RunPlace(
             lambda: self.config,
             world=self.world,
             replicas=self.placement.data_replicas,
-            part=lambda: workspace_part(self.config),
-            elsewhere=self._elsewhere.runs,
+            part=self._replica_part,
+            elsewhere=lambda family, id: self._remote.runs(family, id) if self._has_remote() else (),
         )
         self._closers.callback(place.release)
         self.id, self.timestamp = place.id, place.timestamp
@@ -282,6 +248,21 @@ class BaseRunner(metaclass=MetaRunner):
         self.workspace: Workspace = place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self._closers.callback(self._reporter.trackers.close)
+
+    def _replica_part(self) -> str | None:
+        """Return the directory of this replica group below the run directory: several processes must not write into one log."""
+        ft = self.config.ft
+        return f"{self.config.checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
+
+    def _has_remote(self) -> bool:
+        """Whether the run is copied to an object store."""
+        return is_asked("remote", self.config)
+
+    @cached_property
+    def _remote(self) -> RemoteStores:
+        """The object stores of the run, and those of URLs; the extension is loaded here."""
+        stores: RemoteStores = load("remote").RemoteStores(self)
+        return stores
 
     def adopt_config(self, config: RunnerConfig | Mapping[str, object] | None) -> RunnerConfig:
         """Return a validated copy of `config` that belongs to this runner.
@@ -307,9 +288,7 @@ class BaseRunner(metaclass=MetaRunner):
             )
         own.warn_without_effect(self.stack)
         if own.ft.enabled:
-            axes = {} if self.stack == "ddp" else dict(own.parallel.axes.items())
-            shared = axes_with(reads_data=True)
-            check_layout(self.stack, axes, shared=shared, replica_id=own.ft.replica_id, group_size=own.ft.group_size)
+            load("torchft").check_config(own, self.stack)
         return own
 
     def __post_init__(self) -> None:
@@ -321,23 +300,25 @@ class BaseRunner(metaclass=MetaRunner):
         self._check_resume()
         self.prepare_components()
         self.open_workspace()
-        self._elsewhere.bring_files(self._run_place.dir, on_first=self.world.on_first)
+        if self._has_remote():
+            self._remote.bring_files()
         self._begin_heartbeat()
         self.init_garbage_collection()
         self.init_checkpoint_manager()
         if self.checkpoint_manager is None:
             self.checkpoint_manager = NoCheckpoints()
         self.checkpoint_manager.after_save = self._data.commit_saved
-        self._elsewhere.copy(self.workspace.dir, self.checkpoint_manager)
+        if self._has_remote():
+            self._remote.claim()
         self.saver.loaded.append(self._data.commit_loaded)
-        owner = position_owner(self.config)
-        if owner is not None:
-            keep_own_positions(self, owner)
+        if is_asked("torchft", self.config):
+            load("torchft").keep_own_positions(self)
         self.state.elastic.data_replicas = self.placement.data_replicas
         self._keys.between_updates()
         self._attributes.begin()
         self.restore()
-        self._elsewhere.begin()
+        if self._has_remote():
+            self._remote.start_mirroring()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
         self._closers.callback(self.sources.close)
 
@@ -420,7 +401,9 @@ class BaseRunner(metaclass=MetaRunner):
     def _stored_seed(self) -> int | None:
         asked = self.config.resume or None
         found = stored_seed(self.workspace.checkpoints, asked)
-        return self._elsewhere.sources.stored_seed(asked) if found is None else found
+        if found is None and (self._has_remote() or "://" in (asked or "")):
+            found = self._remote.sources.stored_seed(asked)
+        return found
 
     def set_deterministic(self) -> None:
         """Ask torch for deterministic kernels when `config.deterministic` is set; `close` restores its switches."""
@@ -938,7 +921,7 @@ class BaseRunner(metaclass=MetaRunner):
         )
         self.checkpoint_manager.before_save = self._run_place.confirm
         self.checkpoint_manager.planned_history = self._planned_history
-        self.checkpoint_manager.look_in(self._elsewhere.sources)
+        self.checkpoint_manager.look_in(lambda: self._remote.sources, own=self._has_remote())
         self._closers.callback(self.checkpoint_manager.close, settings.wait_timeout)
 
     def _planned_history(self) -> int:
@@ -1129,7 +1112,7 @@ class BaseRunner(metaclass=MetaRunner):
                         self.best_index,
                         self.best_score,
                         source,
-                        is_stored=lambda: self._elsewhere.has("best"),
+                        is_stored=lambda: self._has_remote() and self._remote.has("best"),
                         speaks=self.is_main_process,
                     )
                 )
@@ -1256,8 +1239,10 @@ class BaseRunner(metaclass=MetaRunner):
             CheckpointNotFound: If there is none.
             CheckpointDamaged: If it cannot be read.
         """
-        with local_copy(checkpoint) as path:
-            return read_config(path)
+        if "://" in str(checkpoint):
+            stored: dict[str, Any] = load("remote").read_config_at(str(checkpoint))
+            return stored
+        return read_config(checkpoint)
 
     # Ending
 

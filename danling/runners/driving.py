@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from danling.audit.rerun import AuditResult, Retraining
 from danling.checkpoints import CheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
@@ -28,7 +22,6 @@ from danling.reporting import Launch, describe_batches, describe_end, describe_p
 from danling.reporting.rank_times import RankTimes
 from danling.supervision import Profiler, RankWatch, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
-from danling.training.keys import preserved_streams
 from danling.training.model_states import weights_to_export
 from danling.utils.numbers import Paced
 from danling.utils.secrets import hide_secret_words, secret_values
@@ -156,31 +149,6 @@ class TrainingDriver:
         runner._reporter.forget_samples(runner.state.train.samples)
         return True
 
-    def audit(self, start: int | None, end: int | None, scratch: str | Path | None) -> AuditResult:
-        """Train a stretch of the run again; see `TorchRunner.audit`."""
-        runner, world = self.runner, self.runner.world
-        if runner._session.running:
-            raise ValueError(
-                "Expected a run that stands between two trainings. Received: audit() within train(). Call it when train() has returned."
-            )
-        _check_made_of_config(type(runner))
-        runner.checkpoint_manager.wait()
-        place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))
-        try:
-            run = runner.workspace.dir
-            again = world.on_first(lambda: Retraining.of(run, place, start=start, end=end, is_ours=True))
-            config = deepcopy(runner.config)
-            for key, value in again.settings.items():
-                config.set(key, value)
-            with preserved_streams(runner.device), type(runner)(config) as trained:
-                trained.train()
-            world.barrier()
-            return world.on_first(again.result)
-        finally:
-            if scratch is None:
-                world.barrier()
-                shutil.rmtree(place, ignore_errors=True)
-
     # Within it
 
     def begin_updates(self) -> None:
@@ -200,7 +168,7 @@ class TrainingDriver:
         runner._attributes.before_training()
         if update.audit is not None:
             update.audit.begin()
-        if self.parts.audits.recorder is not None:
+        if self.parts.audits is not None and self.parts.audits.recorder is not None:
             self.parts.audits.recorder.begin()
 
     def boundaries(self) -> Boundaries:
@@ -433,19 +401,3 @@ class TrainingDriver:
         if runner.fault_tolerance is not None:
             # A group that stays and does not train would hold the others up.
             runner.fault_tolerance.leave()
-
-
-def _check_made_of_config(kind: type) -> None:
-    """Refuse to audit where another runner of the class cannot be made.
-
-    Raises:
-        ValueError: If its `__init__` asks for more than the configuration.
-    """
-    parameters = list(inspect.signature(kind).parameters.values())
-    others = [p for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    asked = [p.name for p in others if p.default is p.empty] if parameters else ["no configuration"]
-    if asked:
-        raise ValueError(
-            "Expected a runner that is made of a configuration alone, so that audit() can make another one. Received: "
-            f"{kind.__name__}, whose __init__ asks for {', '.join(asked)}. Give it a default, or use `danling audit`."
-        )

@@ -13,20 +13,13 @@ from danling.config import RunnerConfig
 from danling.config.imposed import imposed
 
 from .base_runner import BaseRunner
+from .extensions import STACKS
 
 if TYPE_CHECKING:
     # Every stack is a TorchRunner, so a type checker may know its methods; which one it is shows when it is constructed.
     from .torch_runner import TorchRunner as _Base
 else:
     _Base = BaseRunner
-
-_STACKS = {
-    "ddp": ("torch_runner", "TorchRunner"),
-    "parallel": ("parallel_runner", "ParallelRunner"),
-    "deepspeed": ("deepspeed_runner", "DeepSpeedRunner"),
-    "accelerate": ("accelerate_runner", "AccelerateRunner"),
-    "graph": ("graph_runner", "GraphRunner"),
-}
 
 
 class Runner(_Base):
@@ -81,6 +74,6 @@ def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
 
 
 def _stack_class(stack: str) -> type[BaseRunner]:
-    module, name = _STACKS[stack]
-    found: type[BaseRunner] = getattr(import_module(f"danling.runners.{module}"), name)
+    module, name = STACKS[stack]
+    found: type[BaseRunner] = getattr(import_module(module), name)
     return found

@@ -7,16 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from danling.audit.layout_check import CheckOptions, check_this_program
-from danling.audit.layout_report import LayoutReport
-from danling.audit.replay import check_replay
-from danling.audit.rerun import AuditResult
 from danling.checkpoints import exclude, read_model
 from danling.checkpoints.pretrained import (
     DESCRIPTION,
@@ -34,7 +30,6 @@ from danling.optim.modes import enter_training, evaluation_weights, modal
 from danling.optim.options import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.supervision import Profiler
-from danling.torchft import ReplicaMember
 from danling.training import (
     EMA,
     Compilation,
@@ -65,7 +60,12 @@ from danling.utils.names import canonical_name
 
 from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results
-from .replica_groups import join_replica_groups
+from .extensions import load
+
+if TYPE_CHECKING:
+    from danling.audit.layout_report import LayoutReport
+    from danling.audit.rerun import AuditResult
+    from danling.torchft import ReplicaMember
 
 logger = logging.getLogger("danling")
 
@@ -120,17 +120,19 @@ class TorchRunner(BaseRunner):
         self._parts.saved.check_saving()
         self.preparation = self.build_preparation()
         check_components(self, vars(self), reserved=RESERVED_FIGURES)
-        if self._parts.audits.recorder is not None:
-            self._parts.audits.recorder.prepare(self.model, self.criterion)
-            self._closers.enter_context(self._parts.audits.recorder.calls)
+        recorder = None if self._parts.audits is None else self._parts.audits.recorder
+        if recorder is not None:
+            recorder.prepare(self.model, self.criterion)
+            self._closers.enter_context(recorder.calls)
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
-        check_replay(self)
+        if self._parts.audits is not None:
+            self._parts.audits.check()
         self._parts.wrapping.choose_memory_retry()
         self.materialize_model()
-        if self._parts.audits.recorder is not None:
-            self._parts.audits.recorder.divided()
+        if recorder is not None:
+            recorder.divided()
         self._parts.saved.note_trained()
         if self.stack == "ddp":
             trains = any(parameter.requires_grad for _, parameter in self.named_parameters())
@@ -433,10 +435,8 @@ class TorchRunner(BaseRunner):
             NotChecked: If the program fails in them, or the updates are not of the same samples.
             ValueError: If there is no such layout, or the program cannot be started again, as in a notebook.
         """
-        if self._parts.audits.recorder is not None:
-            self.train()
-            raise SystemExit(0)  # with fewer updates than are wanted
-        return check_this_program(layout, CheckOptions(**options), self.world)
+        report: LayoutReport = load("audit").check_layout(self, layout, **options)
+        return report
 
     def audit(
         self, from_checkpoint: int | None = None, to_checkpoint: int | None = None, *, scratch: str | Path | None = None
@@ -458,7 +458,8 @@ class TorchRunner(BaseRunner):
             FileNotFoundError: If the run has no checkpoint.
             ValueError: If it has none at one of these updates, or is training.
         """
-        return self._parts.driver.audit(from_checkpoint, to_checkpoint, scratch)
+        result: AuditResult = load("audit").audit_runner(self, from_checkpoint, to_checkpoint, scratch)
+        return result
 
     def on_pass_start(self, split: str) -> None:
         """Called on all ranks at the first batch of a pass over a split to train on, before it is trained on; override it.
@@ -627,7 +628,8 @@ class TorchRunner(BaseRunner):
         """
         if not self.config.ft.enabled:
             return
-        member = self.fault_tolerance = join_replica_groups(self, remember=self._parts.recompute.remember)
+        member: ReplicaMember = load("torchft").join_replica_groups(self, remember=self._parts.recompute.remember)
+        self.fault_tolerance = member
         self._closers.callback(member.close)
         # Every forward waits for the other groups.
         self.preparation.communication = "ft.enabled=True"

@@ -7,7 +7,7 @@ from .healing import Healing
 from .lighthouse import WaitAbandonedError
 from .loader_checkpoints import OwnPositions, ReplicaLoaderCheckpoints
 from .member import ReplicaMember
-from .settings import ReplicaSettings, check_layout, position_owner, workspace_part
+from .settings import ReplicaSettings, check_layout, position_owner
 from .update import ReplicatedReduction, ReplicatedUpdate
 
 __all__ = [
@@ -23,5 +23,4 @@ __all__ = [
     "WaitAbandonedError",
     "check_layout",
     "position_owner",
-    "workspace_part",
 ]

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from danling.distributed.domain import Domain
+from danling.training.session import IntactStateError
 from danling.utils.buckets import bucketed, flattened, scatter
 from danling.utils.tensors import local_part
 
@@ -36,7 +37,7 @@ _LONGEST_PAUSE = 1.0
 """Seconds before an update is tried again."""
 
 
-class QuorumError(RuntimeError):
+class QuorumError(IntactStateError):
     """The replica groups could not agree on who takes part, or on any update."""
 
 

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from danling.distributed.domain import Domain
+from danling.training.session import TrainingAbandoned
 
 _SLICE = 0.5
 """Seconds of waiting for a quorum between two looks at what this rank is asked."""
@@ -76,7 +77,7 @@ class Membership:
         self._store = None
 
 
-class WaitAbandonedError(Exception):
+class WaitAbandonedError(TrainingAbandoned):
     """The ranks of this group have agreed to wait no longer for the other groups, since one of them was asked to stop."""
 
 

@@ -61,18 +61,6 @@ def position_owner(config: RunnerConfig) -> str | None:
     return str(ft.replica_id) if ft.enabled else None
 
 
-def workspace_part(config: RunnerConfig) -> str | None:
-    """Return the directory of this replica group below the run directory, for all but full checkpoints; `None` without groups.
-
-    Logs and metrics of several processes must not meet in one file.
-
-    Args:
-        config: Configuration of the run.
-    """
-    ft = config.ft
-    return f"{config.checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
-
-
 def check_layout(
     stack: str, axes: Mapping[str, int], *, shared: Collection[str], replica_id: int, group_size: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from danling.distributed import Domain
 
 from .saving import RunSaver
-from .session import SessionEnd, TrainingSession
+from .session import IntactStateError, SessionEnd, TrainingSession
 
 if TYPE_CHECKING:
     from danling.runners.state import TrainState
@@ -33,9 +33,6 @@ class TrainingEnd:
         say: Says how the training ended.
         note: Puts what is known of a failure on record.
         close: Closes what was opened for the training.
-        abandons: Exceptions by which a wait for other replica groups is given up.
-        lost: Exceptions that say that the other replica groups are lost, while this one stands between two updates.
-        stands: Tells whether an error has left all ranks together between two updates, in a state that is in order.
     """
 
     def __init__(
@@ -53,9 +50,6 @@ class TrainingEnd:
         say: Callable[[str], None],
         note: Callable[[Exception], None],
         close: Callable[[], None],
-        abandons: tuple[type[Exception], ...] = (),
-        lost: tuple[type[Exception], ...] = (),
-        stands: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
         self._session = session
         self._saver = saver
@@ -69,9 +63,6 @@ class TrainingEnd:
         self._say = say
         self._note = note
         self._close = close
-        self._abandons = abandons
-        self._lost = lost
-        self._stands = stands
 
     @staticmethod
     def parts() -> dict[Callable[..., object], str]:
@@ -85,7 +76,6 @@ class TrainingEnd:
             finish=self._finish,
             failed=self._fail,
             close=self._close,
-            abandons=self._abandons,
         )
 
     def _last_requests(self) -> frozenset[str]:
@@ -107,17 +97,17 @@ class TrainingEnd:
         self._session.exit_if_signalled(self._counters().global_step)
 
     def _fail(self, error: Exception) -> None:
-        if isinstance(error, self._lost):
-            self._save_before_leaving("Lost the other replica groups, or a rank of this one, after step %d; saving.")
-        elif self._stands(error) and not self._saver.is_saved:
-            self._save_before_leaving("The state after step %d is in order; saving it.")
+        if isinstance(error, IntactStateError) and not self._saver.is_saved:
+            self._save_intact_state()
         self._note(error)
         self._say(f"Failed with {type(error).__name__}")
 
-    def _save_before_leaving(self, said: str) -> None:
-        logger.error(said, self._counters().global_step)
+    def _save_intact_state(self) -> None:
+        logger.error(
+            "Training failed between two updates; saving the state after step %d.", self._counters().global_step
+        )
         try:
             self._save()
             self._manager().wait()
         except Exception:
-            logger.exception("That save failed; the loss itself follows.")
+            logger.exception("That save failed; the error of the training follows.")

@@ -14,7 +14,7 @@ from .keys import RandomKeys
 from .outcome import UpdateOutcome
 from .results import RunResults
 from .safeguard import keeping_trained
-from .session import DataEnded, EvaluationStopped, TrainingSession
+from .session import DataEnded, EvaluationStopped, TrainingAbandoned, TrainingSession
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -47,7 +47,6 @@ class TrainingLoop:
         trained_metrics: Returns the metrics of what was trained since it was called last.
         first_update: Is called after the first update of this process.
         log_update: Logs the metrics of an update.
-        passing: Exceptions that leave an evaluation and are no failures.
 
     Attributes:
         boundaries: Decides what is due between updates; made anew for every training.
@@ -76,7 +75,6 @@ class TrainingLoop:
         trained_metrics: Callable[[], dict[str, float]],
         first_update: Callable[[], None],
         log_update: Callable[[UpdateOutcome], None],
-        passing: tuple[type[BaseException], ...] = (),
     ) -> None:
         self.has_jumped = False
         self.data_ended = False
@@ -92,7 +90,6 @@ class TrainingLoop:
         self._session = session
         self._results = results
         self._reporter = reporter
-        self._passing: tuple[type[BaseException], ...] = (EvaluationStopped, *passing)
 
     def is_done(self) -> bool:
         """Whether there is nothing left to train or to evaluate."""
@@ -300,7 +297,7 @@ class TrainingLoop:
         if not splits:
             return
         step = self._run.state.train.global_step
-        with keeping_trained(self._save_if_failing(), step=step, passing=self._passing):
+        with keeping_trained(self._save_if_failing(), step=step, passing=(EvaluationStopped, TrainingAbandoned)):
             for split in splits:
                 metrics = getattr(self._run, verb)(split)
                 self._results.open[split] = checked_figures(verb, split, metrics)

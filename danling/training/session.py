@@ -45,6 +45,14 @@ class EvaluationStopped(Exception):
     """Leaves an evaluation that all ranks have agreed to stop in; it is made anew when the run is resumed."""
 
 
+class TrainingAbandoned(Exception):
+    """All ranks have agreed to end a training between two updates; no failure. An extension raises it."""
+
+
+class IntactStateError(RuntimeError):
+    """An error that leaves all ranks together between two updates, with a state that may be saved. An extension raises it."""
+
+
 class PassLeft(Exception):
     """Leaves a pass between two updates: every rank knows that it ends here, or the only one was asked to stop while it waited."""
 
@@ -62,14 +70,12 @@ class SessionEnd:
         finish: Saves and says the ending; not called where the session goes on in another one. Called on all ranks.
         failed: Is told of an exception, which goes on its way afterwards.
         close: Closes what was opened for the training, however it ended.
-        abandons: Exceptions by which a wait for other replica groups is given up, since this one is asked to stop.
     """
 
     pending: Callable[[], frozenset[str]]
     finish: Callable[[], None]
     failed: Callable[[Exception], None]
     close: Callable[[], None]
-    abandons: tuple[type[Exception], ...] = ()
 
 
 class TrainingSession:
@@ -364,7 +370,7 @@ class TrainingSession:
                 logger.debug("A pass was left between two updates.")
             except EvaluationStopped:
                 logger.debug("An evaluation was left; it is made anew when the run is resumed.")
-            except end.abandons:
+            except TrainingAbandoned:
                 self.apply_requests(agree(domain, self.local_requests()))
             self.running = False
             # What was asked for in the last update, which an accelerator hands out with the next one.

@@ -77,6 +77,6 @@ class Asking(Checked):
 
 
 def test_a_runner_that_cannot_be_made_again_is_refused_with_what_it_asks_for(tmp_path: Path) -> None:
-    said = "made of a configuration alone.* Received: Asking, whose __init__ asks for width. Give it a default"
+    said = "constructed from a configuration alone.* Received: Asking, whose __init__ asks for width. Give it a default"
     with Asking(settings(tmp_path, **SETTINGS), width=3) as runner, pytest.raises(ValueError, match=said):
         runner.audit()

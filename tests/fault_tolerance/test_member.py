@@ -15,7 +15,7 @@ from danling.config import RunnerConfig
 from danling.data import build_dataloader, open_source
 from danling.distributed import LocalDomain
 from danling.metrics import Meters
-from danling.torchft import Healing, ReplicaMember, ReplicaSettings, check_layout, position_owner, workspace_part
+from danling.torchft import Healing, ReplicaMember, ReplicaSettings, check_layout, position_owner
 from danling.training import Window
 from danling.training.run_state import RunState, StatePart
 
@@ -235,5 +235,3 @@ def test_every_group_keeps_its_own_place_in_the_data() -> None:
         ({"checkpoint": {**asked, "ft_replica_id": "mine"}}, "mine"),
     ):
         assert position_owner(RunnerConfig(settings)) == owner
-    assert workspace_part(RunnerConfig({})) is None
-    assert workspace_part(RunnerConfig({"ft": groups})) == "ft-replica-2"

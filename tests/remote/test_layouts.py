@@ -117,7 +117,8 @@ def make_manager(directory: str, url: str) -> TorchDistributedCheckpointManager:
         settings=CheckpointSettings(async_mode="disabled"),
         step_mode=True,
     )
-    manager.look_in(RemoteSources(Path(directory), run_id="run", connect=open_store, home=(url, LAYOUT)))
+    sources = RemoteSources(Path(directory), run_id="run", connect=open_store, home=(url, LAYOUT))
+    manager.look_in(lambda: sources, own=True)
     return manager
 
 

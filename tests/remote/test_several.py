@@ -19,8 +19,8 @@ from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.mirroring import Saved
 from danling.checkpoints.policy import Record
 from danling.remote import RemoteError, RemoteSettings, RunLayout, open_store
+from danling.remote.attach import RemoteStores
 from danling.remote.contents import RemoteRun
-from danling.remote.elsewhere import RunElsewhere
 from danling.remote.mirror import CheckpointMirror, MirrorSettings, Upload
 
 LAYOUT = RunLayout("line", "run")
@@ -188,10 +188,10 @@ def resume_where_the_store_fails(root: str) -> str:
     with TracingRunner({**common, "dir": f"{root}/first"}) as runner:
         runner.train()
 
-    def fails(self: RunElsewhere, name: str) -> bool:
+    def fails(self: RemoteStores, name: str) -> bool:
         raise RemoteError(f"Expected to list {name}. Received: no answer.")
 
-    RunElsewhere.has = fails  # type: ignore[method-assign]
+    RemoteStores.has = fails  # type: ignore[method-assign]
     again = {"resume": f"{root}/first/checkpoints/latest.pth", "checkpoint.remote.url": f"file://{root}/bucket"}
     try:
         with TracingRunner({**common, "dir": f"{root}/second", "epochs": 3, **again}):

@@ -13,6 +13,7 @@ from support.held import Held
 from torch import nn
 
 from danling.data import Batch
+from danling.training.micro_batches import WindowForwards
 
 
 def batch(size: int = 2) -> Batch:
@@ -159,14 +160,14 @@ def test_counters_and_the_reference_of_weights_come_back_as_they_were_saved(tmp_
 
 def test_without_checks_of_updates_nothing_is_put_around_them(tmp_path: Path) -> None:
     parts = Held(tmp_path).parts
-    assert parts.audits.updates is parts.audits.recorder is None
+    assert parts.audits is None
     assert parts.update.audit is parts.micro_batches.audit is None and parts.update.sync.riders == [parts.update.norms]
-    forwards = parts.forwards
-    assert parts.audits.around(forwards) is forwards
+    assert type(parts.forwards) is WindowForwards
 
 
 def test_digests_are_told_of_updates_samples_and_the_collective(tmp_path: Path) -> None:
     parts = Held(tmp_path, audit={"digest_interval": 2}).parts
+    assert parts.audits is not None
     found = parts.audits.updates
     assert found is not None and parts.update.audit is found and parts.update.sync.riders == [parts.update.norms, found]
     assert parts.micro_batches.audit is found

@@ -26,6 +26,9 @@ class Checked(dl.Runner):
         flip: What flips, once; `None` for nothing.
     """
 
+    # An update that is computed again must not flip again.
+    not_saved = ("_flip",)
+
     def __init__(self, config: dict[str, Any], flip: Flip | None = None) -> None:
         super().__init__(config)
         self._flip = flip

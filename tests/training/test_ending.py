@@ -13,9 +13,10 @@ from danling.training import TrainingSession
 from danling.training.ending import TrainingEnd
 from danling.training.safeguard import TrainedKeeper, keeping_trained
 from danling.training.saving import RunSaver
+from danling.training.session import IntactStateError
 
 
-class Lost(Exception):
+class Lost(IntactStateError):
     """The others are lost."""
 
 
@@ -44,7 +45,6 @@ class Ended:
             say=self.call,
             note=lambda error: self.call(f"note {error}"),
             close=lambda: self.call("close"),
-            lost=(Lost,),
         )
 
     def call(self, name: str) -> None:

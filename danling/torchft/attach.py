@@ -1,4 +1,4 @@
-"""How the processes of a torch runner take part in a training of several replica groups, where one may fail alone."""
+"""Attaches TorchFT to a runner: its processes join the replica groups, and each group saves its position in the data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,36 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import CheckpointSettings
-from danling.torchft import (
-    Healing,
-    OwnPositions,
-    ReplicaGroups,
-    ReplicaLoaderCheckpoints,
-    ReplicaMember,
-    ReplicaSettings,
-    position_owner,
-)
+from danling.config import RunnerConfig
+from danling.mesh.axes import axes_with
 from danling.training.gradients import normalization_statistics
 
+from .groups import ReplicaGroups
+from .healing import Healing
+from .loader_checkpoints import OwnPositions, ReplicaLoaderCheckpoints
+from .member import ReplicaMember
+from .settings import ReplicaSettings, check_layout, position_owner
+
 if TYPE_CHECKING:
-    from .base_runner import BaseRunner
-    from .torch_runner import TorchRunner
+    from danling.runners.base_runner import BaseRunner
+    from danling.runners.torch_runner import TorchRunner
+
+
+def check_config(config: RunnerConfig, stack: str) -> None:
+    """Refuse a configuration with replica groups whose layout they do not support.
+
+    Args:
+        config: The configuration.
+        stack: Name of the stack.
+
+    Raises:
+        ValueError: If `ft.enabled` with a stack other than `ddp` and `parallel`, with an axis other than `replicate` and `shard`, or with
+            a `ft.replica_id` outside the groups.
+    """
+    if config.ft.enabled:
+        axes = {} if stack == "ddp" else dict(config.parallel.axes.items())
+        shared = axes_with(reads_data=True)
+        check_layout(stack, axes, shared=shared, replica_id=config.ft.replica_id, group_size=config.ft.group_size)
 
 
 def join_replica_groups(runner: TorchRunner, *, remember: Callable[[], Callable[[], None]]) -> ReplicaMember:
@@ -66,14 +82,15 @@ def join_replica_groups(runner: TorchRunner, *, remember: Callable[[], Callable[
     )
 
 
-def keep_own_positions(runner: BaseRunner, replica: str) -> None:
+def keep_own_positions(runner: BaseRunner) -> None:
     """Save the loader states of a replica group with every checkpoint, and resume from them. Called on all ranks of the group.
 
     Args:
         runner: The runner.
-        replica: Name of the group.
     """
-    settings = runner.config.checkpoint
+    replica, settings = position_owner(runner.config), runner.config.checkpoint
+    if replica is None:
+        return
     checkpoints = ReplicaLoaderCheckpoints(
         runner.workspace.checkpoints,
         replica=replica,

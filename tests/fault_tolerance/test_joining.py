@@ -17,13 +17,15 @@ from torch import Tensor
 from danling.data import BatchSource, build_dataloader, open_source
 from danling.distributed import LocalDomain
 from danling.metrics import Meters
-from danling.runners.replica_groups import join_replica_groups, keep_own_positions
 from danling.torchft import QuorumError, ReplicaMember
+from danling.torchft.attach import join_replica_groups, keep_own_positions
 from danling.training import EMA
 from danling.training.loader_states import LoaderPositions
 from danling.training.preparation import ModelPreparation
 from danling.training.run_state import RunState, StatePart
 from danling.training.saving import RunSaver
+
+OWN = {"enable_ft_dataloader_checkpoints": True, "ft_replica_id": "1"}
 
 
 @pytest.fixture
@@ -169,16 +171,16 @@ def saved_at(run: Member, step: int, batches: int) -> None:
 
 
 def test_a_group_goes_on_in_its_own_place_in_the_data(tmp_path: Path) -> None:
-    run = Member(tmp_path)
-    keep_own_positions(run, "1")  # type: ignore[arg-type]
+    run = Member(tmp_path, checkpoint=OWN)
+    keep_own_positions(run)  # type: ignore[arg-type]
     saved_at(run, 3, 4)
     run.closers.close()
     assert (tmp_path / "checkpoints" / "ft-replica-1").is_dir() and not (
         tmp_path / "checkpoints" / "ft-replica-0"
     ).exists()
-    again, other = Member(tmp_path), Member(tmp_path)
-    for member, name in ((again, "1"), (other, "0")):
-        keep_own_positions(member, name)  # type: ignore[arg-type]
+    again, other = Member(tmp_path, checkpoint=OWN), Member(tmp_path, checkpoint={**OWN, "ft_replica_id": "0"})
+    for member in (again, other):
+        keep_own_positions(member)  # type: ignore[arg-type]
         member.state.train.global_step = 3
         for restored in member.saver.loaded:
             restored()
@@ -187,13 +189,13 @@ def test_a_group_goes_on_in_its_own_place_in_the_data(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_left_out_or_of_another_update_is_not_taken(tmp_path: Path) -> None:
-    run = Member(tmp_path)
-    keep_own_positions(run, "1")  # type: ignore[arg-type]
+    run = Member(tmp_path, checkpoint=OWN)
+    keep_own_positions(run)  # type: ignore[arg-type]
     saved_at(run, 3, 4)
     run.closers.close()
     for step, excluded, expected in ((3, (), 8), (3, ("dataloaders.train",), 0), (4, (), 0), (2, (), 0)):
-        again = Member(tmp_path)
-        keep_own_positions(again, "1")  # type: ignore[arg-type]
+        again = Member(tmp_path, checkpoint=OWN)
+        keep_own_positions(again)  # type: ignore[arg-type]
         again.state.train.global_step, again.excluded = step, excluded
         drawn = torch.random.get_rng_state()
         for restored in again.saver.loaded:
