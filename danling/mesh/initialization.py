@@ -12,14 +12,14 @@ from .axes import axes_with
 from .topology import Topology
 
 
-def initialize_weights(part: nn.Module, topology: Topology, *, seed: int) -> None:
+def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number: int = 0) -> None:
     """Call the model's `init_weights()`, else `reset_parameters()` of every module that has parameters or buffers of its own.
 
-    Each coordinate draws from streams of its own; copies are made equal afterwards.
+    Each coordinate, and each part of a rank by its `number`, draws from streams of its own; copies are made equal afterwards.
     """
     # The seeds of a run depend on this order: modules first, then pieces of tensors.
     axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
-    own_seed = derive_seed(seed, "initialization", *(topology.coordinate[axis] for axis in axes))
+    own_seed = derive_seed(seed, "initialization", *(topology.coordinate[axis] for axis in axes), number)
     with preserved_streams(topology.device), torch.no_grad():
         seed_streams(own_seed, topology.device)
         whole = getattr(part, "init_weights", None)

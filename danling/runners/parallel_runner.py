@@ -61,6 +61,7 @@ class ParallelRunner(TorchRunner):
     """
 
     stack = "parallel"
+    _initialized = 0
 
     topology: Topology
     parallel_context: ParallelContext
@@ -316,7 +317,8 @@ class ParallelRunner(TorchRunner):
         Raises:
             ValueError: If a module has neither.
         """
-        initialize_weights(part, self.topology, seed=self.seed)
+        initialize_weights(part, self.topology, seed=self.seed, number=self._initialized)
+        self._initialized += 1
 
     # Pipeline
 

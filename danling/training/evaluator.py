@@ -184,7 +184,9 @@ class Evaluator:
         figures = self._figures(split, sums.totals)
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
-            samples = self._run.placement.metrics.all_reduce(torch.tensor(sums.samples, dtype=torch.float64))
+            placement = self._run.placement
+            counted = sums.samples if placement.counts_samples else 0
+            samples = placement.metrics.all_reduce(torch.tensor(counted, dtype=torch.float64))
             figures.setdefault("samples", float(samples))
         return figures
 
