@@ -65,6 +65,9 @@ class Evaluated(Held):
             loss=lambda pred, target: (pred - target).abs().mean() if target is not None else None,
         )
 
+    def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        return step(data)
+
     def source(self, split: str) -> Any:
         return self.sources.of(split)
 

@@ -54,7 +54,9 @@ class Checked(dl.Runner):
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """Scale the prediction by the buffer, and flip a bit of the loss."""
-        loss = super().compute_loss(pred * self._scale(), target)
+        return self._struck(super().compute_loss(pred * self._scale(), target))
+
+    def _struck(self, loss: Tensor) -> Tensor:
         if self._due("loss"):
             flip_bit(loss)
         return loss
@@ -84,7 +86,7 @@ class CheckedText(Checked):
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the mean over the targets that count."""
-        return super(Checked, self).compute_loss(pred.flatten(0, 1), target.flatten())
+        return self._struck(super(Checked, self).compute_loss(pred.flatten(0, 1), target.flatten()))
 
 
 def flip_bit(tensor: Tensor) -> None:
