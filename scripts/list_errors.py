@@ -10,36 +10,12 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "errors.md"
-ROOMS = {
-    "config": "Configuration",
-    "runners": "Runners",
-    "training": "Training",
-    "data": "Data",
-    "metrics": "Metrics and scores",
-    "optim": "Optimizers and schedules",
-    "checkpoints": "Checkpoints",
-    "workspace": "Run directories",
-    "distributed": "Processes",
-    "mesh": "Parallelism",
-    "deepspeed": "DeepSpeed",
-    "accelerate": "Accelerate",
-    "graph": "Compilation",
-    "torchft": "Fault tolerance",
-    "stream": "Streams",
-    "reporting": "Logs and trackers",
-    "supervision": "Signals, heartbeat, profiles",
-    "audit": "Checks of a run",
-    "interop": "Libraries",
-    "cli": "The command danling",
-    "utils": "Files, names and numbers",
-}
-"""Rooms of the library in the order of the page, and their headings; others come last."""
 HEAD = """\
 # Every error text
 
@@ -185,18 +161,10 @@ def messages_of(file: Path) -> list[str]:
 
 
 def page(root: Path) -> str:
-    """Return the page of the sources below `root`."""
-    return "\n".join([HEAD, *sections(root)])
-
-
-def sections(root: Path) -> Iterator[str]:
-    """Yield the sections of the page: a table for each room, a row for each file, a line for each message."""
-    rooms = {path.name for path in root.iterdir() if path.is_dir()}
-    for room in [*(name for name in ROOMS if name in rooms), *sorted(rooms - ROOMS.keys())]:
-        found = {file: messages_of(file) for file in sorted((root / room).rglob("*.py"))}
-        rows = [f"| `{file.relative_to(root)}` | {'<br>'.join(texts)} |" for file, texts in found.items() if texts]
-        if rows:
-            yield from [f"## {ROOMS.get(room, room)}\n", "| file | messages |\n|---|---|", *rows, ""]
+    """Return the page of the sources below `root`: a table with a row for each file and a line for each message."""
+    found = {file: messages_of(file) for file in sorted(root.rglob("*.py"))}
+    rows = [f"| `{file.relative_to(root)}` | {'<br>'.join(texts)} |" for file, texts in found.items() if texts]
+    return "\n".join([HEAD, "| file | messages |\n|---|---|", *rows, ""])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """Make the pictures in docs/assets from runs that this script trains: `python scripts/screenshots.py` (about a minute).
 
-`python scripts/screenshots.py --text` writes what `examples/digits.py` prints to terminals of two widths and into a file into
-docs/guides/logging.md.
+`python scripts/screenshots.py --text` writes what `examples/digits.py` prints into a file into docs/guides/logging.md.
 
 The terminal pictures are what the programs really print to a terminal of 150 columns, as SVG; the third is the picture inside
 the HTML report that `danling plot` writes.
@@ -35,9 +34,6 @@ def write_text() -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "examples").symlink_to(ROOT / "examples")
         program = [sys.executable, "examples/digits.py", "--dir"]
-        for columns in (80, 150):
-            said = in_terminal([*program, f"{name}/{columns}"], Path(name), columns)
-            page = between(page, f"{columns} columns", wrapped(screen(said, until="epoch 7"), columns), name)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [*program, f"{name}/file"], capture_output=True, text=True, env=environment, cwd=name, check=True
@@ -53,11 +49,6 @@ def between(page: str, marker: str, lines: Sequence[str], place: str) -> str:
     found = re.subn(rf"<!-- digits: {marker} -->\n\n```text\n.*?```\n", lambda _: block, page, flags=re.DOTALL)
     assert found[1] == 1, f"no place for {marker} in {PAGE}"
     return found[0]
-
-
-def wrapped(lines: Sequence[str], columns: int) -> list[str]:
-    """Return lines as a terminal breaks them."""
-    return [line[start : start + columns] for line in lines for start in range(0, max(len(line), 1), columns)]
 
 
 def main() -> None:

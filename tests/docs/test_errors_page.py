@@ -27,7 +27,6 @@ def test_the_first_sentence_of_what_is_raised_is_found_with_its_values_and_its_f
         "def check(value):\n"
         '    raise ValueError(f"Expected a number in {value!r} of {type(value).__name__}. Received: none. " "Set it to one.")\n'
     )
-    assert "## Configuration" in page
     assert "| `config/module.py` | Expected a number in <i>value</i> of <i>...</i>. |" in page
 
 
