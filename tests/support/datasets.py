@@ -77,13 +77,6 @@ class StreamIterator:
         self.position = state["position"]
 
 
-def host_state() -> tuple[Any, ...]:
-    """Return all of this process's streams in a comparable form."""
-    state = numpy.random.get_state(legacy=False)
-    words = (tuple(state["state"]["key"].tolist()), state["state"]["pos"], state["has_gauss"], state["gauss"])
-    return tuple(torch.get_rng_state().tolist()), words, random.getstate()
-
-
 def drain(source: Any, batches: int | None = None) -> list[Any]:
     """Train on a source: read and commit so many batches, or all that are left."""
     taken: list[Any] = []
