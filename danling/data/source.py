@@ -26,6 +26,10 @@ _VALUES = 64
 """How many values of a tensor or a list are looked at."""
 
 
+def _nothing() -> None:
+    """Raise where the data was changed within a pass: it was not."""
+
+
 class BatchSource:
     """Batches of a loader, and the position up to which they are consumed.
 
@@ -53,7 +57,7 @@ class BatchSource:
         ValueError: If `loader` cannot be iterated.
     """
 
-    check: Callable[[], None] = staticmethod(lambda: None)
+    check: Callable[[], None] = staticmethod(_nothing)
     """Called before the position moves; raises where the data was changed within a pass."""
     reads: bool = True
     """Whether batches are read on this rank."""

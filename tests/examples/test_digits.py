@@ -25,7 +25,7 @@ def accuracy_in(output: str) -> float:
 
 def forms(text: str) -> set[str]:
     """Lines without their numbers and places."""
-    without_places = re.sub(r" in /\S+", " in DIR", text.replace(str(SCRIPT), "examples/digits.py"))
+    without_places = re.sub(r"( in|Run directory:) /\S+", r"\1 DIR", text.replace(str(SCRIPT), "examples/digits.py"))
     return {re.sub(r"\d[\d.,:e+-]*\d[kM]?|\d[kM]?", "#", line) for line in without_places.strip().splitlines()}
 
 

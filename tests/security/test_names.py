@@ -22,6 +22,7 @@ FUNCTIONS = {
     "audit/layout_check": ["_train"],
     "audit/layout_record": ["LayoutRecorder._write_rank"],
     "audit/program": ["ProgramEnd.tail", "start_program"],
+    "audit/rerun": ["audit_runner"],
     "checkpoints/archive": ["_opened"],
     "checkpoints/dcp_files": [
         "HashingFileSystem.create_stream",
@@ -35,7 +36,6 @@ FUNCTIONS = {
     "checkpoints/file_store": ["FileStore._make_way", "FileStore._settle", "FileStore.delete", "FileStore.write"],
     "checkpoints/pretrained": ["write_description"],
     "checkpoints/search": ["CheckpointSearch.tidy"],
-    "checkpoints/stock_metadata": ["read_stock_metadata"],
     "checkpoints/storage": [
         "chunks",
         "file_size",
@@ -74,7 +74,6 @@ FUNCTIONS = {
     "remote/stored_files": ["_bring"],
     "reporting/logging": ["_open_file"],
     "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "read_jsonl"],
-    "runners/driving": ["TrainingDriver.audit"],
     "stream/channels/claims": ["Claim.take"],
     "stream/channels/file": [
         "FileChannel.__init__",
@@ -120,7 +119,6 @@ PARSERS = {
     "checkpoints/exchange": "plain_name",  # index of safetensors
     "checkpoints/file_store": "Manifest",
     "checkpoints/target_store": "read_manifest",
-    "checkpoints/stock_metadata": "ShardIndex",
     "checkpoints/dcp_files": "read_index",
     "checkpoints/manifest": "plain_name",
     "checkpoints/shard_index": "plain_name",

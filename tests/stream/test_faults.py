@@ -17,8 +17,9 @@ from danling.stream import DirectoryStore, FileChannel, SampleRef, StreamEnd, Te
 from danling.stream import files as stream_files
 from danling.stream.channels import file as file_channel
 from danling.stream.stores import directory
+from danling.utils import files
 
-MODULES = (stream_files, file_channel, directory)
+MODULES = (stream_files, file_channel, directory, files)
 TENSORS = {"x": torch.arange(50.0), "y": torch.tensor(True)}
 
 

@@ -39,11 +39,11 @@ class AnyDraft(dl.Runner):
         self.dataloaders = {"train": StreamLoader(store, channel, 2, global_batch_size=4, idle_timeout=60)}
         self.stop_at = stop_at
 
-    def train_step(self, data: Any) -> Any:
-        """Train as usual, and stop where it is told."""
+    def to_device(self, data: Any) -> Any:
+        """Stop where it is told, before a batch is trained on; on all ranks."""
         if self.state.train.global_step == self.stop_at:
             raise Stopped
-        return super().train_step(data)
+        return super().to_device(data)
 
 
 def train(root: Path, layout: Mapping[str, Any], stop_at: int | None) -> tuple[dict[str, Tensor], int, int]:
