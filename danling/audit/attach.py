@@ -87,11 +87,14 @@ class Audits:
             update: What closes windows.
         """
         runner, target = self.runner, self.runner.config.audit.until
-        update.audit, update.recorder = self.updates, self.recorder
+        observers = runner.observers
+        if self.recorder is not None:
+            observers.append(self.recorder)
         if self.updates is not None:
+            observers.append(self.updates)
             update.sync.riders.append(self.updates)
         if target is not None:
-            update.audit = Until(runner, target, self.updates)
+            observers.append(Until(runner, target))
 
     def see_samples(self, micro_batches: MicroBatches) -> None:
         """Let what runs single micro-batches tell of their samples.
@@ -99,7 +102,7 @@ class Audits:
         Args:
             micro_batches: What runs them.
         """
-        micro_batches.audit, micro_batches.recorder = self.updates, self.recorder
+        micro_batches.recorder = self.recorder
 
     def around(self, forwards: Forwards) -> Forwards:
         """Return what runs the micro-batches of an update, as one that can be made again where that is asked for.

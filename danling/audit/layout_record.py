@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from danling.training.observers import Observer
 from danling.utils.names import canonical_name
 from danling.utils.tensors import dtype_of, is_sharded, local_part
 
 from .hashing import Hasher
 
 if TYPE_CHECKING:
+    from danling.distributed import StepTotals
     from danling.runners.torch_runner import TorchRunner
     from danling.training import UpdateOutcome
 
@@ -296,8 +298,10 @@ class RecordSettings:
         )
 
 
-class LayoutRecorder:
+class LayoutRecorder(Observer):
     """Records the first updates of a run, and ends the program after them."""
+
+    critical = True
 
     def __init__(self, settings: RecordSettings, runner: TorchRunner) -> None:
         self.settings = settings
@@ -336,7 +340,7 @@ class LayoutRecorder:
         """Note which weights are other ones now that the model is divided, and forget the whole ones."""
         self._moved, self._whole = self._differing(self._whole), {}
 
-    def begin(self) -> None:
+    def training_started(self) -> None:
         """Write the weights of the run, or take those that were written. Called on all ranks."""
         if self._begun:
             return
@@ -374,7 +378,7 @@ class LayoutRecorder:
 
     def took(self, data: object, moved: object, *, counts: bool) -> Any:
         """Return the data of a micro-batch as it is trained on, and note its samples. Called before the forward, on all ranks."""
-        self.begin()
+        self.training_started()
         self._counts = counts
         if counts and self._runner.placement.counts_samples:
             self._digest += int(self._hasher.digest_samples(data))
@@ -404,8 +408,12 @@ class LayoutRecorder:
 
         return hook
 
-    def measured(self, norm: Tensor) -> None:
-        """Record the gradient, complete and divided, before clipping; `norm` is its 2-norm, 0-dim. Called on all ranks."""
+    def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
+        """Record the gradient; end the program if it is not finite, since the update may be refused with an error.
+
+        Raises:
+            SystemExit: If it is not finite.
+        """
         named = [(name, p) for name, p in self._runner.named_parameters() if p.requires_grad]
         self._update = {
             "gradients": {name: _recorded(parameter, parameter.grad) for name, parameter in named},
@@ -416,26 +424,23 @@ class LayoutRecorder:
             "outputs": {name: tuple(sums) for name, sums in self._outputs.items()},
         }
         self._digest, self._outputs = 0, {}
+        if not bool(norm.isfinite()):
+            loss = float(totals.loss) / (float(totals.weight) or 1.0)
+            self._write_update({"loss": loss, "weight": float(totals.weight), "samples": float(totals.samples)})
+            self._write_rank()
+            raise SystemExit(0)
 
-    def updated(self, outcome: UpdateOutcome, *, committed: bool) -> None:
+    def update_ended(self, outcome: UpdateOutcome) -> None:
         """Record the weights after an update, and end the program after the last one, or after one that was not made."""
         figures = {"loss": outcome.loss, "weight": outcome.weight, "samples": outcome.samples}
-        if committed:
+        if outcome.committed:
             self._update["weights"] = {name: _recorded(p, p) for name, p in self._runner.named_parameters()}
             buffers = self._runner.unwrapped_model.named_buffers()
             self._update["buffers"] = {canonical_name(name): _host(local_part(buffer)) for name, buffer in buffers}
         self._write_update({name: float(value) for name, value in figures.items()})
-        if self._made == self.settings.updates or not committed:
+        if self._made == self.settings.updates or not outcome.committed:
             self._write_rank()
             raise SystemExit(0)
-
-    def failed(self, loss: float | Tensor, weight: float | Tensor, samples: float | Tensor) -> None:
-        """Record an update whose gradient is not finite, and end the program."""
-        self._write_update(
-            {"loss": float(loss) / (float(weight) or 1.0), "weight": float(weight), "samples": float(samples)}
-        )
-        self._write_rank()
-        raise SystemExit(0)
 
     def _write_update(self, figures: Mapping[str, float]) -> None:
         self._made += 1

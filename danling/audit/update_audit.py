@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from danling.config.imposed import end_after
 from danling.optim.tensor_subclasses import to_parts
+from danling.training.observers import Observer
 from danling.utils.names import canonical_name
 
 from .digests import LOCAL, OWN, DigestFile, DigestLine, DigestTable, Drift
@@ -111,12 +112,14 @@ class _Taken:
     has_norm: bool
 
 
-class UpdateAudit:
+class UpdateAudit(Observer):
     """Digests the state after every so many updates, on the device, without waiting for it.
 
     What was computed travels with the collective that the next update makes anyway, and is read one update later still on an accelerator;
     before anything is evaluated or saved it is compared at once, in a collective of its own.
     """
+
+    critical = True
 
     def __init__(self, runner: TorchRunner, every: int) -> None:
         self.every = every
@@ -161,14 +164,14 @@ class UpdateAudit:
 
     # Within an update
 
-    def begin(self) -> None:
+    def training_started(self) -> None:
         """Look at the buffers before a training: those that change in it are written by forwards. No communication."""
         if self._table is None and not self._begun:
             self.began_at = self._step()
             found = (entry for entry in self._entries() if entry.column == "buffers")
             self._begun = {entry.name: self._hasher.digest(entry.tensor) for entry in found}
 
-    def saw(self, data: object, *, first: bool) -> None:
+    def micro_batch_started(self, data: object, *, first: bool) -> None:
         """Take in the samples of a micro-batch, where its update is digested. No communication."""
         if first:
             self._samples = None
@@ -176,12 +179,12 @@ class UpdateAudit:
             found = self._hasher.digest_samples(data)
             self._samples = found if self._samples is None else self._samples + found
 
-    def updated(self, outcome: UpdateOutcome) -> None:
+    def update_ended(self, outcome: UpdateOutcome) -> None:
         """Digest the state after an update, where that is due. Called on all ranks."""
         self._read_landed()
         if not outcome.committed or self._step() % self.every:
             return
-        self.settle()
+        self.results_needed()
         self._waiting = self._take(outcome)
         if self._domain.size == 1:
             self._sent, self._waiting = self._waiting, None
@@ -307,7 +310,7 @@ class UpdateAudit:
                 landed[2].synchronize()
             self._conclude(landed[0], landed[1])
 
-    def settle(self) -> None:
+    def results_needed(self) -> None:
         """Compare what has not been compared yet. Called on all ranks, before anything is evaluated or saved."""
         self._read_landed()
         values = self.values()
@@ -357,35 +360,24 @@ class UpdateAudit:
         )
 
 
-class Until:
+class Until(Observer):
     """Has a run save at the position of `audit.until`, and end there: updates and completed epochs of the checkpoint to compare with."""
 
-    def __init__(self, runner: TorchRunner, target: Sequence[int], inner: UpdateAudit | None = None) -> None:
+    critical = True
+
+    def __init__(self, runner: TorchRunner, target: Sequence[int]) -> None:
         self.target = tuple(target)
         self._runner = runner
-        self._inner = inner
         runner.saver.saved.append(self._saved)
 
-    def begin(self) -> None:
-        """Begin a training. Called on all ranks."""
-        if self._inner is not None:
-            self._inner.begin()
-
-    def updated(self, outcome: UpdateOutcome) -> None:
+    def update_ended(self, outcome: UpdateOutcome) -> None:
         """Have the run save after the last update, and end where it has come beyond it. Called on all ranks."""
-        if self._inner is not None:
-            self._inner.updated(outcome)
         step, session = self._runner.saver.at[0], self._runner._session
         if step == self.target[0]:
             # At once, and not as a request, of which an accelerator hears an update later.
             session.save_requested = True
         elif step > self.target[0]:
             session.stop_reason = "stop"
-
-    def settle(self) -> None:
-        """Compare what was left to be compared. Called on all ranks."""
-        if self._inner is not None:
-            self._inner.settle()
 
     def _saved(self) -> None:
         # The same update may be saved before and after the end of its epoch.

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
     from danling.remote.attach import RemoteStores
     from danling.training import UpdateOutcome
+    from danling.training.observers import Observers
 
     from .assembly import TorchParts
 
@@ -859,6 +860,11 @@ class BaseRunner(metaclass=MetaRunner):
             **kwargs: As of the builtin: `sep`, `end`, `file`, `flush`.
         """
         self._reporter.print(*values, **kwargs)
+
+    @property
+    def observers(self) -> Observers:
+        """What watches the training, in the order in which it is called; append an `Observer` on all ranks."""
+        return self._session.observers
 
     # A loop by hand
 

@@ -166,10 +166,8 @@ class TrainingDriver:
             runner.model.train()
         enter_training(runner.optimizer)
         runner._attributes.before_training()
-        if update.audit is not None:
-            update.audit.begin()
-        if self.parts.audits is not None and self.parts.audits.recorder is not None:
-            self.parts.audits.recorder.begin()
+        if runner.observers:
+            runner.observers.notify("training_started")
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""

@@ -79,13 +79,6 @@ class MicroBatchHooks(Protocol):
         """Return the tokens of a batch that was not moved yet."""
 
 
-class SampleAuditor(Protocol):
-    """What looks at samples; see `danling.audit.UpdateAudit`."""
-
-    def saw(self, data: object, *, first: bool) -> None:
-        """Take in a micro-batch on the device; `first` of its window."""
-
-
 class BatchRecorder(Protocol):
     """What records the first updates; see `danling.audit.layout_record`."""
 
@@ -110,7 +103,6 @@ class MicroBatches:
     Attributes:
         recompute: Refuses batches that a step has changed, where they may be run again; `None` where they are not.
         metrics: What is computed of the predictions of training; `None` where nothing is.
-        audit: Looks at the samples; `None` where nobody does.
         recorder: Records the first updates; `None` where nobody does.
         split: The split that is trained on; empty for batches that no loop has read.
     """
@@ -133,7 +125,6 @@ class MicroBatches:
         self._session = session
         self.recompute: Recompute | None = None
         self.metrics: TrainMetrics | None = None
-        self.audit: SampleAuditor | None = None
         self.recorder: BatchRecorder | None = None
         self.split = ""
 
@@ -155,8 +146,8 @@ class MicroBatches:
         data = hooks.to_device(batch.data)
         if self.recorder is not None:
             data = self.recorder.took(batch.data, data, counts=batch.samples != 0)
-        if self.audit is not None and batch.samples != 0:
-            self.audit.saw(data, first=window.count == 0)
+        if self._session.observers and batch.samples != 0:
+            self._session.observers.notify("micro_batch_started", data, first=window.count == 0)
         weight, samples = self._weights.weigh(batch, data, hooks.batch_weight, training=True)
         window.begin_microbatch(weight, samples)
         if reporter.telemetry is not None and batch.samples != 0:

@@ -15,6 +15,8 @@ from typing import NoReturn, TypeVar
 from danling.distributed import Domain, JointLeave, agree, default_store
 from danling.supervision import EXIT_CODES, GcPacer, Heartbeat, SignalWatcher
 
+from .observers import Observers
+
 logger = logging.getLogger("danling")
 
 _T = TypeVar("_T")
@@ -95,6 +97,7 @@ class TrainingSession:
         updated_once: Whether this process has made its first update.
         in_step: Whether a `train_step` is under way.
         signals: Watches for signals while a training runs; `None` where nobody does.
+        observers: Are told of the events of a training.
         heartbeat: Is told of every update; `None` without one.
         gc_pacer: Collects garbage at boundaries; `None` where Python decides.
     """
@@ -106,6 +109,7 @@ class TrainingSession:
         self.updated_once = False
         self.in_step = False
         self.signals: SignalWatcher | None = None
+        self.observers = Observers()
         self.heartbeat: Heartbeat | None = None
         self.gc_pacer: GcPacer | None = None
         self._heartbeat_settings: tuple[object, ...] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
 
-class Auditor(Protocol):
-    """What looks at updates; see `danling.audit.UpdateAudit`."""
-
-    def begin(self) -> None:
-        """Look at the state before a training. Called on all ranks."""
-
-    def updated(self, outcome: UpdateOutcome) -> None:
-        """Look at the state after an update. Called on all ranks."""
-
-    def settle(self) -> None:
-        """Compare now what was left to be compared. Called on all ranks."""
-
-
 @dataclass(frozen=True)
 class Judged:
     """What was decided of an update, and done.
@@ -47,19 +34,6 @@ class Judged:
     totals: StepTotals
     grad_norm: Tensor
     reason: str | None
-
-
-class UpdateRecorder(Protocol):
-    """What records the first updates; see `danling.audit.layout_record`. Called on all ranks."""
-
-    def measured(self, norm: Tensor) -> None:
-        """Record the gradient before it is clipped."""
-
-    def failed(self, loss: float | Tensor, weight: float | Tensor, samples: float | Tensor) -> None:
-        """Record an update whose gradient is not finite."""
-
-    def updated(self, outcome: UpdateOutcome, *, committed: bool) -> None:
-        """Record the weights after an update."""
 
 
 class UpdateStep:
@@ -87,8 +61,6 @@ class UpdateStep:
         steps_scheduler: Whether each update advances the schedule.
         tells_place: Whether the schedule is told the number of the update then.
         rates: Learning rates of the update that is logged next: those it was made with.
-        audit: Looks at the state after updates; `None` where nobody does.
-        recorder: Records the first updates; `None` where nobody does.
     """
 
     def __init__(
@@ -115,8 +87,6 @@ class UpdateStep:
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
-        self.audit: Auditor | None = None
-        self.recorder: UpdateRecorder | None = None
         self._run = run
         self._keys = keys
         self._session = session
@@ -155,10 +125,8 @@ class UpdateStep:
         self._conclude(outcome)
         if outcome.committed and self.norms is not None:
             self.norms.note(self._run.state.train.global_step, judged.grad_norm)
-        if self.recorder is not None:
-            self.recorder.updated(outcome, committed=outcome.committed)
-        if self.audit is not None:
-            self.audit.updated(outcome)
+        if session.observers:
+            session.observers.notify("update_ended", outcome)
         if agreed.requests:
             session.apply_requests(agreed.requests)
         return outcome
@@ -175,10 +143,8 @@ class UpdateStep:
         if not gradients and self._own_backward and run.reduction.parameters and float(agreed.weight):
             raise no_gradient()
         grad_norm = run.gradient_norm(gradients)
-        if self.recorder is not None:
-            self.recorder.measured(grad_norm)
-            if not bool(grad_norm.isfinite()):
-                self.recorder.failed(agreed.loss, agreed.weight, agreed.samples)
+        if self._session.observers:
+            self._session.observers.notify("gradients_ready", agreed, grad_norm)
         reason = self.decision.objection(
             agreed,
             grad_norm,
@@ -244,5 +210,5 @@ class UpdateStep:
         self.decision.raise_pending()
         if self.norms is not None:
             self.norms.settle()
-        if self.audit is not None:
-            self.audit.settle()
+        if self._session.observers:
+            self._session.observers.notify("results_needed")

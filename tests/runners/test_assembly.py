@@ -161,7 +161,7 @@ def test_counters_and_the_reference_of_weights_come_back_as_they_were_saved(tmp_
 def test_without_checks_of_updates_nothing_is_put_around_them(tmp_path: Path) -> None:
     parts = Held(tmp_path).parts
     assert parts.audits is None
-    assert parts.update.audit is parts.micro_batches.audit is None and parts.update.sync.riders == [parts.update.norms]
+    assert parts.update.sync.riders == [parts.update.norms] and not parts.runner.observers
     assert type(parts.forwards) is WindowForwards
 
 
@@ -169,5 +169,5 @@ def test_digests_are_told_of_updates_samples_and_the_collective(tmp_path: Path) 
     parts = Held(tmp_path, audit={"digest_interval": 2}).parts
     assert parts.audits is not None
     found = parts.audits.updates
-    assert found is not None and parts.update.audit is found and parts.update.sync.riders == [parts.update.norms, found]
-    assert parts.micro_batches.audit is found
+    assert found is not None and parts.update.sync.riders == [parts.update.norms, found]
+    assert parts.runner.observers == [found]

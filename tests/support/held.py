@@ -55,6 +55,7 @@ class Held:
         self.workspace = SimpleNamespace(dir=directory)
         self.reduction = LocalReduction(self.optimizer, self.named_parameters)
         self._session = TrainingSession()
+        self.observers = self._session.observers
         self._attributes = SimpleNamespace(before_training=lambda: None)
         self._keys = RandomKeys(self)  # type: ignore[arg-type]
         self._reporter = Reporter(is_main=True, world_size=1, seconds_between_lines=0)
