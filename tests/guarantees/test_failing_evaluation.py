@@ -184,10 +184,10 @@ class OnStages(dl.ParallelRunner):
         asked = self.config.parallel.pipeline_schedule
         return OnlyForwardAndBackward if asked == "1F1B" else super().build_pipeline_schedule()
 
-    def evaluate_step(self, data: Any) -> Any:
+    def to_device(self, data: Any) -> Any:
         """Count."""
-        self.tried += self.state.train.global_step == 0
-        return super().evaluate_step(data)
+        self.tried += self.mode == "evaluate" and self.state.train.global_step == 0
+        return super().to_device(data)
 
 
 def on_stages(root: str, schedule: str) -> tuple[int, int, str, Any]:

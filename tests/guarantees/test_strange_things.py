@@ -83,8 +83,16 @@ def test_strange_things_in_place_of_files_block_no_restart(
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("strange", [kind for kind in STRANGE if kind != "directories"])
-@pytest.mark.parametrize("name", ["metadata", "logs"])
+@pytest.mark.parametrize(
+    ("name", "strange"),
+    [
+        (name, kind)
+        for name in ("metadata", "logs")
+        for kind in STRANGE
+        # A link in place of the metadata is refused: tests/workspace/test_workspace.py.
+        if kind != "directories" and not (name == "metadata" and "links" in kind)
+    ],
+)
 def test_strange_things_in_place_of_directories_block_no_restart(run: Path, name: str, strange: str) -> None:
     replaced(run / name, strange)
     assert go_on(run) == (12, 16)
