@@ -75,15 +75,7 @@ def divide_updates(
 
 
 def check_sizes(section: Mapping[str, object], place: str) -> None:
-    """Refuse sizes that are not positive integers, or that exclude one another.
-
-    Args:
-        section: The settings of one section.
-        place: Its dotted name, for messages.
-
-    Raises:
-        ValueError: If there are such.
-    """
+    """Refuse sizes that are not positive integers, or that exclude one another."""
     batch, samples = section.get("batch_size"), section.get("global_batch_size")
     for name in sorted(SIZES):
         value = section.get(name)

@@ -18,12 +18,6 @@ def collate(samples: Sequence[Any]) -> Any:
 
     Samples of libraries that are loaded, at any depth too, are put together by the library itself: the `Data` of torch_geometric
     become a `Batch`. The types that a program adds to `torch.utils.data._utils.collate.default_collate_fn_map` come first.
-
-    Args:
-        samples: The samples of one batch.
-
-    Raises:
-        TypeError: If a sample is of a type that nothing is known of.
     """
     if sys.modules.keys().isdisjoint(_LIBRARIES):
         return default_collate(samples)  # type: ignore[no-untyped-call]

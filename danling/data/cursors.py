@@ -47,15 +47,7 @@ class Batch(NamedTuple):
 
 
 class Cursor(ABC):
-    """The position in a loader. See `BatchSource`, which hands everything on to one of these.
-
-    Args:
-        loader: The loader.
-        split: Name of the split, for messages and seeds.
-        rank: Coordinate of this process in the data domain.
-        world_size: Size of the data domain.
-        seed: Base seed, `None` leaves the order of a user's loader to the streams.
-    """
+    """The position in a loader. See `BatchSource`, which hands everything on to one of these."""
 
     kind: str
     is_rank_local: bool
@@ -92,9 +84,6 @@ class Cursor(ABC):
     def unread(self, data: object) -> Iterator[Batch]:
         """Yield batches from the position on for a rank that reads nothing, with `data` in the place of theirs; without end, where it is
         not known here.
-
-        Args:
-            data: What stands in the place of the data.
         """
         return (Batch(data, None, None, place=(self.rank, number)) for number in count(self.consumed))
 
@@ -103,11 +92,7 @@ class Cursor(ABC):
         """Move the position by so many batches."""
 
     def commit_state(self, state: Mapping[str, object]) -> None:  # noqa: B027
-        """Hear of a position that is in a checkpoint on the disk. May be called on one rank, and from another thread.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Hear of a position that is in a checkpoint on the disk. May be called on one rank, and from another thread."""
 
     def free(self) -> None:  # noqa: B027
         """Free what such a position has left to be freed; called in the thread that reads, where the run waits for nothing any more."""
@@ -539,11 +524,7 @@ class StatefulCursor(LiveCursor):
         return {**super().state_dict(), "workers": getattr(self.loader, "num_workers", None), "loader": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: If a `StatefulDataLoader` had another number of workers: its state holds one part for each.
-        """
+        """Go to a position."""
         workers = getattr(self.loader, "num_workers", None)
         if isinstance(self.loader, StatefulDataLoader) and state["loader"] is not None and state["workers"] != workers:
             raise ValueError(

@@ -157,10 +157,7 @@ _rounds = count()
 
 
 def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
-    """Wait for all ranks, and return what failed on one of them.
-
-    Not by a collective, which would run out of time where the data is downloaded for long.
-    """
+    """Wait for all ranks, and return what failed on one of them."""
     store, key = default_store(), f"danling/prepare_data/{next(_rounds)}"
     if failure is not None:
         store.set(f"{key}/failed", f"{failure} on rank {launch.rank}")

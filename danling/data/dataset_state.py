@@ -46,15 +46,7 @@ def _flat(values: Any) -> bool:
 
 
 def to_plain(value: Any, path: str = "state") -> object:
-    """Return a copy as tensors and plain values; NumPy arrays become tensors, which `from_plain` converts back.
-
-    Args:
-        value: What `state_dict` returned.
-        path: Where the value is in the state, for the message.
-
-    Raises:
-        TypeError: If a checkpoint cannot hold a value; the message names its path and type.
-    """
+    """Return a copy as tensors and plain values; NumPy arrays become tensors, which `from_plain` converts back."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in _PLAIN:
@@ -97,12 +89,7 @@ def from_plain(value: object) -> Any:
 
 
 def check_savable(dataset: Any, split: str) -> None:
-    """Raise a `ValueError` if a dataset has a state that a checkpoint cannot hold.
-
-    Args:
-        dataset: With `state_dict`.
-        split: Name of the split.
-    """
+    """Raise a `ValueError` if a dataset has a state that a checkpoint cannot hold."""
     name = type(dataset).__name__
     mend = "Return numbers, text, tensors, arrays, and lists and mappings of them from it, or remove it."
     try:
@@ -149,14 +136,6 @@ class DatasetState:
 
     Each worker has a copy of the dataset that changes as it reads; with every batch it hands over its state. The copies are made anew of
     this process's dataset for each pass.
-
-    Args:
-        dataset: A map-style dataset.
-        split: Name of the split.
-        num_workers: Worker processes.
-
-    Raises:
-        ValueError: If there is a state that a checkpoint cannot hold.
     """
 
     def __init__(self, dataset: object, split: str, num_workers: int) -> None:
@@ -175,11 +154,7 @@ class DatasetState:
         return bool(self._parts)
 
     def begin(self, *, first: bool) -> None:
-        """Prepare an iteration.
-
-        Args:
-            first: It begins a pass.
-        """
+        """Prepare an iteration."""
         self._ahead.clear()
         # New workers begin with the first one, whose turn it is.
         self.of_workers, self._next = {} if first else self._turned(), 0
@@ -214,15 +189,7 @@ class DatasetState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, within: bool) -> None:
-        """Put the dataset into a saved state; workers are given theirs when they start.
-
-        Args:
-            state: What `state_dict` returned.
-            within: The position is within a pass.
-
-        Raises:
-            ValueError: If the dataset has changed within the pass, in another number of workers.
-        """
+        """Put the dataset into a saved state; workers are given theirs when they start."""
         changed = any(not is_equal(states, state["found"]) for states in (state["main"], *state["workers"].values()))
         if within and changed and state["num_workers"] != self._num_workers:
             raise ValueError(
@@ -246,12 +213,7 @@ class DatasetState:
 
 
 class Stamped:
-    """Makes a batch, and hands over the state of the dataset with it.
-
-    Args:
-        collate_fn: Makes the batch.
-        dataset: The dataset of this worker.
-    """
+    """Makes a batch, and hands over the state of the dataset with it."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], dataset: object) -> None:
         self.collate_fn = collate_fn

@@ -59,9 +59,6 @@ class Generators:
     do not count, nor does what belongs to an object that trains. Nothing is called and no property is read. A look takes 20 to 200 us.
 
     A transform that shows no generator and has `set_random_seed(seed)` or `set_random_state(seed=...)` is seeded through that method.
-
-    Args:
-        roots: The objects by name; the name begins the path.
     """
 
     def __init__(self, roots: Mapping[str, object]) -> None:
@@ -88,11 +85,7 @@ class Generators:
         return any(id(_target(held)) not in known for held, _ in self._seeded)
 
     def seed(self, seed: int) -> None:
-        """Seed each generator with its own member of a family. Seed the global streams afterwards: a method may touch them.
-
-        Args:
-            seed: Of the family, an integer of 63 bits.
-        """
+        """Seed each generator with its own member of a family. Seed the global streams afterwards: a method may touch them."""
         for held, salt in self._seeded:
             target = _target(held)
             if not isinstance(held, Place) or is_generator(target):  # a user may have put something else there
@@ -207,12 +200,7 @@ def is_generator(value: object) -> bool:
 
 
 def seed_generator(generator: Any, seed: int) -> None:
-    """Seed a generator of any kind, or an object by its method.
-
-    Args:
-        generator: The generator.
-        seed: An integer of 63 bits.
-    """
+    """Seed a generator of any kind, or an object by its method."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):

@@ -153,11 +153,7 @@ def reads_batches(dataset: object) -> bool:
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly.
-
-    Raises:
-        ValueError: If its `draws_random` is neither `True` nor `False`.
-    """
+    """Return whether the dataset is known to draw no random numbers, or says so. Subclasses may, so types are compared exactly."""
     said = declared_draws(dataset)
     if said is not None:
         return not said

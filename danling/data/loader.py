@@ -280,13 +280,7 @@ def _checked_batch_size(batch_size: int | None, split: str) -> int:
 
 
 def check_settings(settings: Mapping[str, object], num_workers: int, split: str) -> None:
-    """Raise a `ValueError` for a setting that an exact position does not allow.
-
-    Args:
-        settings: Arguments of the loader.
-        num_workers: Worker processes.
-        split: Name of the split.
-    """
+    """Raise a `ValueError` for a setting that an exact position does not allow."""
     if num_workers and not settings.get("in_order", True):
         raise ValueError(
             f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "

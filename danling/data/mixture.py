@@ -305,12 +305,6 @@ def proportions_of(weights: Mapping[str, object]) -> dict[str, Fraction]:
     """Return weights as fractions that add up to one.
 
     A float is taken for the shortest decimal that reads the same, so that 0.7 and 0.3 are seven and three tenths.
-
-    Args:
-        weights: Numbers of at least zero by name, of any sum.
-
-    Raises:
-        ValueError: If one is not such a number, or all are zero.
     """
     exact = {name: _fraction(name, weight) for name, weight in weights.items()}
     total = sum(exact.values(), Fraction(0))
@@ -355,9 +349,6 @@ class Turns:
     In every prefix of `n` turns a party with the share `w` has had more than `n w - 1` and fewer than `n w + 1`. Each turn goes, of those
     that are not ahead of their share, to the one that would be behind first: Tijdeman, "The chairman assignment problem" (Discrete
     Mathematics 32, 1980).
-
-    Args:
-        shares: Of each party, with a common denominator of at most `LARGEST_PERIOD`; they add up to one.
     """
 
     def __init__(self, shares: tuple[Fraction, ...]) -> None:

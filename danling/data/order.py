@@ -22,23 +22,14 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Order(ABC):
-    """The indices of a pass, by position.
-
-    Args:
-        length: Number of samples.
-    """
+    """The indices of a pass, by position."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     @abstractmethod
     def indices(self, first: int, count: int) -> list[int]:
-        """Return the indices at the positions from `first` on, at most `count`, fewer at the end.
-
-        Args:
-            first: A position, at least 0.
-            count: How many.
-        """
+        """Return the indices at the positions from `first` on, at most `count`, fewer at the end."""
 
     def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Return the indices of several stretches of positions, each given as (first, count)."""
@@ -53,10 +44,6 @@ def epoch_order(length: int, seed: int | None) -> Order:
     """Return the order of a pass.
 
     Up to `LISTED_UP_TO` samples `torch.randperm` draws the permutation; above, each index is computed when it is read.
-
-    Args:
-        length: Number of samples.
-        seed: Seed of the permutation; `None` gives the dataset's own order.
     """
     if seed is None:
         return DatasetOrder(length)
@@ -72,12 +59,7 @@ class DatasetOrder(Order):
 
 
 class ListedPermutation(Order):
-    """`torch.randperm` of a generator with the seed: eight bytes a sample on every rank, and a while before the first batch.
-
-    Args:
-        length: Number of samples.
-        seed: Of 63 bits.
-    """
+    """`torch.randperm` of a generator with the seed: eight bytes a sample on every rank, and a while before the first batch."""
 
     def __init__(self, length: int, seed: int) -> None:
         super().__init__(length)
@@ -97,13 +79,6 @@ class KeyedPermutation(Order):
     Finite Domains" (CT-RSA 2002), method "generalized Feistel"; positions that it sends beyond the length are sent on until they fall
     below (cycle walking). The round function is the multiply-and-shift mixer of SplitMix64 (Steele, Lea and Flood, 2014), reduced to a
     digit by its upper half. Made for lengths above `LISTED_UP_TO`; of a handful of samples it reaches some permutations only.
-
-    Args:
-        length: Number of samples, at least 1 and at most 2**62.
-        seed: Of 63 bits, such as `derive_seed` returns.
-
-    Raises:
-        ValueError: If the length is out of range.
     """
 
     def __init__(self, length: int, seed: int) -> None:
@@ -134,11 +109,7 @@ class KeyedPermutation(Order):
         return [found[start:end] for start, end in zip([0, *ends[:-1]], ends)]
 
     def index(self, position: int) -> int:
-        """Return the index at one position.
-
-        Args:
-            position: At least 0 and below the length.
-        """
+        """Return the index at one position."""
         while True:
             position = self._mixed(position)
             if position < self.length:

@@ -97,11 +97,7 @@ def seed_streams(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_host_streams(seed: int) -> None:
-    """Seed torch's CPU generator, NumPy and `random` in about 10 us.
-
-    Args:
-        seed: An integer of 63 bits; torch and NumPy take the lower 32.
-    """
+    """Seed torch's CPU generator, NumPy and `random` in about 10 us."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` visits every accelerator
     random.seed(seed)
     numpy = _numpy[0] if _numpy else get_numpy()

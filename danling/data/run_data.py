@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class Sources(dict[str, BatchSource]):
-    """Batches by split. A loader that a program puts in the place of another one, or adds, is taken in when it is asked for.
-
-    Args:
-        run: Has datasets and loaders.
-        open: Returns the batches of a loader of a split.
-    """
+    """Batches by split. A loader that a program puts in the place of another one, or adds, is taken in when it is asked for."""
 
     def __init__(self, run: BaseRunner, open: Callable[[str, Iterable[object]], BatchSource]) -> None:
         super().__init__()
@@ -48,12 +43,6 @@ class Sources(dict[str, BatchSource]):
         """Return the batches of a split; opened anew where its loader is another one now.
 
         At the beginning of a pass, a dataset that was replaced in `self.datasets` is taken in, and a dataset that has another length.
-
-        Args:
-            split: The split, which has a dataset or a loader.
-
-        Raises:
-            ValueError: If nothing has made a loader for it, or its dataset was changed within a pass.
         """
         loaders, known = self._run.dataloaders, self.get(split)
         if known is not None and known.remaining_batches() != 0 and self._change_of(split):
@@ -96,14 +85,7 @@ class Sources(dict[str, BatchSource]):
         return None
 
     def check_unchanged(self, split: str) -> None:
-        """Refuse a dataset that was changed within a pass. May be called on one rank.
-
-        Args:
-            split: The split, whose batches were opened.
-
-        Raises:
-            ValueError: If it was.
-        """
+        """Refuse a dataset that was changed within a pass. May be called on one rank."""
         change = self._change_of(split) if self[split].consumed else None
         if change is not None:
             raise ValueError(
@@ -112,11 +94,7 @@ class Sources(dict[str, BatchSource]):
             )
 
     def among(self, splits: Iterable[str]) -> dict[str, BatchSource]:
-        """Return those of some splits, in the order of these.
-
-        Args:
-            splits: The splits; one without a source is left out.
-        """
+        """Return those of some splits, in the order of these."""
         return {split: self[split] for split in splits if split in self}
 
     def close(self) -> None:
@@ -127,24 +105,7 @@ class Sources(dict[str, BatchSource]):
 
 
 class RunData:
-    """The data of a run.
-
-    Args:
-        run: Has datasets, loaders and settings.
-        own_accum_steps: Whether `accum_steps` is the user's own, not the setting of that name.
-        unsaved_updates: Returns how many updates are made at most until the first of them is in a checkpoint on the disk; `None` where
-            no save is due within a pass.
-        waiting: Called again and again while a loader of windows has nothing to read, with the place that is waited for; what it raises
-            ends the wait.
-        waited: Called after such a wait; what it raises ends the pass.
-        over: Called where such a loader has nothing left for good; what it raises ends the training.
-        divided: As of `Splits`.
-
-    Attributes:
-        splits: Names, settings and lengths.
-        plan: What an update is made of on this rank.
-        sources: Batches by split, with the position in them.
-    """
+    """The data of a run."""
 
     def __init__(
         self,
@@ -181,21 +142,12 @@ class RunData:
         return self._run.accum_steps if self._own_accum_steps else int(self._run.config.accum_steps)
 
     def place(self, split: str) -> tuple[int, int]:
-        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank.
-
-        Args:
-            split: The split.
-        """
+        """Return which share of a split this rank reads, and how many shares there are. May be called on one rank."""
         run = self._run
         return run.placement.share(trained=run.mode == "train" and split in run.train_splits)
 
     def open(self, split: str, loader: object) -> BatchSource:
-        """Return the batches of a loader of a split.
-
-        Args:
-            split: The split.
-            loader: The loader.
-        """
+        """Return the batches of a loader of a split."""
         run, placement = self._run, self._run.placement
         return open_source(
             loader,
@@ -232,9 +184,6 @@ class RunData:
         """Let loaders free what lies before their positions in a checkpoint that is on the disk.
 
         May be called on one rank, and from another thread.
-
-        Args:
-            payload: What was saved.
         """
         self._commit({split: payload.get("dataloaders", {}).get(split) for split in self._run.train_splits})
 
@@ -266,11 +215,7 @@ class RunData:
         return {split: standing for split, standing in standings.items() if standing}
 
     def open_all(self) -> str | None:
-        """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
-
-        Raises:
-            ValueError: If `score_split` names none that is evaluated.
-        """
+        """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one."""
         self.sources.open_all()
         scored = self._run.score_split
         if scored is not None:
@@ -278,49 +223,22 @@ class RunData:
         return scored
 
     def of(self, split: str) -> BatchSource:
-        """Return the batches of a split; what was added or replaced since construction is taken in.
-
-        Args:
-            split: The split.
-
-        Raises:
-            ValueError: If there is no such split, or no loader for it.
-        """
+        """Return the batches of a split; what was added or replaced since construction is taken in."""
         self.splits.check(split)
         return self.sources.of(split)
 
     def begin_pass(self, split: str, domain: ReductionDomain) -> BatchSource:
-        """Return the batches of a split to train on, at the beginning of a pass or of what is left of one. Called on all ranks.
-
-        Args:
-            split: The split.
-            domain: The ranks.
-
-        Raises:
-            ValueError: If the dataset was changed within the pass, or has another length on another rank.
-        """
+        """Return the batches of a split to train on, at the beginning of a pass or of what is left of one. Called on all ranks."""
         source = self.of(split)
         self.agree_lengths(domain)
         return source
 
     def agree_lengths(self, domain: ReductionDomain) -> None:
-        """Agree on the updates of a pass over each split to train on. Called on all ranks.
-
-        Args:
-            domain: The ranks.
-        """
+        """Agree on the updates of a pass over each split to train on. Called on all ranks."""
         self.splits.agree_lengths(self._run.train_splits, domain)
 
     def build_loader(self, split: str, dataset: object) -> object:
-        """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one.
-
-        Args:
-            split: The split.
-            dataset: Its dataset.
-
-        Raises:
-            ValueError: If an option of `config.dataloader` is unknown.
-        """
+        """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one."""
         run = self._run
         if isinstance(dataset, LoaderSettings):
             dataset = dataset.dataset

@@ -41,17 +41,6 @@ class SampledBatches(Sampler[BatchKey]):
     A pass begins with `set_epoch` of the sampler, if it has that, and with the global streams and the sampler's generators seeded with
     (seed, "order", split, epoch). A sampler with a length is drawn to its end at once; one without is seeded before each batch of indices.
     On a resume what was consumed is drawn once more, without reading a sample, and compared with a checksum.
-
-    Args:
-        sampler: Yields indices, or lists of them. One that changes what it draws from without `set_epoch` has `state_dict` and
-            `load_state_dict`, of which the state before a pass is saved.
-        batched: It yields lists.
-        batch_size: Indices of a batch, where it yields single ones.
-        drop_last: Leave out a last batch that is not full.
-        seed: Base seed.
-        split: Name of the split.
-        rank: Coordinate of this process in the data domain.
-        world_size: Size of the data domain.
     """
 
     def __init__(
@@ -94,11 +83,7 @@ class SampledBatches(Sampler[BatchKey]):
             return None
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole pass.
-
-        Raises:
-            TypeError: If the sampler has no length.
-        """
+        """Return the number of batches of a whole pass."""
         return self._num_batches(len(self.sampler))
 
     def remaining(self) -> int | None:
@@ -147,11 +132,7 @@ class SampledBatches(Sampler[BatchKey]):
         return {**state, "sampler": current, "sampler_found": current if self._found is None else self._found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: If the sampler has another length.
-        """
+        """Go to a position."""
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
         self._found = state.get("sampler_found")
@@ -291,18 +272,6 @@ class SampledLoader(KeyedLoader):
     """A loader whose order is that of a sampler, and whose position and randomness come back exactly.
 
     The sampler is not divided over ranks: that is its own business.
-
-    Args:
-        dataset: A map-style dataset, or anything that takes what the sampler yields.
-        sampler: Yields indices.
-        batch_sampler: Yields lists of indices, instead of `sampler`.
-        batch_size: Samples of a batch on this rank; `None` delivers items as they are.
-        drop_last: Leave out a last batch that is not full.
-        seed: Base seed, the same on all ranks.
-        rank: Coordinate of this process in the data domain.
-        world_size: Size of the data domain.
-        split: Name of the split.
-        settings: Further arguments of `KeyedLoader` and `StatefulDataLoader`.
     """
 
     def __init__(
@@ -371,11 +340,7 @@ class SampledLoader(KeyedLoader):
         return {**self.order.state_dict(), **self.held_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Go to a position. Another number of workers does not matter.
-
-        Raises:
-            ValueError: If the sampler has another length.
-        """
+        """Go to a position. Another number of workers does not matter."""
         if state_dict["seed"] != self.seed:
             # Workers that are kept hold a copy of the old seed.
             self.close()
@@ -408,13 +373,6 @@ def keyed_twin(loader: Any, **place: Any) -> KeyedLoader | None:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
     The user's own is not touched: its dataset, samplers and functions are used as they are.
-
-    Args:
-        loader: The loader.
-        place: Seed, split, rank and world size.
-
-    Returns:
-        `None` where the loader is no plain one of torch or torchdata over a map-style dataset: what a subclass does is not known.
     """
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return None

@@ -193,12 +193,7 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
 
 
 class KeySampler(Sampler[BatchKey]):
-    """The keys of an order of batches, for a loader.
-
-    Args:
-        order: Has the method `keys`.
-        batched: Batches are made; else an order of batches of size 1 gives keys of single samples.
-    """
+    """The keys of an order of batches, for a loader."""
 
     def __init__(self, order: Any, *, batched: bool) -> None:
         self.order = order

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return offset and size of one of the parts of a whole that is divided as evenly as can be, larger parts first.
-
-    Args:
-        total: Size of the whole.
-        parts: Number of parts; sizes differ by at most one.
-        index: Which part.
-    """
+    """Return offset and size of one of the parts of a whole that is divided as evenly as can be, larger parts first."""
     size, larger = divmod(total, parts)
     return index * size + min(index, larger), size + (index < larger)
 

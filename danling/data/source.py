@@ -260,22 +260,14 @@ def _choose_cursor(loader: Any) -> type[Cursor]:
 
 
 def _describe_dataset(loader: object) -> object:
-    """Return what a dataset holds, as far as it can be told without reading it, where the loader reads all of it; else `None`.
-
-    Reading a sample would open files in this process that only workers are to open.
-    """
+    """Return what a dataset holds, as far as it can be told without reading it, where the loader reads all of it; else `None`."""
     if not isinstance(loader, TorchDataLoader) or type(loader.sampler) not in (RandomSampler, SequentialSampler):
         return None
     return _describe(loader.dataset, depth=4)
 
 
 def _describe(value: Any, depth: int = 4) -> object:
-    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another.
-
-    Args:
-        value: A batch, or what a dataset holds.
-        depth: How deep to look.
-    """
+    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another."""
     if isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "ravel")):
         return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
     if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):

@@ -275,14 +275,7 @@ class Splits:
 
 
 class UpdatePlan:
-    """What an update is made of on this rank, read anew at every question: settings and loaders may change at any time.
-
-    Args:
-        splits: Names, settings and loaders of the splits.
-        trained: Returns the splits to train on.
-        shares: Returns how many ranks read different data of a split.
-        accum_steps: Returns the micro-batches of an update that is not divided.
-    """
+    """What an update is made of on this rank, read anew at every question: settings and loaders may change at any time."""
 
     def __init__(
         self,
@@ -296,11 +289,7 @@ class UpdatePlan:
         self._splits, self._trained, self._shares = splits, trained, shares
 
     def division(self, split: str | None = None) -> Division | None:
-        """Return how updates are divided over ranks and micro-batches; `None` where batches have a size of their own.
-
-        Args:
-            split: A split to train on; `None` takes the first one.
-        """
+        """Return how updates are divided over ranks and micro-batches; `None` where batches have a size of their own."""
         if split is None:
             split = next(iter(self._trained()), None) if self._splits.names else None
         return self._splits.division(split, self._shares(split)) if split is not None else None
@@ -331,25 +320,13 @@ class UpdatePlan:
         return bool(self._splits.names) and self._splits.find_micro_batch_size(self._trained())
 
     def hold_at_most(self, samples: int | None) -> None:
-        """Cut updates so that a rank holds at most so many samples at once.
-
-        Args:
-            samples: How many; `None` leaves updates as they are.
-        """
+        """Cut updates so that a rank holds at most so many samples at once."""
         if samples is not None and self.finds_micro_batch_size:
             self._splits.hold_at_most(samples or 1, self._trained())
 
 
 def check_named_once(splits: Sequence[str], where: str) -> None:
-    """Refuse a split that is named twice: it would be trained on, or evaluated, twice.
-
-    Args:
-        splits: Names of splits.
-        where: Where they were named, for the message.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a split that is named twice: it would be trained on, or evaluated, twice."""
     twice = sorted({split for split in splits if list(splits).count(split) > 1})
     if twice:
         raise ValueError(
@@ -359,16 +336,7 @@ def check_named_once(splits: Sequence[str], where: str) -> None:
 
 
 def check_share(loader: object, split: str, share: tuple[int, int]) -> None:
-    """Refuse a sampler that divides a user's loader over other ranks than those that read different data.
-
-    Args:
-        loader: The loader.
-        split: Its split, for the message.
-        share: Which share of the split this rank reads, and how many there are.
-
-    Raises:
-        ValueError: If its sampler takes another share.
-    """
+    """Refuse a sampler that divides a user's loader over other ranks than those that read different data."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     for sampler in samplers:
         number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

@@ -28,15 +28,6 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     torch's CPU generator, NumPy, `random`, and the generators that the dataset or `collate_fn` holds are seeded with (seed, split, epoch,
     rank * workers + worker, number of the batch). What the method `__iter__` itself draws, unless it is a generator function, is
     seeded like the order of a sampler: alike on all ranks.
-
-    Args:
-        dataset: The dataset.
-        seed: Base seed.
-        split: Name of the split.
-        epoch: The pass.
-        every: Items between two seedings.
-        rank: Coordinate of this process in the data domain.
-        collate_fn: The user's, or `None`.
     """
 
     def __init__(
@@ -185,17 +176,6 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     """A `StatefulDataLoader` over an iterable dataset, with its randomness keyed; see `KeyedStream`.
 
     Workers are made anew for each pass, so that what a pass is does not depend on what they read before.
-
-    Args:
-        dataset: An iterable dataset.
-        seed: Base seed, the same on all ranks.
-        rank: Coordinate of this process in the data domain.
-        split: Name of the split.
-        keyed: What reading is seeded by, `"batch"` or `"sample"`.
-        settings: Further arguments of `StatefulDataLoader`; `persistent_workers` has no effect.
-
-    Raises:
-        ValueError: If the dataset has a state that a checkpoint cannot hold.
     """
 
     next_iter_state: dict[str, Any] | None
@@ -256,17 +236,7 @@ class StreamLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
 
 
 def stream_twin(loader: Any, *, split: str, seed: int, rank: int = 0) -> StreamLoader | None:
-    """Return a loader that reads what a loader of the user's does, with randomness keyed. The user's own is not touched.
-
-    Args:
-        loader: The loader.
-        split: Name of the split.
-        seed: Base seed, the same on all ranks.
-        rank: Coordinate of this process in the data domain.
-
-    Returns:
-        `None` where the loader is no plain one of torch or torchdata over an iterable dataset.
-    """
+    """Return a loader that reads what a loader of the user's does, with randomness keyed. The user's own is not touched."""
     dataset = getattr(loader, "dataset", None)
     if not is_plain_loader(loader) or not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe):
         return None

@@ -32,9 +32,6 @@ class WorkerInit:
 
     torchrun and schedulers signal the group; the trainer then finishes its update and saves, for which it needs its
     workers.
-
-    Args:
-        user: The user's function of the worker's id, or `None`.
     """
 
     def __init__(self, user: Callable[[int], object] | None = None) -> None:
@@ -64,9 +61,6 @@ def kept_from_group_signals(loader: object) -> Iterator[None]:
 
     Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that he starts himself are left as
     they are: nothing would end those with the process.
-
-    Args:
-        loader: Any loader; others than those of torch are left alone.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
         yield
@@ -80,11 +74,7 @@ def kept_from_group_signals(loader: object) -> Iterator[None]:
 
 
 def shut_down_workers(loader: Any) -> None:
-    """End the worker processes of a loader; one that does not end within torch's time limit is killed.
-
-    Args:
-        loader: A torch or torchdata loader; it can be iterated again afterwards.
-    """
+    """End the worker processes of a loader; one that does not end within torch's time limit is killed."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is None:
         return

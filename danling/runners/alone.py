@@ -19,9 +19,6 @@ def make_standalone(namespace: dict[str, Any]) -> None:
     """Replace the verbs among the methods of a class by ones that prepare themselves when no loop has called them.
 
     The parts of a runner say whether that is due and run the verb prepared; a runner without parts prepares nothing.
-
-    Args:
-        namespace: The attributes of the class that is being made.
     """
     for verb in VERBS:
         if isinstance(namespace.get(verb), FunctionType):
@@ -41,37 +38,21 @@ def _standalone(verb: str, function: Callable[..., object]) -> Callable[..., Any
 
 
 class LoneVerbs:
-    """Runs verbs that no loop has called as the loops do.
-
-    Args:
-        runner: The runner.
-        parts: Its parts.
-    """
+    """Runs verbs that no loop has called as the loops do."""
 
     def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
         self._runner = runner
         self._parts = parts
 
     def is_due(self, verb: str) -> bool:
-        """Whether no loop has called a verb.
-
-        Args:
-            verb: Its name, out of `VERBS`.
-        """
+        """Whether no loop has called a verb."""
         session = self._runner._session
         if verb == "train_epoch":
             return not session.running
         return not session.in_step and (verb == "train_step" or self._runner.mode == "train")
 
     def run(self, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a verb as the loops do.
-
-        Args:
-            verb: Its name.
-            call: The verb, as the user may have overridden it.
-            *args: What it was called with.
-            **kwargs: The same by name.
-        """
+        """Run a verb as the loops do."""
         if verb == "train_epoch":
             return self._train_epoch(call, *args, **kwargs)
         if verb == "train_step":

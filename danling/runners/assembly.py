@@ -48,17 +48,7 @@ logger = logging.getLogger("danling")
 
 
 class TorchParts:
-    """The parts of a torch runner, each made when it is first asked for, after the user's `__init__`.
-
-    Args:
-        runner: The runner.
-
-    Attributes:
-        wrapping: What wraps the model.
-        saved: What of the runner is saved and restored.
-        metrics: What evaluation computes beside the loss.
-        train_metrics: What training computes beside the loss; `None` without `train_metrics`.
-    """
+    """The parts of a torch runner, each made when it is first asked for, after the user's `__init__`."""
 
     metrics: MetricSet
     train_metrics: TrainMetrics | None = None

@@ -38,12 +38,7 @@ logger = logging.getLogger("danling")
 
 
 class TrainingDriver:
-    """Drives one training after the other, by what the parts of a runner do and the hooks that a user may have overridden.
-
-    Args:
-        runner: The runner.
-        parts: Its parts.
-    """
+    """Drives one training after the other, by what the parts of a runner do and the hooks that a user may have overridden."""
 
     def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
         self.runner = runner
@@ -54,15 +49,7 @@ class TrainingDriver:
     # Before it
 
     def check_ready(self, train_splits: SplitNames, evaluate_splits: SplitNames) -> tuple[list[str], list[str]]:
-        """Return the splits to train on and to evaluate, of a run that is ready to train. Called on all ranks.
-
-        Args:
-            train_splits: As given to a verb.
-            evaluate_splits: As given to a verb.
-
-        Raises:
-            ValueError: If there is no budget, no optimizer, or nothing to train on.
-        """
+        """Return the splits to train on and to evaluate, of a run that is ready to train. Called on all ranks."""
         runner = self.runner
         self.check_trainable()
         if runner.epochs is None and runner.steps is None:
@@ -92,11 +79,7 @@ class TrainingDriver:
 
     @contextmanager
     def training(self, *, whole: bool = True) -> Iterator[None]:
-        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved.
-
-        Args:
-            whole: Whether the run ends here; a verb that was called alone saves only where it was asked to stop.
-        """
+        """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved."""
         runner, parts = self.runner, self.parts
         session = runner._session
         with runner._reporter.speaking(), session.collecting():
@@ -243,22 +226,14 @@ class TrainingDriver:
             runner.workspace.write_results(runner.results, latest, {**best, "checkpoint_is_here": is_here})
 
     def log_update(self, outcome: UpdateOutcome) -> None:
-        """Log the metrics of an update, and how far the streams are. One collective.
-
-        Args:
-            outcome: What became of the update.
-        """
+        """Log the metrics of an update, and how far the streams are. One collective."""
         self.parts.report.log_update(outcome)
         self.parts.watch.look_at_rate()
         if self._stream_lines.due():
             self.write_streams()
 
     def say_ending(self, ending: str) -> None:
-        """Say how the training ended, and how far its streams came; what is wrong with those does not hide how.
-
-        Args:
-            ending: Such as `Finished`.
-        """
+        """Say how the training ended, and how far its streams came; what is wrong with those does not hide how."""
         self.parts.report.say_ending(ending)
         try:
             self.write_streams()

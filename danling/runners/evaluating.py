@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_evaluator(runner: TorchRunner, parts: TorchParts) -> Evaluator:
-    """Return what evaluates and predicts whole splits.
-
-    Args:
-        runner: The runner.
-        parts: Its parts.
-    """
+    """Return what evaluates and predicts whole splits."""
     evaluation = Evaluation(is_main=runner.is_main_process)
     run = EvaluatedRun(
         placement=runner.placement,

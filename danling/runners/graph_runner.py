@@ -124,11 +124,7 @@ class GraphRunner(TorchRunner):
 
 
 def _check_train_step(kind: type) -> None:
-    """Refuse a `train_step` of the user's that goes its own way.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a `train_step` of the user's that goes its own way."""
     for owner in kind.__mro__[: kind.__mro__.index(GraphRunner)]:
         own = vars(owner).get("train_step")
         code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None

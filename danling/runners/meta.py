@@ -84,11 +84,7 @@ def _initialize(runner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def close_after_error(runner: Any) -> None:
-    """Close a runner after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed.
-
-    Args:
-        runner: The runner, which may have failed before anything of it was set up.
-    """
+    """Close a runner after a failure: nothing that goes wrong here hides the user's exception. Called on every rank that failed."""
     try:
         if "_closers" in vars(runner):
             runner.close()
@@ -103,15 +99,6 @@ def check_settings_are_read(runner_class: type, config: RunnerConfig, world: Dom
     """Refuse a key at the top level of the configuration that does nothing: no class declares it, and no rank has read it.
 
     Called on all ranks, when training begins: by then a program has read its own keys.
-
-    Args:
-        runner_class: Class of the runner.
-        config: Its configuration.
-        world: All ranks.
-        made_of_mapping: Whether the configuration was made of a mapping, which the program may read itself, and nobody sees.
-
-    Raises:
-        ValueError: If there is one, with its place in the library's configuration.
     """
     unread = config.unread() - (strings_in_methods(runner_class) if made_of_mapping else set())
     if world.size > 1:

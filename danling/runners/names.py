@@ -28,11 +28,7 @@ _MISSING = object()
 
 
 def noting(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the `__init__` of one of the library's classes that also notes which names are the library's from then on.
-
-    Args:
-        init: The function.
-    """
+    """Return the `__init__` of one of the library's classes that also notes which names are the library's from then on."""
 
     @functools.wraps(init)
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,15 +63,6 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
     """Refuse an attribute of the user's under a name of the library's.
 
     Components, hooks and what has the type of the library's own value may be set; a method may be replaced by a function.
-
-    Args:
-        runner: The runner.
-        name: Name of the attribute.
-        value: Its new value.
-        present: What the library has set; `None` is what the runner has.
-
-    Raises:
-        AttributeError: If it is one, with its owner and another name.
     """
     if name in SETTABLE or name not in runner.library_names:
         return
@@ -93,11 +80,7 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
 
 
 def check_class(runner: Any) -> None:
-    """Refuse methods and values in the classes of a user under names of the library's. Called when `__init__` has ended.
-
-    Raises:
-        AttributeError: If there is one, with its owner and another name.
-    """
+    """Refuse methods and values in the classes of a user under names of the library's. Called when `__init__` has ended."""
     known = defined(type(runner))
     for name, kind, value in _of_user(type(runner)):
         if name in SETTABLE or name not in runner.library_names:

@@ -57,12 +57,7 @@ def _stack_of(config: RunnerConfig | Mapping[str, object] | None, kind: type[Run
 
 @cache
 def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
-    """Return `cls` with the methods of the stack behind its own; the same class for the same pair.
-
-    Args:
-        cls: `Runner` or a subclass.
-        stack: Normalised stack name.
-    """
+    """Return `cls` with the methods of the stack behind its own; the same class for the same pair."""
     base = _stack_class(stack)
     if issubclass(cls, base):
         return cls

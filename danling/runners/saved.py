@@ -20,23 +20,14 @@ if TYPE_CHECKING:
 
 
 class SavedParts:
-    """What a torch runner adds to the checkpoints of every runner.
-
-    Args:
-        runner: The runner.
-        parts: Its parts.
-    """
+    """What a torch runner adds to the checkpoints of every runner."""
 
     def __init__(self, runner: TorchRunner, parts: TorchParts) -> None:
         self.runner = runner
         self._parts = parts
 
     def check_saving(self) -> None:
-        """Refuse to leave frozen weights out of checkpoints where what writes them cannot.
-
-        Raises:
-            ValueError: If that is asked for.
-        """
+        """Refuse to leave frozen weights out of checkpoints where what writes them cannot."""
         runner = self.runner
         if not runner.config.checkpoint.trainable_only:
             return
@@ -132,11 +123,7 @@ class SavedParts:
         )
 
     def load_carry(self, stored: Mapping[str, Any] | None) -> None:
-        """Restore what this rank carries, on its device. Called after the positions in the loaders are restored.
-
-        Raises:
-            CheckpointMismatch: If another number of ranks has saved it in the middle of a pass.
-        """
+        """Restore what this rank carries, on its device. Called after the positions in the loaders are restored."""
         runner = self.runner
         runner.carry = None
         if stored is None:

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def build_rank_watch(runner: TorchRunner, *, samples: bool) -> RankWatch:
-    """Return what looks at the thread that calls this while it trains, for the other ranks.
-
-    Args:
-        runner: The runner.
-        samples: Whether the other ranks learn what this one spends its time with.
-    """
+    """Return what looks at the thread that calls this while it trains, for the other ranks."""
     domain, train = runner.placement.optimizer, runner.state.train
     saves = (type(runner).save_checkpoint, RunSaver.save, RunSaver.export)
     parts: dict[Callable[..., object], str] = {

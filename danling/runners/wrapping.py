@@ -17,25 +17,14 @@ if TYPE_CHECKING:
 
 
 class ModelWrapping:
-    """Wraps the model, and wraps it anew where other parameters are trained.
-
-    Args:
-        runner: The runner.
-
-    Attributes:
-        memory_retry: Makes an update again when memory ran out, with `dataloader.micro_batch_size="auto"`.
-    """
+    """Wraps the model, and wraps it anew where other parameters are trained."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
         self.memory_retry: MemoryRetry | None = None
 
     def choose_memory_retry(self) -> None:
-        """Make what is needed to find the size of micro-batches, before the model is wrapped for it.
-
-        Raises:
-            ValueError: If a forward communicates, so that a rank that is out of memory would leave the others waiting.
-        """
+        """Make what is needed to find the size of micro-batches, before the model is wrapped for it."""
         runner = self.runner
         if not runner._data.plan.finds_micro_batch_size:
             return

@@ -38,11 +38,7 @@ Key = tuple[str, str]
 
 
 class Seen:
-    """What is there at one moment, by section and name: encoded, with digests, with what is left out and what a restore needs.
-
-    Args:
-        encoder: Encodes the attributes.
-    """
+    """What is there at one moment, by section and name: encoded, with digests, with what is left out and what a restore needs."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
@@ -72,9 +68,6 @@ class KeptAttributes:
 
     An attribute has changed if its digest differs from that before the restore, when the program alone had set it. What a loaded
     checkpoint has stays saved. Values that differ between ranks are saved for each rank.
-
-    Args:
-        runner: The runner.
     """
 
     def __init__(self, runner: BaseRunner) -> None:
@@ -270,11 +263,7 @@ class KeptAttributes:
     # Loading
 
     def load(self, section: str, payload: Mapping[str, Any]) -> None:
-        """Restore one of `SECTIONS` in place. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If a value was saved for each of another number of ranks, or needs an object that is not there.
-        """
+        """Restore one of `SECTIONS` in place. Called on all ranks."""
         stored = {name: self._mine(section, name, entry) for name, entry in (payload.get(section) or {}).items()}
         stored = {name: node for name, node in stored.items() if not isinstance(node, _Absent)}
         self._kept |= {(section, name) for name in stored}

@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 
 class BatchLoss:
-    """The loss that a model returns by itself, and which batches have a loss at all.
-
-    Args:
-        runner: The runner.
-        weights: Remembers whether the batches to train on come with a target.
-        glance: Looks for a target in the data to train on, where no batch of it was seen.
-        own_loss: Whether `compute_loss` is the user's own.
-    """
+    """The loss that a model returns by itself, and which batches have a loss at all."""
 
     def __init__(
         self, runner: TorchRunner, *, weights: BatchWeights, glance: Callable[[], None], own_loss: bool = False
@@ -36,15 +29,7 @@ class BatchLoss:
         self._glance = glance
 
     def weight(self, data: object, target: object) -> float | Tensor:
-        """Return what the loss that the model computes is averaged over.
-
-        Args:
-            data: The batch.
-            target: Its target, or `None`.
-
-        Raises:
-            ValueError: If the weight matters and nothing says whether the model shifts its labels.
-        """
+        """Return what the loss that the model computes is averaged over."""
         runner = self._runner
         told = runner.shifts_labels
         shifts = shifts_labels(runner.unwrapped_model) if told is None else told
@@ -65,14 +50,7 @@ class BatchLoss:
             )
 
     def of_model(self, pred: object) -> Tensor:
-        """Return the loss that the model put into its prediction.
-
-        Args:
-            pred: What the model returned.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Return the loss that the model put into its prediction."""
         found = model_loss(pred)
         if found is None:
             raise ValueError(
@@ -86,10 +64,6 @@ class BatchLoss:
 
         A batch without a target has a loss if the batches to train on have no target either, as those of an autoencoder; if they do
         have one, there is nothing to compare its prediction with.
-
-        Args:
-            pred: What the model returned.
-            target: The target of the batch, or `None`.
         """
         criterion = self._runner.criterion
         has_loss = self.own_loss or criterion is not None

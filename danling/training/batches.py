@@ -100,14 +100,7 @@ def not_one_loss(loss: object) -> ValueError:
 
 
 def note_batch(error: Exception, step: str, split: str, data: object) -> None:
-    """Add to an error what a step was given, as a note; before Python 3.11 tracebacks do not print notes.
-
-    Args:
-        error: What the step raised.
-        step: Name of the step.
-        split: The split; empty where it is not known.
-        data: The batch.
-    """
+    """Add to an error what a step was given, as a note; before Python 3.11 tracebacks do not print notes."""
     of_split = f" on split {split!r}" if split else ""
     vars(error).setdefault("__notes__", []).append(f"{step}{of_split} received {_shapes(data)}")
 

@@ -9,16 +9,7 @@ from torch import Tensor
 
 
 def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.carry") -> Any:
-    """Return a carry with each tensor changed; lists, tuples and mappings are made anew, mappings as `dict`.
-
-    Args:
-        carry: Tensors, numbers, strings, `None`, and lists, tuples and mappings of these.
-        change: Returns what takes the place of a tensor.
-        path: What the carry is called in the error.
-
-    Raises:
-        TypeError: If it holds anything else.
-    """
+    """Return a carry with each tensor changed; lists, tuples and mappings are made anew, mappings as `dict`."""
     if isinstance(carry, Tensor):
         return change(carry)
     if carry is None or isinstance(carry, (bool, int, float, str)):

@@ -54,12 +54,7 @@ _NAMED_ELSEWHERE = {
 
 
 def check_model(model: object, present: Iterable[str]) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        ValueError: If `model` is none; a likely slip among the attributes that are `present` is named. Also if a lazy layer of it has no
-            weights yet, which nobody could count, move or hand to an optimizer.
-    """
+    """Refuse what is no module."""
     if isinstance(model, nn.Module):
         lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
         if lazy is not None:
@@ -76,11 +71,7 @@ def check_model(model: object, present: Iterable[str]) -> None:
 
 
 def check_criterion(criterion: object) -> None:
-    """Refuse a class in the place of a loss.
-
-    Raises:
-        ValueError: If it is one, or cannot be called.
-    """
+    """Refuse a class in the place of a loss."""
     if isinstance(criterion, type):
         name = criterion.__name__
         raise ValueError(f"Expected `self.criterion` to be a loss. Received: the class {name}. Write {name}().")
@@ -92,11 +83,7 @@ def check_criterion(criterion: object) -> None:
 
 
 def check_scheduler(scheduler: object) -> None:
-    """Refuse a name or a class in the place of a schedule.
-
-    Raises:
-        ValueError: If it is one.
-    """
+    """Refuse a name or a class in the place of a schedule."""
     if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
         raise ValueError(
             f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
@@ -105,15 +92,7 @@ def check_scheduler(scheduler: object) -> None:
 
 
 def check_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse what is no optimizer, or none of this model.
-
-    Args:
-        optimizer: What the user assigned; `None` is left to the configuration.
-        named_parameters: Those of model and criterion.
-
-    Raises:
-        ValueError: If nothing of a model that can be trained would be.
-    """
+    """Refuse what is no optimizer, or none of this model."""
     if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple, Mapping)):
@@ -136,11 +115,7 @@ def check_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Refuse a single dataset or loader where one for each split is expected.
-
-    Raises:
-        ValueError: If `value` is no mapping.
-    """
+    """Refuse a single dataset or loader where one for each split is expected."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"Expected `self.{name}` to be a mapping by split. Received: {name} of type {type(value).__name__}. Write "
@@ -154,15 +129,7 @@ def check_mapping(name: str, value: object) -> None:
 
 
 def check_passes(dataloaders: Mapping[str, object], epochs: int | None) -> None:
-    """Refuse a loader that ends for good where it has to be read in every epoch.
-
-    Args:
-        dataloaders: Loaders by split.
-        epochs: Epochs to train; `None` in step mode.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a loader that ends for good where it has to be read in every epoch."""
     for split, loader in dataloaders.items():
         if isinstance(loader, Iterator) and epochs is not None and epochs > 1:
             raise ValueError(
@@ -172,15 +139,7 @@ def check_passes(dataloaders: Mapping[str, object], epochs: int | None) -> None:
 
 
 def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
-    """Refuse a metric whose name the library uses for a metric of its own.
-
-    Args:
-        metrics: What the user assigned.
-        reserved: Those names.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a metric whose name the library uses for a metric of its own."""
     taken = [name for name in reserved if isinstance(metrics, Mapping) and name in metrics]
     if taken:
         raise ValueError(
@@ -190,13 +149,7 @@ def check_metrics(metrics: object, reserved: Iterable[str]) -> None:
 
 
 def misnamed_overrides(runner_class: type, assigned: Iterable[str], unset: Iterable[str]) -> list[str]:
-    """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not.
-
-    Args:
-        runner_class: Class of the runner.
-        assigned: Attributes of the runner.
-        unset: Components that are not set.
-    """
+    """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not."""
     own, known = _methods(runner_class, of_library=False), _methods(runner_class, of_library=True)
     sentences = []
     for name in sorted(own - known):
@@ -230,11 +183,7 @@ def _did_you_mean(component: str, present: Iterable[str]) -> str:
 
 
 def warn_of(messages: Callable[[], Iterable[str]]) -> None:
-    """Log sentences that are a hint only: what goes wrong while they are made must not end a run.
-
-    Args:
-        messages: Returns them.
-    """
+    """Log sentences that are a hint only: what goes wrong while they are made must not end a run."""
     try:
         found = list(messages())
     except Exception:
@@ -251,12 +200,7 @@ class KnowsSteps(Protocol):
 
 
 def refuse_early_steps(optimizer: object, session: KnowsSteps) -> None:
-    """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet.
-
-    Args:
-        optimizer: One optimizer, or several in one.
-        session: Knows whether `train_step` runs.
-    """
+    """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet."""
 
     def refuse(stepped: Optimizer, *_: object) -> None:
         if session.in_step:

@@ -44,15 +44,7 @@ def component_parts(
     leaves_out: Callable[[], bool] = lambda: False,
     load_base: Callable[[], bool] = lambda: False,
 ) -> list[StatePart]:
-    """Return frozen weights, model, criterion, averages, optimizer and scheduler, in the order in which they are restored.
-
-    Args:
-        held: What has them; it is asked anew each time.
-        frozen: What tells the frozen weights, where a checkpoint may hold their digest alone.
-        leaves_out: Whether what is saved now leaves them out.
-        load_base: Loads the weights that the run began from into the model, and returns whether there are such; called where a checkpoint
-            of what was trained was made on other weights than the model has.
-    """
+    """Return frozen weights, model, criterion, averages, optimizer and scheduler, in the order in which they are restored."""
     weights = _Weights(held, frozen, leaves_out, load_base)
     return [
         StatePart("frozen", weights.frozen, weights.check_frozen, exists=weights.saved_without, optional=True),

@@ -25,11 +25,7 @@ _COLLAPSED = 1e-6
 
 
 class ComponentWatch:
-    """Looks at the components of a run where passes, evaluations and log lines are; never in an update.
-
-    Args:
-        runner: The runner.
-    """
+    """Looks at the components of a run where passes, evaluations and log lines are; never in an update."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
@@ -39,11 +35,7 @@ class ComponentWatch:
         self._low_lines = 0
 
     def begin(self, interval: str) -> None:
-        """Look at what a training begins with, before the model is put into training mode.
-
-        Args:
-            interval: When the schedule advances.
-        """
+        """Look at what a training begins with, before the model is put into training mode."""
         runner = self._runner
         self._parameters = dict(runner.named_parameters())
         self._highest_rate = max(self._highest_rate, self._rate())
@@ -156,12 +148,7 @@ def _identities(optimizer: Any) -> set[int]:
 
 
 def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
-    """Return a sentence for each weight that is tied in the model and not in what is loaded into it, or the other way round.
-
-    Args:
-        model: The user's module.
-        weights: Tensors by canonical name.
-    """
+    """Return a sentence for each weight that is tied in the model and not in what is loaded into it, or the other way round."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))

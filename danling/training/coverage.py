@@ -114,13 +114,7 @@ class GradientWatch:
 
 
 def ungraded_names(mine: Sequence[str], trained: Iterable[str], domain: ReductionDomain) -> list[str]:
-    """Return the names of parameters that got a gradient on no rank. Called on all ranks.
-
-    Args:
-        mine: Names of the parameters that got none on this rank.
-        trained: Names of all parameters that are trained on this rank.
-        domain: All ranks. If several hold copies of a parameter, it is enough that one of them has used it.
-    """
+    """Return the names of parameters that got a gradient on no rank. Called on all ranks."""
     missing = dict.fromkeys(name for names in domain.gather_objects(list(mine)) for name in names)
     if not missing:
         return []

@@ -63,21 +63,7 @@ def is_frozen(value: object) -> bool:
 
 
 class Encoder:
-    """Encodes values one after the other. What was met before is encoded once, and then named by its path.
-
-    Args:
-        components: What is saved elsewhere, by path.
-        keyed: Tells whether a generator is seeded by its place, so that its state is not saved.
-        secret_keys: Names of secrets besides the usual ones.
-
-    Attributes:
-        objects: What was met, by path.
-        needs: Class by path of the objects that a restore needs the program to have made.
-        left: What is left to the program, by path; `None` for what no training changes.
-        lazy: Paths of iterators and loaders.
-        frozen: Paths of modules without trainable parameters.
-        size: Bytes of what was encoded.
-    """
+    """Encodes values one after the other. What was met before is encoded once, and then named by its path."""
 
     def __init__(
         self,
@@ -102,11 +88,7 @@ class Encoder:
         self._declared = False
 
     def begin(self, *, declared: bool) -> None:
-        """Begin with another attribute.
-
-        Args:
-            declared: Look into loaders with a state and modules without trainable parameters too, which are only noted otherwise.
-        """
+        """Begin with another attribute."""
         self._declared, self.size, self.left, self.needs = declared, 0, {}, {}
 
     @property
@@ -116,15 +98,7 @@ class Encoder:
         return list(self._held)
 
     def encode(self, value: Any, path: str, *, name: str = "", depth: int = 0, hidden: bool = False) -> Any:
-        """Return a value as tensors, plain values, and mappings of them with an entry `kind`.
-
-        Args:
-            value: Anything; it is not changed. Tensors are not copied.
-            path: Where it is, from the name of its attribute on.
-            name: Of the attribute or entry that it is; text under names of secrets and places is left out.
-            depth: Objects that it is in.
-            hidden: Whether text in it is a secret.
-        """
+        """Return a value as tensors, plain values, and mappings of them with an entry `kind`."""
         hidden = hidden or names_secret(name, self._secret_keys)
         if type(value) is str:
             self.size += len(value)
@@ -321,12 +295,7 @@ class Encoder:
 
 
 class Decoder:
-    """Puts encoded values back, into the objects that are there where they fit.
-
-    Args:
-        live: What is there now, by path, components among it.
-        components: Paths of the components, which are restored elsewhere.
-    """
+    """Puts encoded values back, into the objects that are there where they fit."""
 
     def __init__(self, live: Mapping[str, object], components: Collection[str]) -> None:
         self._live = live
@@ -335,11 +304,7 @@ class Decoder:
         self._taken = {_key(live[path]) for path in components}
 
     def decode(self, node: Any, current: Any, path: str) -> Any:
-        """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program.
-
-        Raises:
-            CannotRestore: If it needs an object of a class that `current` is not of.
-        """
+        """Return the value of a node, which is `current` where that could take it; `MISSING` where it is left to the program."""
         if isinstance(node, Tensor):
             node = {"kind": "tensor", "device": "cpu", "value": node}
         if not isinstance(node, dict):

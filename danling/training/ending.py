@@ -18,22 +18,7 @@ logger = logging.getLogger("danling")
 
 
 class TrainingEnd:
-    """Ends one training after the other.
-
-    Args:
-        session: Knows why it ends.
-        saver: Knows where the last save stands.
-        domain: Ranks that train together.
-        counters: Returns the progress.
-        manager: Returns what writes checkpoints.
-        pending: Raises what the last update left to be raised, and returns what was asked for in it. Called on all ranks.
-        save: Saves the full state. Called on all ranks.
-        export: Writes the weights of a run that ended by itself, where that is asked for.
-        write_results: Writes the results.
-        say: Says how the training ended.
-        note: Puts what is known of a failure on record.
-        close: Closes what was opened for the training.
-    """
+    """Ends one training after the other."""
 
     def __init__(
         self,

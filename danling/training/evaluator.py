@@ -75,17 +75,7 @@ class EvaluatedRun:
 
 
 class EvaluationSources:
-    """Where the batches of an evaluated split come from, without moving the position of training.
-
-    Args:
-        check: Refuses an unknown split.
-        trained: Returns the splits to train on.
-        datasets: Returns the datasets by split.
-        loaders: Returns the loaders by split.
-        source: Returns the batches of a split and the position in them.
-        open: Returns a further source over the loader of a split.
-        build: Returns another loader of a dataset.
-    """
+    """Where the batches of an evaluated split come from, without moving the position of training."""
 
     def __init__(
         self,
@@ -107,14 +97,7 @@ class EvaluationSources:
         self.build = build
 
     def of(self, split: str) -> BatchSource:
-        """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position.
-
-        Args:
-            split: The split.
-
-        Raises:
-            ValueError: If the loader of a split to train on would lose its position.
-        """
+        """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
         if split not in self.trained():
             return self.source(split)
         if split in self.datasets():
@@ -129,22 +112,7 @@ class EvaluationSources:
 
 
 class Evaluator:
-    """Evaluates and predicts splits exactly: every sample of every rank counts once, and the state of training does not change.
-
-    Args:
-        hooks: What the user may have overridden.
-        run: What is known of the run.
-        sources: Where the batches come from.
-        evaluation: Enters the evaluation mode, and watches the batches.
-        forward: Makes the forward of a batch as the stack needs it.
-        entered: `(split, mode)` returns the context in which the model is evaluated.
-        paced: Yields batches and collects garbage between them, if `gc.interval` is set.
-
-    Attributes:
-        evaluation: As given.
-        forward: As given.
-        batch_weight: Weight of the batch that is evaluated.
-    """
+    """Evaluates and predicts splits exactly: every sample of every rank counts once, and the state of training does not change."""
 
     def __init__(
         self,
@@ -170,15 +138,7 @@ class Evaluator:
     # Metrics
 
     def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
-        """Return the metrics of a split.
-
-        Args:
-            split: The split.
-            limit: Batches of each rank, `None` for all. With a limit the metrics have `samples`, the number of samples of all ranks.
-
-        Raises:
-            ValueError: If the split is unknown, or a hook does not return metrics.
-        """
+        """Return the metrics of a split."""
         self._sources.check(split)
         sums = self.sums(split, limit)
         figures = self._figures(split, sums.totals)
@@ -194,13 +154,7 @@ class Evaluator:
         return checked_figures("summarize", split, self._hooks.summarize(split, totals))
 
     def sums(self, split: str, limit: int | None, source: BatchSource | None = None) -> EvaluationSums:
-        """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch.
-
-        Args:
-            split: The split.
-            limit: Batches of each rank, `None` for all.
-            source: The batches; `None` for those of the split.
-        """
+        """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch."""
         run, hooks = self._run, self._hooks
 
         def evaluate_step(data: object) -> object:
@@ -250,10 +204,6 @@ class Evaluator:
         """Evaluate one batch of each split, once in a run, so that an error in evaluation shows before training begins.
 
         Meters and buffers are restored. Splits whose loader can be iterated only once are left out.
-
-        Args:
-            splits: The splits.
-            judge: Called with the result of each split; may raise.
         """
         if self._has_tried:
             return
@@ -273,13 +223,7 @@ class Evaluator:
     # Called alone
 
     def alone(self, mode: EvaluationMode, call: Callable[[object], object], data: object) -> object:
-        """Run a step that a user calls alone, as in an evaluation: in evaluation mode, without gradients, on the device.
-
-        Args:
-            mode: Whether it evaluates or predicts.
-            call: The step.
-            data: Its batch.
-        """
+        """Run a step that a user calls alone, as in an evaluation: in evaluation mode, without gradients, on the device."""
         with self._entered("", mode), torch.no_grad():
             self._run.keys.begin_batch(mode, "", (self._run.placement.data.rank,))
             moved = self._hooks.to_device(data)
@@ -288,31 +232,19 @@ class Evaluator:
     # Predictions
 
     def infer(self, split: str) -> list[Any]:
-        """Return the predictions of a split in the order of the dataset, the same on all ranks.
-
-        Args:
-            split: The split.
-        """
+        """Return the predictions of a split in the order of the dataset, the same on all ranks."""
         with self._entered(split, "infer"):
             batches = self._paced(self._pass_over(self._sources.of(split)))
             mine = [self._predict(split, batch) for batch in self._keyed("infer", split, batches)]
         return self.forward.shared(gather_predictions(mine, self._run.placement.data))
 
     def stream(self, split: str) -> Iterator[Any]:
-        """Yield the predictions of this rank; see `stream_batches`.
-
-        Args:
-            split: The split.
-        """
+        """Yield the predictions of this rank; see `stream_batches`."""
         for predictions in self.stream_batches(split):
             yield from predictions
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
-        """Yield the predictions of this rank by batch. Between two batches the runner is in its normal state: the caller may train or stop.
-
-        Args:
-            split: The split.
-        """
+        """Yield the predictions of this rank by batch. Between two batches the caller may train or stop."""
         batches, keys = self._pass_over(self._sources.of(split)), self._run.keys
         while True:
             with keys.evaluating():

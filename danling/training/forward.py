@@ -28,38 +28,22 @@ class EvaluationForward:
     """`(prediction, target) -> loss`, `None` for a batch that has none."""
 
     def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
-        """Return the prediction of a batch, and its loss.
-
-        Args:
-            data: The batch, on the device.
-        """
+        """Return the prediction of a batch, and its loss."""
         inputs, target = data if is_pair(data) else unpack_batch(data, self.bare())
         with self.context() or nullcontext():
             pred = call_model(self.model(), inputs)
             return pred, self.loss(pred, target)
 
     def infer(self, data: object) -> Any:
-        """Return the prediction of a batch; a target that comes with it is left aside.
-
-        Args:
-            data: The batch, on the device.
-        """
+        """Return the prediction of a batch; a target that comes with it is left aside."""
         inputs, _ = unpack_batch(data, self.bare())
         with self.context() or nullcontext():
             return call_model(self.model(), inputs)
 
     def counted(self, predictions: list[Any]) -> list[object]:
-        """Return what counts of the predictions of this rank for a batch, one for each sample.
-
-        Args:
-            predictions: As `infer` returned them, taken apart by sample.
-        """
+        """Return what counts of the predictions of this rank for a batch, one for each sample."""
         return predictions
 
     def shared(self, predictions: list[Any]) -> list[Any]:
-        """Return the predictions of a split on the ranks that have made none as well.
-
-        Args:
-            predictions: Those of all ranks that read different data.
-        """
+        """Return the predictions of a split on the ranks that have made none as well."""
         return predictions

@@ -27,9 +27,6 @@ class FrozenWeights:
     A parameter that required a gradient at construction or at any save of the run counts as trained, also where it was frozen afterwards;
     so do buffers. What is frozen must stay as it is: every save compares a sum over the bits and their places, for which the weights are
     read once.
-
-    Args:
-        named_parameters: Returns the parameters of the model by canonical name.
     """
 
     def __init__(self, named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
@@ -43,23 +40,14 @@ class FrozenWeights:
         self._trained |= {name for name, parameter in self._named_parameters() if parameter.requires_grad}
 
     def without(self, state: Mapping[str, object]) -> dict[str, object]:
-        """Return the entries of a state that are not frozen.
-
-        Args:
-            state: Weights by canonical name.
-        """
+        """Return the entries of a state that are not frozen."""
         frozen = self._frozen()
         # Another name of a frozen weight, as that of a tied one, is as frozen.
         tied = {local_part(value).data_ptr() for value in frozen.values() if local_part(value).numel()}
         return {name: value for name, value in state.items() if name not in frozen and not _is_one_of(value, tied)}
 
     def completed(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
-        """Return what `without` returned, with what is frozen as it is here.
-
-        Args:
-            state: Weights by canonical name.
-            here: All weights of the model.
-        """
+        """Return what `without` returned, with what is frozen as it is here."""
         kept = self.without(here)
         return {**{name: value for name, value in here.items() if name not in kept}, **state}
 
@@ -67,20 +55,12 @@ class FrozenWeights:
         """Count as trained what a whole state has other values of than the model was made with. Called on all ranks.
 
         Such weights were frozen after they had been trained, or were changed by hand: a model that is made from the base has them not.
-
-        Args:
-            state: All weights, as a run has saved them that left none out.
-            here: All weights of the model, before the state is loaded.
         """
         names = [name for name in self._frozen() if name in state and name in here]
         self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
 
     def identity(self) -> dict[str, object]:
-        """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks.
-
-        Raises:
-            ValueError: If weights that are frozen were changed since the first save, or since the run was resumed.
-        """
+        """Return what the frozen weights are known by, and the names of what is trained. Called on all ranks."""
         frozen = self._frozen()
         sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
         changed = [name for name, value in sums.items() if self._sums.get(name, value) != value]
@@ -97,16 +77,7 @@ class FrozenWeights:
         return {"sha256": self._digest[1], "trained": sorted(self._trained)}
 
     def check(self, stored: Mapping[str, Any], load_base: Callable[[], bool] = lambda: False) -> None:
-        """Refuse a checkpoint that was made on other frozen weights. Called on all ranks.
-
-        Args:
-            stored: What `identity` returned.
-            load_base: Called where the model was made with other weights: loads those that the run began from into it, and returns whether
-                there are such.
-
-        Raises:
-            CheckpointMismatch: If they are others.
-        """
+        """Refuse a checkpoint that was made on other frozen weights. Called on all ranks."""
         trained = set(stored["trained"])
         frozen = self._without(trained)
         found = digest_of(frozen)
@@ -139,11 +110,7 @@ def _is_one_of(value: object, places: set[int]) -> bool:
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bits, the same in every layout. Called on all ranks.
-
-    Args:
-        weights: By name; of a sharded one all parts are gathered.
-    """
+    """Return the SHA-256 of names, dtypes, shapes and bits, the same in every layout. Called on all ranks."""
     total = hashlib.sha256()
     for name in sorted(weights):
         tensor = whole(weights[name]).detach().contiguous()
@@ -160,9 +127,6 @@ def bit_sum(tensor: Tensor) -> int:
 
     The bits of each value, read as an integer, count times an odd number of its place, modulo 2**64. A GB of 32-bit floats takes
     2.6 s of one core (1.3 by a plain sum), of 16-bit ones 3.0 (3.4).
-
-    Args:
-        tensor: On whatever device; of a sharded one the part of this rank is read.
     """
     flat = local_part(tensor).detach().contiguous().reshape(-1)
     integers = _INTEGERS.get(flat.element_size())

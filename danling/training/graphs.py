@@ -12,21 +12,12 @@ from .targets import TARGET_NAMES
 
 
 def count_graphs(data: Any) -> int | None:
-    """Return how many graphs a batch consists of, `None` where it is no batch of graphs.
-
-    Args:
-        data: Any batch. One of graphs has an attribute `num_graphs`.
-    """
+    """Return how many graphs a batch consists of, `None` where it is no batch of graphs."""
     return told_count(data, "num_graphs")
 
 
 def told_count(data: Any, name: str) -> int | None:
-    """Return a number that a batch tells in an attribute, `None` where it has none.
-
-    Args:
-        data: Any batch. What its `__getattr__` raises for a name that it does not know, such as a `KeyError`, counts as none.
-        name: Of the attribute.
-    """
+    """Return a number that a batch tells in an attribute, `None` where it has none."""
     try:
         number = getattr(data, name, None)
     except Exception:
@@ -35,11 +26,7 @@ def told_count(data: Any, name: str) -> int | None:
 
 
 def target_of_graphs(data: object) -> object:
-    """Return the target of a batch of graphs, `None` where it has no attribute out of `TARGET_NAMES`.
-
-    Args:
-        data: The batch; its target has an entry for each graph, or for each node.
-    """
+    """Return the target of a batch of graphs, `None` where it has no attribute out of `TARGET_NAMES`."""
     held = (getattr(data, name, None) for name in TARGET_NAMES)
     return next((found for found in held if found is not None), None)
 
@@ -49,10 +36,6 @@ def keywords_of_graphs(data: Any, forward: object) -> dict[str, object] | None:
 
     Models of layers take tensors, as in `forward(self, x, edge_index, batch)`. One with a single required parameter is given the batch,
     whatever that parameter is called.
-
-    Args:
-        data: The batch.
-        forward: The function `forward` of the class of the model, or `None`.
     """
     takes, required = _parameters(forward)
     held = set(data.keys()) if callable(getattr(data, "keys", None)) else set()
@@ -62,12 +45,7 @@ def keywords_of_graphs(data: Any, forward: object) -> dict[str, object] | None:
 
 
 def nodes_of_graphs(data: Any) -> list[int] | None:
-    """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs.
-
-    Args:
-        data: Any batch. One of graphs has an attribute `ptr`, `(graphs + 1,)`, where the nodes of each graph begin; one without, such as
-            of graphs with several types of nodes, is told to have none.
-    """
+    """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs."""
     graphs = count_graphs(data)
     if graphs is None:
         return None

@@ -31,9 +31,6 @@ class RandomKeys:
 
     A key is made of the seed of the run and of where the run is, never of a state that a stream was left in. So a resumed run draws
     what the uninterrupted one draws, and noise does not depend on the rank that draws it. `docs/guides/data.md` has the table of keys.
-
-    Args:
-        runner: Its seed, counters and place among the ranks are read when a key is made.
     """
 
     def __init__(self, runner: BaseRunner) -> None:
@@ -56,13 +53,7 @@ class RandomKeys:
         self._seed(mix_seed(_base(self._runner.seed, "pass", split), number))
 
     def begin_micro_batch(self, data: object, place: tuple[int, ...], ordinal: int) -> None:
-        """Seed for a micro-batch: `(seed, "train", updates attempted, *place)`, and the replica group.
-
-        Args:
-            data: The batch. One that the closure of an optimizer step computes again gets its key again.
-            place: `Batch.place`; empty is that of a batch that no loader has given: the rank and `ordinal`.
-            ordinal: Number of the micro-batch in its window, from 0.
-        """
+        """Seed for a micro-batch: `(seed, "train", updates attempted, *place)`, and the replica group."""
         placement = self._runner.placement
         if ordinal == 0:
             self._places.clear()
@@ -88,11 +79,7 @@ class RandomKeys:
             self.in_update = False
 
     def see_early_steps(self, closers: ExitStack) -> None:
-        """Seed for each step of another optimizer that a user makes within `train_step`, and for what follows in the micro-batch.
-
-        Args:
-            closers: Ends it.
-        """
+        """Seed for each step of another optimizer that a user makes within `train_step`, and for what follows in the micro-batch."""
         session = self._runner._session
 
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -154,11 +141,7 @@ def _base(*parts: int | str) -> int:
 
 @contextmanager
 def preserved_streams(device: torch.device) -> Iterator[None]:
-    """Put the streams of torch, NumPy, `random` and a device back on exit.
-
-    Args:
-        device: The device.
-    """
+    """Put the streams of torch, NumPy, `random` and a device back on exit."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     of_torch, of_python = torch.default_generator.get_state(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()

@@ -14,14 +14,7 @@ logger = logging.getLogger("danling")
 
 
 class LoaderPositions:
-    """The positions in the loaders of the splits to train on, as a checkpoint holds them.
-
-    Args:
-        source: Returns the batches of a split.
-        trained: Returns the splits to train on.
-        domain: Returns the ranks that read different data.
-        inexact: Whether what cannot be divided anew over another number of ranks starts anew, with a warning.
-    """
+    """The positions in the loaders of the splits to train on, as a checkpoint holds them."""
 
     def __init__(
         self,
@@ -35,14 +28,7 @@ class LoaderPositions:
         self._domain, self._inexact = domain, inexact
 
     def restore(self, states: Mapping[str, Mapping[str, object] | None]) -> None:
-        """Restore the positions of this rank.
-
-        Args:
-            states: State by split; `None` for one that begins anew.
-
-        Raises:
-            CheckpointMismatch: If a split is missing, or a loader's own state was saved by another number of ranks.
-        """
+        """Restore the positions of this rank."""
         for split in self._trained():
             if split not in states:
                 raise CheckpointMismatch(
@@ -55,23 +41,13 @@ class LoaderPositions:
                 self._source(split).load_state_dict(own)
 
     def share(self, split: str, state: Mapping[str, object]) -> Mapping[str, Any] | None:
-        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning.
-
-        Args:
-            split: The split.
-            state: What a checkpoint holds of its loader.
-        """
+        """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
         domain = self._domain()
         return share_of(state, split, rank=domain.rank, size=domain.size, inexact=self._inexact())
 
 
 def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) -> dict[str, Any]:
-    """Return the states of loaders that differ from rank to rank, by split.
-
-    Args:
-        sources: Batches by split.
-        read_only: Leave out loaders that this rank does not read.
-    """
+    """Return the states of loaders that differ from rank to rank, by split."""
     return {
         s: source.state_dict()
         for s, source in sources.items()
@@ -82,43 +58,20 @@ def own_states(sources: Mapping[str, BatchSource], *, read_only: bool = True) ->
 def states_of_all(
     sources: Mapping[str, BatchSource], ranks: Iterable[tuple[int, Mapping[str, object]]]
 ) -> dict[str, dict[str, Any]]:
-    """Return what is saved of the loaders of some splits.
-
-    Args:
-        sources: Batches by split.
-        ranks: As for `state_of`.
-    """
+    """Return what is saved of the loaders of some splits."""
     gathered = list(ranks)
     return {split: state_of(split, source, gathered) for split, source in sources.items()}
 
 
 def state_of(split: str, source: BatchSource, ranks: Iterable[tuple[int, Mapping[str, object]]]) -> dict[str, object]:
-    """Return what is saved of one loader: its position, or the states of all data replicas under `ranks`.
-
-    Args:
-        split: Its split.
-        source: Its batches.
-        ranks: Index of the data replica and what `own_states` returned there, in rank order; of ranks that read the same data the
-            first one counts.
-    """
+    """Return what is saved of one loader: its position, or the states of all data replicas under `ranks`."""
     if not source.is_rank_local:
         return source.state_dict()
     return {"ranks": {str(replica): states[split] for replica, states in reversed(list(ranks)) if split in states}}
 
 
 def share_of(state: Mapping[str, Any], split: str, *, rank: int, size: int, inexact: bool) -> Mapping[str, Any] | None:
-    """Return the share of one data replica of what `state_of` returned; `None` where its loader is to start from its beginning.
-
-    Args:
-        state: The stored state.
-        split: Of the loader.
-        rank: Index of the data replica.
-        size: Number of data replicas.
-        inexact: Start anew, with a warning, what cannot be divided anew.
-
-    Raises:
-        CheckpointMismatch: If each of another number of data replicas has saved a state of its own.
-    """
+    """Return the share of one data replica of what `state_of` returned; `None` where its loader is to start from its beginning."""
     if "ranks" not in state:
         return state
     ranks = state["ranks"]
@@ -136,12 +89,7 @@ def share_of(state: Mapping[str, Any], split: str, *, rank: int, size: int, inex
 
 
 def differences_of_passes(stored: Mapping[str, Any], loaders: Mapping[str, object]) -> list[str]:
-    """Return where another division leaves out other samples at the end of a pass, though updates have one size, one line a split.
-
-    Args:
-        stored: Stored states by split.
-        loaders: Loaders by split.
-    """
+    """Return where another division leaves out other samples at the end of a pass, though updates have one size, one line a split."""
     lines = []
     for split, loader in loaders.items():
         state = stored.get(split) or {}

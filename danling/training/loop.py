@@ -33,26 +33,7 @@ def is_used_up(run: TorchRunner) -> bool:
 
 
 class TrainingLoop:
-    """Trains epoch by epoch or update by update, from where the run stands to the end of its budget.
-
-    Args:
-        run: What is trained, evaluated and saved, and how long.
-        keys: Seeds the random streams where a pass begins.
-        updates: Returns the outcomes of the updates of what is left of a pass, made as they are asked for.
-        pass_is_over: Returns whether a pass over a split is known to have no batch left; called on all ranks.
-        session: Knows whether the training is to stop.
-        results: Collects the metrics.
-        reporter: Shows the updates.
-        save_if_failing: Makes ready for an evaluation that fails; returns what saves then.
-        trained_metrics: Returns the metrics of what was trained since it was called last.
-        first_update: Is called after the first update of this process.
-        log_update: Logs the metrics of an update.
-
-    Attributes:
-        boundaries: Decides what is due between updates; made anew for every training.
-        has_jumped: Whether the state was replaced by one that stands in another pass than the loops.
-        data_ended: Whether nothing was left to train on before the budget was used up.
-    """
+    """Trains epoch by epoch or update by update, from where the run stands to the end of its budget."""
 
     boundaries: Boundaries
 
@@ -116,12 +97,7 @@ class TrainingLoop:
     # By epochs
 
     def train_epochs(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
-        """Train epoch by epoch.
-
-        Args:
-            splits: Splits to train on.
-            evaluated: Splits to evaluate after each epoch.
-        """
+        """Train epoch by epoch."""
         run, counters, self.data_ended = self._run, self._run.state.train, False
         try:
             while counters.epoch < (run.epochs or 0) and not self._session.stop_reason:
@@ -152,11 +128,7 @@ class TrainingLoop:
         self._results.close(boundary, step=counters.global_step)
 
     def train_epoch(self, split: str) -> dict[str, float]:
-        """Train what is left of one pass over one split, and return its metrics; none where it was left half-way.
-
-        Args:
-            split: The split.
-        """
+        """Train what is left of one pass over one split, and return its metrics; none where it was left half-way."""
         for outcome in self._updates(split):
             self._after_update(outcome)
             if self._session.stop_reason:
@@ -167,13 +139,7 @@ class TrainingLoop:
         return metrics
 
     def train_epoch_alone(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
-        """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass.
-
-        Args:
-            split: The split.
-            train_epoch: Trains the pass and returns its metrics.
-            splits: Splits to train on.
-        """
+        """Train a pass that no loop has asked for; the epoch is counted where every split to train on has had its pass."""
         self.has_jumped = False
         self._begin_pass(split)
         metrics = train_epoch()
@@ -201,12 +167,7 @@ class TrainingLoop:
     # By updates
 
     def train_steps(self, splits: Sequence[str], evaluated: Sequence[str]) -> None:
-        """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation.
-
-        Args:
-            splits: Splits to train on.
-            evaluated: Splits to evaluate on the way.
-        """
+        """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
         if self._results.open:
             self._validate(evaluated, final=self._run.state.train.global_step == self._run.steps)
         run, counters, self.data_ended = self._run, self._run.state.train, False

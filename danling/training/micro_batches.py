@@ -47,11 +47,7 @@ class Progress(Protocol):
 
 
 class MicroBatchHooks(Protocol):
-    """What is asked of a run for every micro-batch. It is looked up anew each time, since a user may override or replace it.
-
-    Attributes:
-        carry: What a micro-batch hands to the next one.
-    """
+    """What is asked of a run for every micro-batch. It is looked up anew each time, since a user may override or replace it."""
 
     carry: Any
 
@@ -90,22 +86,7 @@ class BatchRecorder(Protocol):
 
 
 class MicroBatches:
-    """Runs single micro-batches.
-
-    Args:
-        hooks: What the user may have overridden.
-        keys: Seeds the random streams for each of them.
-        window: The window that they are counted in.
-        weights: Weighs them.
-        reporter: Counts tokens, and the operations of the first one.
-        session: Is told that a step is under way.
-
-    Attributes:
-        recompute: Refuses batches that a step has changed, where they may be run again; `None` where they are not.
-        metrics: What is computed of the predictions of training; `None` where nothing is.
-        recorder: Records the first updates; `None` where nobody does.
-        split: The split that is trained on; empty for batches that no loop has read.
-    """
+    """Runs single micro-batches."""
 
     def __init__(
         self,
@@ -129,11 +110,7 @@ class MicroBatches:
         self.split = ""
 
     def run(self, batch: Batch) -> None:
-        """Run forward and backward of a micro-batch of the open window.
-
-        Args:
-            batch: The batch, as its source gave it.
-        """
+        """Run forward and backward of a micro-batch of the open window."""
         self._run(batch, self._hooks.train_step)
 
     def _run(self, batch: Batch, step: Callable[[Any], object]) -> object:
@@ -191,21 +168,12 @@ class MicroBatches:
             metrics.update(pred.detach() if isinstance(pred, Tensor) else pred, peek_target(data), samples)
 
     def run_alone(self, step: Callable[[Any], Any], data: object) -> object:
-        """Run a batch that no loop has read, and return what its step returned.
-
-        Args:
-            step: The step.
-            data: The batch.
-        """
+        """Run a batch that no loop has read, and return what its step returned."""
         return self._run(Batch(data, None, None), step)
 
 
 class Forwards(Protocol):
-    """What runs the micro-batches of an update.
-
-    Attributes:
-        agreement: Keeps the ranks together.
-    """
+    """What runs the micro-batches of an update."""
 
     agreement: PassAgreement
 
@@ -214,15 +182,7 @@ class Forwards(Protocol):
 
 
 class WindowForwards:
-    """Runs the micro-batches of one update after the other.
-
-    Args:
-        agreement: Keeps the ranks together.
-        window: The window that they are counted in.
-        size: Returns the micro-batches of an update, for a loader that does not say itself where one closes.
-        run: Runs one of them.
-        reduces_later: Whether the gradient is reduced once all have come through, as where memory may run out in one.
-    """
+    """Runs the micro-batches of one update after the other."""
 
     def __init__(
         self,
@@ -240,13 +200,7 @@ class WindowForwards:
         self._reduces_later = reduces_later
 
     def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run.
-
-        Args:
-            source: The batches of the split.
-            batches: What is left of the pass on this rank.
-            consumed: Is filled with the micro-batches, also where one of them fails.
-        """
+        """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         size, window = self._size(), self._window
         batch = next(batches, None)
         while batch is not None:
@@ -260,15 +214,7 @@ class WindowForwards:
 
 
 class RetriedForwards:
-    """Runs the micro-batches of an update again in smaller ones where memory ran out.
-
-    Args:
-        forwards: Runs them.
-        retry: Takes them back on all ranks.
-        runner: The runner.
-        recompute: Takes micro-batches back.
-        hold_at_most: Has micro-batches of at most so many samples read from now on.
-    """
+    """Runs the micro-batches of an update again in smaller ones where memory ran out."""
 
     def __init__(
         self,
@@ -287,13 +233,7 @@ class RetriedForwards:
         self._hold_at_most = hold_at_most
 
     def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
-
-        Args:
-            source: The batches of the split.
-            batches: What is left of the pass on this rank.
-            consumed: Is filled with the micro-batches.
-        """
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
         runner, loader = self._runner, source.loader
         held = loader.held_at_once if isinstance(loader, DataLoader) else 0
         make = partial(self._forwards.run, source, batches, consumed)

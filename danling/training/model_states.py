@@ -27,12 +27,6 @@ class ModelStates:
     """Reads and writes the states of a model that this rank holds whole; stacks that divide it have a class of their own.
 
     What is handed in are callables, since a run may wrap its model and optimizer anew.
-
-    Args:
-        model: Returns the bare model.
-        named_parameters: Returns its parameters by canonical name.
-        optimizer: Returns the optimizer.
-        ema: Returns the EMA of the weights, `None` without one.
     """
 
     keeps_modes: bool = True
@@ -65,11 +59,7 @@ class ModelStates:
             return {canonical_name(name): value.clone() for name, value in self.model().state_dict().items()}
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
-        """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If names or shapes are not those of the model.
-        """
+        """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks."""
         model = self.model()
         names = {canonical_name(name): name for name in model.state_dict()}
         state = _under_own_module(state, names)
@@ -90,11 +80,7 @@ class ModelStates:
     # EMA
 
     def load_ema(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Restore the averaged weights; see `TorchRunner.load_ema`. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If names are not those of the model.
-        """
+        """Restore the averaged weights; see `TorchRunner.load_ema`. Called on all ranks."""
         ema = self.averages()
         weights = state.get("weights")
         if partial and weights is not None:
@@ -107,11 +93,7 @@ class ModelStates:
             raise CheckpointMismatch(str(error.args[0])) from error
 
     def averages(self) -> EMA:
-        """Return the EMA of the weights, or refuse if there is none.
-
-        Raises:
-            CheckpointMismatch: If there are none.
-        """
+        """Return the EMA of the weights, or refuse if there is none."""
         ema = self.ema()
         if ema is None:
             raise CheckpointMismatch(
@@ -133,11 +115,7 @@ class ModelStates:
         return state
 
     def load_optimizer(self, state: Mapping[str, object]) -> None:
-        """Restore the optimizer's state by parameter name. Called on all ranks.
-
-        Raises:
-            CheckpointMismatch: If it is not the state of such an optimizer over these parameters.
-        """
+        """Restore the optimizer's state by parameter name. Called on all ranks."""
         try:
             load_named_state_dict(self.optimizer(), state, self.named_parameters())
         except ValueError as error:
@@ -151,12 +129,7 @@ class ModelStates:
     # What a checkpoint is read into
 
     def opened(self, payload: Mapping[str, object], excluded: ExcludedFromLoading) -> Mapping[str, object]:
-        """Return a payload whose components can be taken apart where parts of them are left out of the load.
-
-        Args:
-            payload: Of a checkpoint.
-            excluded: What the load leaves out.
-        """
+        """Return a payload whose components can be taken apart where parts of them are left out of the load."""
         return payload
 
     def template(self) -> dict[str, Any] | None:
@@ -165,14 +138,7 @@ class ModelStates:
 
 
 def _under_own_module(state: Mapping[str, object], names: Collection[str]) -> Mapping[str, object]:
-    """Return weights under the names of a model whose only part is called `module`, as what wraps a model calls it too.
-
-    Weights of another program are read without a `module.` that all of their names begin with.
-
-    Args:
-        state: Weights by name.
-        names: Those of the model.
-    """
+    """Return weights under the names of a model whose only part is called `module`, as what wraps a model calls it too."""
     prefix = "module."
     wrapped = bool(names) and all(name.startswith(prefix) for name in names)
     if not wrapped or any(name in names for name in state):
@@ -215,15 +181,7 @@ def criterion_state(criterion: object) -> dict[str, object]:
 
 
 def load_criterion(criterion: Any, state: Mapping[str, object]) -> None:
-    """Restore the parameters and buffers of a criterion.
-
-    Args:
-        criterion: A module.
-        state: What `criterion_state` returned.
-
-    Raises:
-        CheckpointMismatch: If names or shapes are not those of the criterion.
-    """
+    """Restore the parameters and buffers of a criterion."""
     try:
         criterion.load_state_dict(dict(state))
     except RuntimeError as error:
@@ -233,13 +191,7 @@ def load_criterion(criterion: Any, state: Mapping[str, object]) -> None:
 def remainder_of_optimizer(
     stored: Mapping[str, object], excluded: Collection[str], present: Callable[[], Mapping[str, object]]
 ) -> Mapping[str, object]:
-    """Return what is loaded of an optimizer of which parts were left out.
-
-    Args:
-        stored: What is left of its state.
-        excluded: The dotted paths that were left out of the load.
-        present: Returns the state that the optimizer has now.
-    """
+    """Return what is loaded of an optimizer of which parts were left out."""
     if "optimizer.state" in excluded:
         # It begins anew with the options that were stored.
         stored = {"state": {}, **stored}
@@ -257,15 +209,7 @@ def cast_floating(weights: Mapping[str, Tensor], name: str | None) -> dict[str, 
 def weights_to_export(
     config: Mapping[str, object], model: Mapping[str, Tensor], ema: EMA | None, *, dtype: str | None, version: int
 ) -> dict[str, object]:
-    """Return the payload of an export.
-
-    Args:
-        config: The public configuration of the run.
-        model: Weights by canonical name.
-        ema: Averaged weights, `None` without them.
-        dtype: What floating tensors are cast to, as `checkpoint.export_dtype` names it; `None` keeps theirs.
-        version: `format_version` of the payload.
-    """
+    """Return the payload of an export."""
     payload: dict[str, Any] = {"format_version": version, "runner": config, "model": cast_floating(model, dtype)}
     if ema is not None:
         payload["ema"] = {"weights": cast_floating(ema.weights, dtype), "num_updates": ema.num_updates}

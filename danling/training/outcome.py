@@ -65,16 +65,7 @@ def no_gradient() -> ValueError:
 
 
 def count_skip(counters: TrainState, reason: str | None, *, limit: int | None) -> None:
-    """Count a skipped update, and log it.
-
-    Args:
-        counters: What counts them.
-        reason: Why it was skipped.
-        limit: Number of skipped updates in a row that is permitted; `None` for any number.
-
-    Raises:
-        NonFiniteError: If there are more in a row.
-    """
+    """Count a skipped update, and log it."""
     counters.skipped_updates += 1
     counters.consecutive_skips += 1
     logger.warning("Update %d was skipped (%s).", counters.global_step + 1, reason)
@@ -91,10 +82,6 @@ class UpdateDecision:
 
     On the CPU the result of the check is available at once. On an accelerator, a run that may not skip updates does not wait for the
     device: it reads the result one update later, and before anything is evaluated or saved.
-
-    Args:
-        domain: Ranks that share an update.
-        device: Where losses live.
     """
 
     def __init__(self, domain: ReductionDomain, device: torch.device) -> None:
@@ -113,20 +100,7 @@ class UpdateDecision:
         may_skip: bool,
         named: Callable[[], list[str]],
     ) -> str | None:
-        """Return why the update must not be made, `None` if it is made. Call on all ranks.
-
-        Args:
-            totals: What the ranks have agreed on for the window.
-            grad_norm: 2-norm of the whole gradient, 0-dim.
-            step: Number of the update.
-            own_nonfinite: 1 where a loss of this rank is not finite, else 0.
-            scales: Whether losses are scaled for float16; a gradient that is not finite then means that the scale is too large.
-            may_skip: Whether an update that is not finite may be skipped.
-            named: Returns the names of parameters whose gradient on this rank is not finite.
-
-        Raises:
-            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
-        """
+        """Return why the update must not be made, `None` if it is made. Call on all ranks."""
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
         if self.device.type == "cpu":
@@ -145,24 +119,14 @@ class UpdateDecision:
         raise self.error(step, own_nonfinite, named())
 
     def raise_pending(self) -> None:
-        """Check the last update now, if that is still to be done. Call on all ranks.
-
-        Raises:
-            NonFiniteError: If the last update was not finite.
-        """
+        """Check the last update now, if that is still to be done. Call on all ranks."""
         pending, self._pending = self._pending, None
         if pending is not None and not bool(pending[1]):
             # The gradients of that update are gone.
             raise self.error(pending[0], pending[2], None)
 
     def error(self, step: int, own_nonfinite: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
-        """Return the error that says where an update is not finite. Call on all ranks.
-
-        Args:
-            step: Number of the update.
-            own_nonfinite: 1 where a loss of this rank is not finite, else 0.
-            gradients: Names of parameters whose gradient on this rank is not finite; `None` where they cannot be known any more.
-        """
+        """Return the error that says where an update is not finite. Call on all ranks."""
         found = self.domain.gather_objects((bool(own_nonfinite), gradients or []))
         ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
         names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]

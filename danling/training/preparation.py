@@ -23,10 +23,6 @@ class ModelPreparation:
 
     A stack whose model is prepared otherwise hands over a subclass: a device mesh, an engine. The model is passed to each method, since
     a user may replace it.
-
-    Args:
-        world: All ranks.
-        communication: What makes a forward communicate in any case, such as `"ft.enabled=True"`; `None` if nothing does.
     """
 
     def __init__(self, world: Domain, *, communication: str | None = None) -> None:
@@ -40,26 +36,13 @@ class ModelPreparation:
     # Wrapping
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
-        """Return the model in DistributedDataParallel when there are several ranks and something to train.
-
-        Args:
-            model: The model, on its device.
-            options: Arguments of DistributedDataParallel.
-            reduces_later: Whether gradients are reduced after the backward, so that an update can be made again.
-
-        Raises:
-            ValueError: If a static graph is asked for, which cannot be reduced later.
-        """
+        """Return the model in DistributedDataParallel when there are several ranks and something to train."""
         if self.world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         return DistributedDataParallel(model, **self.wrapper_options(options, reduces_later=reduces_later))
 
     def wrapper_options(self, options: Mapping[str, Any], *, reduces_later: bool) -> dict[str, Any]:
-        """Return the arguments of DistributedDataParallel, as `wrap` is to use them.
-
-        Raises:
-            ValueError: If a static graph is asked for, which cannot be reduced later.
-        """
+        """Return the arguments of DistributedDataParallel, as `wrap` is to use them."""
         if not reduces_later:
             return dict(options)
         if options.get("static_graph"):
@@ -78,9 +61,6 @@ class ModelPreparation:
         """Return how a tensor is divided over the ranks, and which part of it this rank holds; ranks of one part hold copies.
 
         May be called on one rank.
-
-        Args:
-            tensor: A parameter, a buffer, or an entry of the optimizer's state.
         """
         return "whole", ()
 
@@ -98,16 +78,7 @@ class ModelPreparation:
         return self.world.size > 1 and noted is not None and _trained_count(model) != noted
 
     def check_reduced(self, model: object, *, trains: bool, reduced_by_user: bool) -> None:
-        """Refuse a model whose gradients nobody would reduce.
-
-        Args:
-            model: The model that training calls.
-            trains: Whether something of it is trained.
-            reduced_by_user: Whether the user's own hooks reduce the gradients.
-
-        Raises:
-            ValueError: If there are several ranks and no wrapper.
-        """
+        """Refuse a model whose gradients nobody would reduce."""
         reduced = isinstance(model, DistributedDataParallel) or self._trained_when_wrapped is not None
         if self.world.size > 1 and trains and not reduced and not reduced_by_user:
             raise ValueError(
@@ -120,11 +91,7 @@ class ModelPreparation:
         self._constructed = ref(model)
 
     def check_constructed(self, model: nn.Module) -> None:
-        """Refuse another model than that of construction.
-
-        Raises:
-            ValueError: If it was replaced.
-        """
+        """Refuse another model than that of construction."""
         built = self._constructed() if self._constructed is not None else model
         if model is not built:
             raise ValueError(
@@ -150,12 +117,7 @@ class ModelPreparation:
         return None
 
     def whole_weights(self, model: nn.Module, *, modify: bool) -> AbstractContextManager[None]:
-        """Return a context in which every rank has the weights whole.
-
-        Args:
-            model: The user's module.
-            modify: Give all ranks on exit what the first rank that holds a weight has written to it.
-        """
+        """Return a context in which every rank has the weights whole."""
         return self._broadcast_weights(model) if modify and self.world.size > 1 else nullcontext()
 
     @contextmanager
@@ -165,23 +127,13 @@ class ModelPreparation:
             self.world.broadcast(parameter.data)
 
     def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
-        """Give all ranks the buffers of the first one, which DistributedDataParallel does at the next training forward only.
-
-        Args:
-            model: The model that training calls.
-            more: Buffers beside it, such as those of a criterion.
-        """
+        """Give all ranks the buffers of the first one, which DistributedDataParallel does at the next training forward only."""
         if isinstance(model, DistributedDataParallel):
             for buffer in (*model.module.buffers(), *more):
                 self.world.broadcast(buffer)
 
     def copies(self, model: Any, averaged: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Return what every rank has a copy of, in the same order on all of them. May be called on one rank.
-
-        Args:
-            model: The model that training calls.
-            averaged: EMA weights, which have copies where the model has.
-        """
+        """Return what every rank has a copy of, in the same order on all of them. May be called on one rank."""
         whole = isinstance(model, DistributedDataParallel)
         return [*model.module.parameters(), *model.module.buffers(), *averaged] if whole else []
 
@@ -193,11 +145,7 @@ class ModelPreparation:
         return False
 
     def evaluating(self, model: object) -> AbstractContextManager[None]:
-        """Return the context around an evaluation, entered before the EMA weights are put into the model and left after they are taken out.
-
-        Args:
-            model: The model that training calls.
-        """
+        """Return the context of an evaluation, entered before the EMA weights are put into the model and left after they are taken out."""
         return nullcontext()
 
     def averaged(self, ema: EMA) -> AbstractContextManager[None]:
@@ -206,12 +154,7 @@ class ModelPreparation:
         return applied
 
     def update_averages(self, ema: EMA, model: nn.Module) -> None:
-        """Update the EMA of the weights after an update.
-
-        Args:
-            ema: The EMA.
-            model: The user's module.
-        """
+        """Update the EMA of the weights after an update."""
         ema.update()
 
     def unused_settings(self) -> list[str]:

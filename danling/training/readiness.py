@@ -54,16 +54,7 @@ class GivenComponents(Protocol):
 
 
 def check_components(given: GivenComponents, present: Iterable[str], *, reserved: Iterable[str]) -> None:
-    """Refuse a slip among the components before anything is made of them.
-
-    Args:
-        given: The components.
-        present: Names of all attributes beside them, among which one may be misspelt.
-        reserved: Names that no metric may have.
-
-    Raises:
-        ValueError: If there is one, with its mend.
-    """
+    """Refuse a slip among the components before anything is made of them."""
     check_model(given.model, present)
     check_criterion(given.criterion)
     check_scheduler(given.scheduler)
@@ -82,18 +73,7 @@ def takes_closure(optimizer: object) -> bool:
 
 
 class Readiness:
-    """Looks at a run before it trains.
-
-    Args:
-        given: Its components.
-        world: All ranks.
-        preparation: Knows what the optimizer updates, and which model was there at construction.
-        overrides: Tells whether a hook is the user's own.
-        interval: Returns `scheduler.interval`.
-        monitors: Returns whether `scheduler.monitor` is set.
-        bound: Whether more than the optimizer belongs to the model of construction on this stack.
-        speaks: Whether this process warns.
-    """
+    """Looks at a run before it trains."""
 
     def __init__(
         self,
@@ -118,11 +98,7 @@ class Readiness:
         self._has_spoken = False
 
     def check_optimizer_given(self) -> None:
-        """Refuse to train without an optimizer. No communication: may be called on one rank.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Refuse to train without an optimizer. No communication: may be called on one rank."""
         if self._given.optimizer is None:
             built = "`build_optimizer` returned none. " if self._overrides("build_optimizer") else ""
             raise ValueError(
@@ -134,9 +110,6 @@ class Readiness:
         """Refuse an optimizer that does not take the gradient as it is, or trains nothing of the model. Called on all ranks.
 
         What it leaves out is said once.
-
-        Raises:
-            ValueError: If it is such a one, or the model was replaced where more than the optimizer belongs to it.
         """
         self.check_optimizer_given()
         given = self._given
@@ -157,14 +130,7 @@ class Readiness:
         self._has_spoken = True
 
     def check_schedule(self, *, evaluates: bool) -> None:
-        """Refuse a schedule that goes by a metric which nobody makes. No communication: may be called on one rank.
-
-        Args:
-            evaluates: Whether the run evaluates anything.
-
-        Raises:
-            ValueError: If it is such a one.
-        """
+        """Refuse a schedule that goes by a metric which nobody makes. No communication: may be called on one rank."""
         check_metric_of_schedule(
             self._given.scheduler, interval=self._interval(), evaluates=evaluates, monitors=self._monitors()
         )

@@ -18,9 +18,6 @@ class Recompute:
 
     What they change is put back: buffers, meters, counters, what is carried, attributes of the user's, the window and its gradient.
     Batches are not copied: a step that has written to its batch cannot be run again, which is refused.
-
-    Args:
-        runner: The runner.
     """
 
     def __init__(self, runner: TorchRunner) -> None:
@@ -58,14 +55,7 @@ class Recompute:
         return take_back
 
     def check(self, data: object) -> None:
-        """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before.
-
-        Args:
-            data: The batch as its loader gave it.
-
-        Raises:
-            ValueError: If a step has changed it in place.
-        """
+        """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before."""
         known = self._versions.setdefault(
             id(data), [(tensor, tensor._version) for tensor in _tensors(data) if not tensor.is_inference()]
         )

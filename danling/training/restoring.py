@@ -67,25 +67,13 @@ class RestoredRun(Protocol):
 
 
 class RunRestorer:
-    """Finds the checkpoint that the configuration asks for, loads it and checks its contents. Called on all ranks.
-
-    Args:
-        run: The run.
-    """
+    """Finds the checkpoint that the configuration asks for, loads it and checks its contents. Called on all ranks."""
 
     def __init__(self, run: RestoredRun) -> None:
         self._run = run
 
     def restore(self, directory: Path) -> None:
-        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`.
-
-        Args:
-            directory: Where the run's own checkpoints lie, for the log.
-
-        Raises:
-            CheckpointNotFound: If `resume` or `pretrained` names a checkpoint that does not exist.
-            CheckpointMismatch: If the checkpoint is of another run or another model.
-        """
+        """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`."""
         config = self._run.config
         manager: Manager = self._run.checkpoint_manager
         if not config.checkpoint.load_only:
@@ -120,14 +108,7 @@ class RunRestorer:
             self._run.load_pretrained(config.pretrained)
 
     def check(self, payload: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint from which this run could not continue as the same run.
-
-        Args:
-            payload: The contents of the checkpoint.
-
-        Raises:
-            CheckpointMismatch: If the configurations differ in a setting that changes the result, or a pass would have another length.
-        """
+        """Refuse a checkpoint from which this run could not continue as the same run."""
         run, excluded = self._run, self._run.run_state.excluded
         differences = run.config_differences(payload)
         if not differences and not excluded.allows_setting("dataloader.drop_last"):
@@ -147,16 +128,7 @@ def best_left_behind(
     is_stored: Callable[[], bool] = lambda: False,
     speaks: bool = True,
 ) -> int | None:
-    """Return the index of the best score if its checkpoint lies beside the one that was loaded, not among the run's own, and log it.
-
-    Args:
-        directory: Where the run's own checkpoints lie.
-        index: Epoch or step of the best score.
-        score: The best score.
-        source: What was loaded.
-        is_stored: Tells whether the run's object store has it.
-        speaks: Whether this process logs it.
-    """
+    """Return the index of the best score if its checkpoint lies beside the one that was loaded, not among the run's own, and log it."""
     if index is None or any((directory / name).exists() for name in ("best", "best.pth")) or is_stored():
         return None
     if speaks:

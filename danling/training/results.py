@@ -55,18 +55,7 @@ class ScoreFacts:
 
 
 class BoundarySchedule:
-    """Advances a schedule that goes by epochs or validations.
-
-    Args:
-        scheduler: Returns the schedule, `None` without one.
-        by_updates: Returns whether every update advances it.
-        interval: Returns `scheduler.interval`.
-        monitor: Returns `scheduler.monitor`, which a schedule that goes by a metric watches; `None` where it is not set.
-        scored: Returns split and name of the score, which it watches then.
-        facts: The scores.
-        index: Returns the epoch or update that results go under.
-        epochs: Returns the epochs that are over.
-    """
+    """Advances a schedule that goes by epochs or validations."""
 
     def __init__(
         self,
@@ -90,23 +79,14 @@ class BoundarySchedule:
         self._index = index
 
     def check(self, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Refuse metrics of an evaluation among which the one that is watched is not.
-
-        Raises:
-            ValueError: If it is missing.
-        """
+        """Refuse metrics of an evaluation among which the one that is watched is not."""
         scheduler = self._scheduler()
         is_named = not self._facts.own or self._monitor() is not None
         if is_named and scheduler is not None and not self._by_updates() and needs_metric(scheduler):
             self._monitored(metrics)
 
     def advance(self, boundary: Boundary, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Advance the schedule where it is time to.
-
-        Args:
-            boundary: Where the run stands.
-            metrics: Metrics by split.
-        """
+        """Advance the schedule where it is time to."""
         scheduler = self._scheduler()
         if scheduler is None or self._by_updates():
             return
@@ -143,23 +123,7 @@ class RecordedRun(Protocol):
 
 
 class RunResults:
-    """Metrics of the epoch or the evaluation that is under way, and their record.
-
-    Args:
-        run: Where they are recorded.
-        facts: The scores.
-        schedule: Advances the schedule of learning rates.
-        session: Is told when patience is exhausted.
-        write: Writes the results of the run.
-        report: Logs metrics by split.
-        speaks: Whether this process warns.
-
-    Attributes:
-        open: Metrics by split of what is not finished yet; part of a checkpoint.
-        scored_at: Updates that the weights had seen at the last record: after a further one they are no longer those of its score.
-        facts: As given.
-        schedule: As given.
-    """
+    """Metrics of the epoch or the evaluation that is under way, and their record."""
 
     def __init__(
         self,
@@ -184,23 +148,11 @@ class RunResults:
         self._has_warned = False
 
     def reopen(self, metrics: Mapping[str, dict[str, float]]) -> None:
-        """Go on with the metrics of an epoch or an evaluation that was under way.
-
-        Args:
-            metrics: What was open then.
-        """
+        """Go on with the metrics of an epoch or an evaluation that was under way."""
         self.open = dict(metrics)
 
     def judge_trial(self, split: str, tried: Trial) -> None:
-        """Refuse a split whose first batch shows that its metrics lack the score.
-
-        Args:
-            split: The split.
-            tried: What its first batch came to.
-
-        Raises:
-            ValueError: If the score is not among them.
-        """
+        """Refuse a split whose first batch shows that its metrics lack the score."""
         board = self.facts.board()
         if tried.figures is None or board is None or board.split != split or self.facts.own:
             return
@@ -208,23 +160,14 @@ class RunResults:
             board.check({split: tried.figures})
 
     def check(self) -> None:
-        """Refuse metrics without the score before anything is counted by them.
-
-        Raises:
-            ValueError: If the score, or what the schedule watches, is not among them.
-        """
+        """Refuse metrics without the score before anything is counted by them."""
         board = self.facts.board()
         if board is not None and board.split in self.open and not self.facts.own:
             board.check(self.open)
         self.schedule.check(self.open)
 
     def close(self, boundary: Boundary, *, step: int) -> None:
-        """Record the metrics, and decide what follows from them; the same on all ranks.
-
-        Args:
-            boundary: Where the run stands.
-            step: Updates committed.
-        """
+        """Record the metrics, and decide what follows from them; the same on all ranks."""
         result, self.open = self.open, {}
         index = self._run.index
         self._run.results[index] = result

@@ -73,15 +73,7 @@ class StatePart:
     def attribute(
         cls, holder: object, name: str, *, key: str | None = None, convert: Callable[[Any], Any] | None = None
     ) -> StatePart:
-        """Return the part that is an attribute of an object.
-
-        Args:
-            holder: The object.
-            name: The attribute.
-            key: Name of the part; `None` takes that of the attribute.
-            convert: Copies the value, on the way out and on the way in, such as `dict`; without it `None` is what a checkpoint
-                that lacks the part restores.
-        """
+        """Return the part that is an attribute of an object."""
         change: Callable[..., Any] = convert or _same
         return cls(
             key or name,
@@ -92,12 +84,7 @@ class StatePart:
 
     @classmethod
     def by_index(cls, holder: object, name: str) -> StatePart:
-        """Return the part that is a mapping by integers, whose keys are texts in a checkpoint.
-
-        Args:
-            holder: The object.
-            name: The attribute, and the part.
-        """
+        """Return the part that is a mapping by integers, whose keys are texts in a checkpoint."""
         return cls(
             name,
             get=lambda: {str(index): value for index, value in getattr(holder, name).items()},
@@ -107,13 +94,7 @@ class StatePart:
 
     @classmethod
     def stateful(cls, name: str, held: Callable[[], Stateful | None], *, resets: bool = False) -> StatePart:
-        """Return the part that is the state of an object, or empty while there is no such object.
-
-        Args:
-            name: Name of the part.
-            held: Returns the object.
-            resets: Whether an empty state is restored too; else the object is left as it is.
-        """
+        """Return the part that is the state of an object, or empty while there is no such object."""
 
         def get() -> dict[str, Any]:
             found = held()
@@ -132,11 +113,6 @@ class RunState:
 
     Parts are saved and restored in the order of their table. A stack differs from another one in the parts it hands in: a later part
     takes the place of an earlier one of the same name, as an override does.
-
-    Args:
-        components: Of a checkpoint, less `state` and `dataloaders`.
-        progress: Of the entry `state`: counters, attempts, metrics, scores.
-        excluded: Returns the entries of `checkpoint.exclude_from_loading`.
     """
 
     def __init__(
@@ -159,15 +135,7 @@ class RunState:
 
     @contextmanager
     def loading(self, payload: Mapping[str, Any], changed: Callable[[], Collection[str]]) -> Iterator[Collection[str]]:
-        """Within the context leave out of what is loaded only what the run of a checkpoint has not left out itself, when it began.
-
-        Args:
-            payload: Of the checkpoint.
-            changed: Returns the sections of its configuration that are others in this run; see `changed_sections`.
-
-        Yields:
-            The entries of `checkpoint.exclude_from_loading` that do not count.
-        """
+        """Within the context leave out of what is loaded only what the run of a checkpoint has not left out itself, when it began."""
         stored = (payload.get("runner") or {}).get("checkpoint") or {}
         before = ExcludedFromLoading(stored.get("exclude_from_loading"))
         outer = self._loaded_since
@@ -185,21 +153,12 @@ class RunState:
         return {part.name: part.get() for part in self._present() if part.name not in self._saved_elsewhere}
 
     def completed(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """Return states of components with those that a stack of the user's has left out of them. Called on all ranks.
-
-        Args:
-            states: State by component.
-        """
+        """Return states of components with those that a stack of the user's has left out of them. Called on all ranks."""
         missing = (part for part in self._present() if part.name not in {*states, *self._saved_elsewhere})
         return {**states, **{part.name: part.get() for part in missing}}
 
     def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
-        """Restore the components that a payload has, in the order of the table. Called on all ranks.
-
-        Args:
-            payload: What is left of the payload of a checkpoint.
-            excluded: The dotted paths that were left out of it.
-        """
+        """Restore the components that a payload has, in the order of the table. Called on all ranks."""
         for part in self._components.values():
             if part.optional or (part.exists() and part.name in payload):
                 _restore(part, payload.get(part.name, {}), excluded)
@@ -231,11 +190,7 @@ class RunState:
         return {part.name: part.get() for part in self._progress.values() if part.exists()}
 
     def load_progress(self, state: Mapping[str, object]) -> None:
-        """Restore what `progress` returned. Called on all ranks.
-
-        Args:
-            state: The entry `state` of a checkpoint; parts that it lacks are restored from their default.
-        """
+        """Restore what `progress` returned. Called on all ranks."""
         for part in self._progress.values():
             if part.exists() and (part.name in state or part.default is not None):
                 stored = state[part.name] if part.name in state else part.default and part.default()
@@ -261,16 +216,7 @@ def in_order(payload: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_complete(payload: Mapping[str, object], excluded: Collection[str], needed: Iterable[str]) -> None:
-    """Refuse a payload that lacks a component which this run has.
-
-    Args:
-        payload: What is left of the payload of a checkpoint.
-        excluded: The dotted paths that were left out of it.
-        needed: Names of the components.
-
-    Raises:
-        CheckpointMismatch: If one is missing that was not excluded.
-    """
+    """Refuse a payload that lacks a component which this run has."""
     missing = [name for name in needed if name not in payload and name not in excluded]
     if missing:
         raise CheckpointMismatch(
@@ -280,29 +226,13 @@ def check_complete(payload: Mapping[str, object], excluded: Collection[str], nee
 
 
 def check_payload(payload: object, what: str) -> None:
-    """Refuse what a hook returned in the place of a payload.
-
-    Args:
-        payload: The value.
-        what: What was expected of whom, for the message.
-
-    Raises:
-        ValueError: If it is no mapping.
-    """
+    """Refuse what a hook returned in the place of a payload."""
     if not isinstance(payload, Mapping):
         raise ValueError(f"Expected {what}, a mapping. Received: {payload!r}. Return that of super().")
 
 
 def check_given(payload: Mapping[str, object], excluded: ExcludedFromLoading) -> None:
-    """Refuse a mapping that is no payload, such as bare weights.
-
-    Args:
-        payload: What a user passed to `load_checkpoint`.
-        excluded: What the load leaves out.
-
-    Raises:
-        CheckpointMismatch: If it has no entry `state`.
-    """
+    """Refuse a mapping that is no payload, such as bare weights."""
     if "state" not in payload and "state" not in excluded.entries:
         raise CheckpointMismatch(
             f"Expected the payload of a checkpoint, with the entries 'runner' and 'state'. Received: {sorted(map(str, payload))[:8]}. "
@@ -311,15 +241,7 @@ def check_given(payload: Mapping[str, object], excluded: ExcludedFromLoading) ->
 
 
 def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) -> None:
-    """Refuse a checkpoint whose configuration means another result.
-
-    Args:
-        differences: Lines that begin with a dotted key and a colon.
-        excluded: What the load leaves out; settings that it names may differ.
-
-    Raises:
-        CheckpointMismatch: If others differ.
-    """
+    """Refuse a checkpoint whose configuration means another result."""
     found = [line for line in differences if not excluded.allows_setting(line.partition(":")[0])]
     if found:
         listing = "\n  ".join(found)
@@ -333,14 +255,7 @@ def check_same_run(differences: Iterable[str], excluded: ExcludedFromLoading) ->
 def changed_sections(
     differences: Iterable[str], stored: Mapping[str, object], now: Mapping[str, object], usual: Collection[str]
 ) -> set[str]:
-    """Return the sections in which the configuration of a checkpoint is another one, budgets too, and `USERS_OWN` for any of the user's.
-
-    Args:
-        differences: Lines that begin with a dotted key.
-        stored: The configuration of the checkpoint, as plain values.
-        now: That of this run.
-        usual: The library's own sections.
-    """
+    """Return the sections in which the configuration of a checkpoint is another one, budgets too, and `USERS_OWN` for any of the user's."""
     found = {line.partition(":")[0].partition(".")[0] for line in differences}
     found |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
     is_users = any(name in {*stored, *now} and name not in usual for name in found)
@@ -348,13 +263,7 @@ def changed_sections(
 
 
 def say_left_out(excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool) -> None:
-    """Log what is left out of what is loaded, and which entries of `checkpoint.exclude_from_loading` do not count; see `RunState.loading`.
-
-    Args:
-        excluded: What is left out.
-        loaded_since: The entries that do not count, as they were written.
-        was_named: Whether the program has named the checkpoint, rather than that it was found: then it may have meant them to count.
-    """
+    """Log what is left out of what is loaded, and which entries of `checkpoint.exclude_from_loading` do not count."""
     if loaded_since:
         logger.log(
             logging.WARNING if was_named else logging.INFO,
@@ -367,11 +276,7 @@ def say_left_out(excluded: ExcludedFromLoading, loaded_since: Collection[str], *
 
 
 def warn_of_compilation(differences: Sequence[str]) -> None:
-    """Warn that a run goes on with other compiled code than that of the checkpoint, so not bitwise as it would have.
-
-    Args:
-        differences: Lines that begin with a dotted key and a colon; none is no difference.
-    """
+    """Warn that a run goes on with other compiled code than that of the checkpoint, so not bitwise as it would have."""
     if differences:
         logger.warning(
             "The run goes on, but not bitwise as it would have: other code is compiled than that which made the checkpoint (%s).",

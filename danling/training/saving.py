@@ -27,24 +27,7 @@ class Manager(Protocol):
 
 
 class RunSaver:
-    """Saves the full state of a run, once for each position that it is asked at.
-
-    Args:
-        manager: Returns what writes.
-        position: Returns the counters of the run.
-        state: Returns the full state. Called on all ranks.
-
-    Attributes:
-        around: Returns the context that a save is made in.
-        before: Called in this order before every save; what they raise refuses it.
-        writes: Whether full checkpoints are for these ranks to write; agreed among them. Another replica group may do it.
-        instead: Called where they are not, so that all replica groups go on alike.
-        saved: Called in this order after every save.
-        loaded: Called in this order after the run was restored from a checkpoint.
-        is_scored: Tells whether the state is that of the last score, of which a best checkpoint is made.
-        saved_at: Updates and epochs that the last save, or the checkpoint resumed from, stands at.
-        best_elsewhere: Index of a best score whose checkpoint lies in the directory that the run came from; `None` where there is none.
-    """
+    """Saves the full state of a run, once for each position that it is asked at."""
 
     def __init__(
         self,
@@ -78,12 +61,7 @@ class RunSaver:
         return self.saved_at == self.at
 
     def save(self, *, history: bool = False, best: bool = False) -> None:
-        """Save the full state. Called on all ranks.
-
-        Args:
-            history: Also keep it under its history name.
-            best: Also make it `best`.
-        """
+        """Save the full state. Called on all ranks."""
         with self.around():
             for check in self.before:
                 check()
@@ -105,11 +83,7 @@ class RunSaver:
             pass
 
     def export(self, weights: Callable[[], Mapping[str, object]]) -> None:
-        """Write weights only. Called on all ranks.
-
-        Args:
-            weights: Returns them; called on all ranks if they are to be written.
-        """
+        """Write weights only. Called on all ranks."""
         if self.writes():
             step, epoch = self.at
             self._manager().export_model(weights(), epoch=epoch, global_step=step)

@@ -94,12 +94,7 @@ def _kind(model_class: type) -> str | None:
 
 
 def counted_labels(target: Tensor, *, shifts: bool) -> Tensor:
-    """Return the labels that the loss of a model can count: all of them, or all but the first of each sequence.
-
-    Args:
-        target: Labels, `(batch,)` or `(batch, sequence, ...)`.
-        shifts: Whether the model shifts them.
-    """
+    """Return the labels that the loss of a model can count: all of them, or all but the first of each sequence."""
     return target[:, 1:] if target.ndim > 1 and shifts else target
 
 

@@ -37,31 +37,7 @@ class Judged:
 
 
 class UpdateStep:
-    """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does.
-
-    Args:
-        run: Its hooks are asked, its components and counters advance. All are looked up anew each time, since a user may replace them.
-        keys: Seeds the random streams for the step of the optimizer.
-        window: The window.
-        sync: Sums it over the ranks.
-        norms: Compares the norm of each gradient between the ranks; `None` where they may differ.
-        session: Is told what the ranks asked for.
-        preparation: Averages weights that the stack divides.
-        look: Looks at the gradients of the first update of this process, before it is applied.
-        losses: Takes in the loss of each committed update, weighted over all ranks.
-        own_backward: Whether `backward` is the user's own, who may leave out the window.
-
-    Attributes:
-        window: As given.
-        sync: As given.
-        norms: As given.
-        decision: Decides whether an update is made.
-        losses: As given.
-        log_every: Updates between log lines.
-        steps_scheduler: Whether each update advances the schedule.
-        tells_place: Whether the schedule is told the number of the update then.
-        rates: Learning rates of the update that is logged next: those it was made with.
-    """
+    """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does."""
 
     def __init__(
         self,
@@ -96,12 +72,7 @@ class UpdateStep:
         self._samples_on_device: Tensor | None = None
 
     def make(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update. Called on all ranks.
-
-        Raises:
-            ValueError: If no micro-batch was made, or its loss did not go through the window.
-            NonFiniteError: If loss or gradient is not finite and the update must not be skipped.
-        """
+        """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update. Called on all ranks."""
         window, session = self.window, self._session
         if window.count == 0 and not session.running:
             window.check_open()
@@ -200,12 +171,7 @@ class UpdateStep:
             self._run.state.train.samples += int(counted)
 
     def raise_pending_error(self) -> None:
-        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated, on all ranks.
-
-        Raises:
-            NonFiniteError: If the last update was not finite.
-            ReplicaDriftError: If ranks that hold copies have different gradients; where digests were taken, also different tensors.
-        """
+        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated, on all ranks."""
         self.read_samples()
         self.decision.raise_pending()
         if self.norms is not None:
