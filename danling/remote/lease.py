@@ -87,6 +87,8 @@ SECONDS = 60.0
 _RENEWALS = 4
 """How often it is renewed in that time."""
 
+_LONGEST_SECONDS = 3600.0
+"""A lease that claims to hold longer is none: a file must not make a start wait for ever."""
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 _PROBE = ".probe-"
@@ -126,9 +128,10 @@ class Writer:
         """Read what `text` returns; `None` where it is something else."""
         try:
             found = parse_json(content)
-            return cls(**{name: kind(found[name]) for name, kind in _FIELDS.items()})
-        except (ValueError, KeyError, TypeError):
+            writer = cls(**{name: kind(found[name]) for name, kind in _FIELDS.items()})
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
+        return writer if 0 < writer.seconds <= _LONGEST_SECONDS else None
 
     @property
     def is_here(self) -> bool:

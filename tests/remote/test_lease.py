@@ -50,6 +50,38 @@ def test_the_second_writer_is_refused_while_the_first_lives(store: RemoteStore) 
     second.release()
 
 
+def lock(**changes: object) -> bytes:
+    """Return what a writer on another machine would have stored, with some fields changed."""
+    return json.dumps({**asdict(replace(Writer.me(60.0), machine="elsewhere")), **changes}).encode()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00\xff rubbish",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        lock(seconds=float("inf")),
+        lock(seconds=float("nan")),
+        lock(seconds=1e300),
+        lock(seconds=-5),
+        lock(seconds="x"),
+        lock(pid=float("inf")),
+        lock(pid=None),
+    ],
+    ids=range(12),
+)
+def test_a_lock_that_no_writer_has_written_is_taken_over_at_once(store: RemoteStore, content: bytes) -> None:
+    store.put(KEY, content)
+    lease = Lease(store, KEY)
+    lease.acquire()
+    assert lease.is_exclusive
+    lease.release()
+
+
 def test_one_elsewhere_that_renews_its_lease_lives(store: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_machine", lambda: "")
     first, second = Lease(store, KEY, seconds=2.0), Lease(store, KEY, seconds=2.0)
