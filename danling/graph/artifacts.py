@@ -116,9 +116,12 @@ class ArtifactDirectory:
             return {_MANIFEST: ""}
 
     def _sum(self, name: str) -> str | None:
-        # Names of a manifest that somebody else wrote must not lead out of the folder.
+        # Neither a name of a manifest that somebody else wrote nor a link must lead out of the folder.
         try:
-            with open_file(self.path / plain_path(name)) as file:
+            path = self.path / plain_path(name)
+            if not path.resolve().is_relative_to(self.path.resolve()):
+                return None
+            with open_file(path) as file:
                 return hashlib.sha256(file.read()).hexdigest()
         except (OSError, ValueError):
             return None
