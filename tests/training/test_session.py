@@ -17,10 +17,10 @@ from support.processes import run_processes
 from danling.distributed import Domain, LocalDomain
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher
 from danling.training import EvaluationStopped, SessionEnd, TrainingSession
-from danling.training.session import PassLeft
+from danling.training.session import PassLeft, TrainingAbandoned
 
 
-class Abandoned(Exception):
+class Abandoned(TrainingAbandoned):
     """A wait for others was given up."""
 
 
@@ -30,7 +30,7 @@ class Trace:
     def __init__(self, session: TrainingSession, pending: frozenset[str] = frozenset()) -> None:
         self.session, self.waiting, self.calls = session, pending, list[str]()
         self.error: Exception | None = None
-        self.end = SessionEnd(self.pending, self.finish, self.failed, self.close, (Abandoned,))
+        self.end = SessionEnd(self.pending, self.finish, self.failed, self.close)
 
     def pending(self) -> frozenset[str]:
         """Return what the last update left."""
