@@ -145,9 +145,10 @@ class Evaluator:
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
             placement = self._run.placement
-            counted = sums.samples if placement.counts_samples else 0
-            samples = placement.metrics.all_reduce(torch.tensor(counted, dtype=torch.float64))
-            figures.setdefault("samples", float(samples))
+            # Ranks that divide a sequence have a loss each of the same samples.
+            counted = [sums.samples, 1.0] if placement.counts_loss else [0.0, 0.0]
+            summed = placement.optimizer.all_reduce(torch.tensor(counted, dtype=torch.float64)).tolist()
+            figures.setdefault("samples", summed[0] * placement.data.size / summed[1])
         return figures
 
     def _figures(self, split: str, totals: Meters) -> dict[str, float]:

@@ -41,6 +41,7 @@ class SlowRunner(TracingRunner):
     """Takes its time over a step, so that a kill meets it at work, and writes down where the disk does not go with the machine."""
 
     place: str = ""
+    not_saved = ("place",)
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
         """Wait, then train."""
