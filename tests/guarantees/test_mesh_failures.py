@@ -71,11 +71,11 @@ def hang(config: Mapping[str, Any]) -> None:
     from support.layouts import LayoutRunner
 
     class Hanging(LayoutRunner):
-        def train_step(self, data: Any) -> Any:
-            """Hang on one rank, after the first update, until it is killed."""
+        def to_device(self, data: Any) -> Any:
+            """Hang on one rank, after the first update, until it is killed: before its micro-batch, so that others wait in a collective."""
             while self.rank == 1 and self.state.train.global_step == 2:
                 time.sleep(60)
-            return super().train_step(data)
+            return super().to_device(data)
 
     with Hanging(config, model={}) as runner:
         runner.train()
