@@ -96,11 +96,6 @@ def _target(held: Any) -> Any:
     return held.current() if isinstance(held, Place) else held
 
 
-def held_objects(roots: Mapping[str, object]) -> list[Any]:
-    """Return the objects that are met where generators are looked for."""
-    return _walk(dict(roots))[2]
-
-
 def _walk(roots: dict[str, Any]) -> tuple[list[Place], list[tuple[str, Any]], list[Any]]:
     """Return where generators are held, breadth first, the objects by path that can be asked to seed themselves, and all that was met."""
     places: list[Place] = []
