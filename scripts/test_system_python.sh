@@ -34,7 +34,7 @@ if [ ! -x "$venv/bin/pip" ]; then
 fi
 scripts/install_torch.sh "$venv/bin/python" "$torch"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-  -e . numpy pytest pytest-timeout pytest-xdist safetensors
+  -e ".[plots,remote,stream]" numpy pytest pytest-timeout pytest-xdist
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1
 limit=()
 if command -v timeout >/dev/null; then
