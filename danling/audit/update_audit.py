@@ -171,10 +171,12 @@ class UpdateAudit(Observer):
             found = (entry for entry in self._entries() if entry.column == "buffers")
             self._begun = {entry.name: self._hasher.digest(entry.tensor) for entry in found}
 
-    def micro_batch_started(self, data: object, *, first: bool) -> None:
+    def update_started(self) -> None:
+        """Forget the samples of the update before."""
+        self._samples = None
+
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
         """Take in the samples of a micro-batch, where its update is digested. No communication."""
-        if first:
-            self._samples = None
         if self._runner.placement.counts_samples and (self._step() + 1) % self.every == 0:
             found = self._hasher.digest_samples(data)
             self._samples = found if self._samples is None else self._samples + found

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .assembly import TorchParts
     from .torch_runner import TorchRunner
 
-VERBS = ("train_epoch", "train_step", "evaluate_step", "infer_step")
+VERBS = ("train_epoch", "train_step", "step", "evaluate_step", "infer_step")
 """Verbs around which the loops prepare something: a session, a micro-batch of the window, evaluation mode."""
 
 
@@ -47,6 +47,8 @@ class LoneVerbs:
     def is_due(self, verb: str) -> bool:
         """Whether no loop has called a verb."""
         session = self._runner._session
+        if verb == "step":
+            return not session.in_update
         if verb == "train_epoch":
             return not session.running
         return not session.in_step and (verb == "train_step" or self._runner.mode == "train")
@@ -57,6 +59,8 @@ class LoneVerbs:
             return self._train_epoch(call, *args, **kwargs)
         if verb == "train_step":
             return self._train_step(call, *args, **kwargs)
+        if verb == "step":
+            return self._runner._session.update(call)
         return self._parts.evaluator.alone("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
 
     def _train_step(self, call: Callable[[Any], Any], data: object) -> Any:
@@ -69,6 +73,7 @@ class LoneVerbs:
                     "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
                 )
             if runner.window.count == 0:
+                runner._session.start()
                 parts.driver.begin_updates()
         return parts.micro_batches.run_alone(call, data)
 

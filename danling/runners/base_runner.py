@@ -199,6 +199,7 @@ class BaseRunner(metaclass=MetaRunner):
         self.saver = RunSaver(
             manager=lambda: self.checkpoint_manager, position=lambda: self.state.train, state=self.checkpoint_state
         )
+        self.saver.around = self._session.saving
         # Overrides of `init_distributed` and the log read both before the process group is there.
         self.launch = LaunchEnvironment.read()
         self.device = select_device(self.launch.local_rank)
@@ -322,6 +323,7 @@ class BaseRunner(metaclass=MetaRunner):
             self._remote.start_mirroring()
         self._run_place.write_metadata(self.workspace, foreign=lambda: self.checkpoint_manager.is_foreign())
         self._closers.callback(self.sources.close)
+        self._closers.callback(self._session.end)
 
     def _check_resume(self) -> None:
         """Refuse a `resume` that no rank finds, before a model is moved and a directory is made."""
@@ -879,7 +881,7 @@ class BaseRunner(metaclass=MetaRunner):
             SystemExit: On exit, if a signal asked for a stop: 143, or 130 after SIGINT.
         """
         session = self._session
-        with self._reporter.speaking(), session.collecting():
+        with self._reporter.speaking(), session.collecting(), session.observed():
             self.open_trackers()
             self.init_signal_handlers()
             session.begin()

@@ -82,7 +82,7 @@ class TrainingDriver:
         """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved."""
         runner, parts = self.runner, self.parts
         session = runner._session
-        with runner._reporter.speaking(), session.collecting():
+        with runner._reporter.speaking(), session.collecting(), session.observed():
             parts.watch.begin(parts.scheduler_interval())
             self.begin_updates()
             runner.model.train()
@@ -113,16 +113,20 @@ class TrainingDriver:
         runner._bind_reduction()
         self.parts.watch.look()
         self.parts.micro_batches.split = split
-        return updates_of_pass(
+        observers = runner.observers
+        observers.notify("pass_started", split)
+        yield from updates_of_pass(
             source,
             agreement=forwards.agreement,
-            timed=runner._reporter.timed,
+            timed=lambda batches: runner._reporter.timed(runner._session.waiting(batches)),
             begin=lambda: runner.on_pass_start(split),
             state_replaced=self.takes_state_over if runner.fault_tolerance is not None else None,
             is_over=partial(self.parts.loop.jumps_out_of, split),
             run=partial(forwards.run, source),
-            step=runner.step,
+            step=lambda: runner._session.update(runner.step),
         )
+        if not self.parts.loop.has_jumped:
+            observers.notify("pass_ended", split)
 
     def takes_state_over(self) -> bool:
         """Agree with the other replica groups on the next update; tell whether the state is that of another group now."""
@@ -149,8 +153,6 @@ class TrainingDriver:
             runner.model.train()
         enter_training(runner.optimizer)
         runner._attributes.before_training()
-        if runner.observers:
-            runner.observers.notify("training_started")
 
     def boundaries(self) -> Boundaries:
         """Return what is due between the updates of one training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -63,8 +63,9 @@ def _evaluating(runner: TorchRunner, evaluation: Evaluation, split: str, mode: E
         equalize=runner.broadcast_buffers,
         averaged=partial(preparation.averaged, averages) if averages is not None else None,
     )
-    modes, keys = evaluation_weights(runner.optimizer), runner._keys
-    with keys.evaluating(), preparation.evaluating(runner.model), runner._session.collecting(), modes, evaluating:
+    modes, keys, session = evaluation_weights(runner.optimizer), runner._keys, runner._session
+    observed = session.evaluating(split) if mode == "evaluate" and split else nullcontext()
+    with observed, keys.evaluating(), preparation.evaluating(runner.model), session.collecting(), modes, evaluating:
         before = runner.model, runner.mode, runner.carry
         runner.model, runner.mode, runner.carry = bare, mode, None
         try:

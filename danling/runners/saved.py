@@ -142,9 +142,10 @@ class SavedParts:
     def saving(self) -> Iterator[None]:
         """Leave a save in a training out of its speed, and flush the trackers with it."""
         reporter = self.runner._reporter
-        if not self.runner._session.running:
-            yield
-            return
-        with reporter.aside("checkpoint"):
-            yield
+        with self.runner._session.saving():
+            if not self.runner._session.running:
+                yield
+                return
+            with reporter.aside("checkpoint"):
+                yield
         reporter.trackers.flush()

@@ -260,7 +260,8 @@ class TrainingLoop:
         step = self._run.state.train.global_step
         with keeping_trained(self._save_if_failing(), step=step, passing=(EvaluationStopped, TrainingAbandoned)):
             for split in splits:
-                metrics = getattr(self._run, verb)(split)
+                with self._session.evaluating(split):
+                    metrics = getattr(self._run, verb)(split)
                 self._results.open[split] = checked_figures(verb, split, metrics)
             self._results.check()
 

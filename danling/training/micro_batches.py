@@ -117,16 +117,19 @@ class MicroBatches:
         hooks, window, reporter = self._hooks, self._window, self._reporter
         if window.count == 0:
             hooks.reduction.begin(first=window.is_first)
+            if self._session.observers:
+                self._session.observers.notify("update_started")
         if self.recompute is not None:
             self.recompute.check(batch.data)
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
         data = hooks.to_device(batch.data)
         if self.recorder is not None:
             data = self.recorder.took(batch.data, data, counts=batch.samples != 0)
-        if self._session.observers and batch.samples != 0:
-            self._session.observers.notify("micro_batch_started", data, first=window.count == 0)
         weight, samples = self._weights.weigh(batch, data, hooks.batch_weight, training=True)
         window.begin_microbatch(weight, samples)
+        observed = bool(self._session.observers) and batch.samples != 0
+        if observed:
+            self._session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
         if reporter.telemetry is not None and batch.samples != 0:
             reporter.telemetry.tokens += hooks.count_tokens(batch.data)
         returned: list[object] = []
@@ -147,6 +150,8 @@ class MicroBatches:
             raise
         finally:
             self._session.in_step = False
+            if observed:
+                self._session.observers.notify("micro_batch_ended")
         if hooks.carry is not None:
             hooks.carry = map_carry(hooks.carry, Tensor.detach)
         if self.recorder is not None:

@@ -1,4 +1,4 @@
-"""Observers: what watches a training from outside of the code that makes updates."""
+"""Observers: classes that are told of the events of a training by the loop, and are named by nothing that makes updates."""
 
 from __future__ import annotations
 
@@ -16,28 +16,83 @@ logger = logging.getLogger("danling")
 
 
 class Observer:
-    """Watches a training; override the events that you need, and append it to `runner.observers`, on all ranks.
+    """Watches a training. Override the events that you need, and append an object to `runner.observers` on all ranks.
 
-    Events are called on all ranks, in the order of the list. An observer draws no random numbers. If it raises an exception, the
-    exception is logged and the observer dropped, unless it is `critical`; then the exception ends the training.
+    The loop calls each event on all ranks, in the order of the list. An event that ends something is called after a failure too. An observer
+    draws no random numbers, and communicates only in events whose text allows it. If it raises an exception, the exception is logged and
+    the observer is removed, unless it is `critical`; then the exception ends the training.
     """
 
     critical: ClassVar[bool] = False
 
-    def training_started(self) -> None:
-        """A training begins, or the first update of a loop of the user's."""
+    # A training
 
-    def micro_batch_started(self, data: object, *, first: bool) -> None:
-        """A micro-batch is on the device, before its forward; `first` of its update. Not called for padding."""
+    def training_started(self) -> None:
+        """A training begins, before the model is put into training mode: `train`, a `train_epoch` that you call, `runner.session()`, or, in a
+        loop of your own without it, the first `train_step`. May communicate."""
+
+    def training_failed(self, error: Exception) -> None:
+        """The training ends with an error, maybe on this rank only. `training_ended` follows."""
+
+    def training_ended(self) -> None:
+        """The training is over, and its last save is made. A loop of your own without `runner.session()` ends at the next training or at
+        `runner.close()`."""
+
+    # A pass
+
+    def pass_started(self, split: str) -> None:
+        """A pass over a split begins, or continues after a resume. May communicate."""
+
+    def pass_ended(self, split: str) -> None:
+        """A pass over a split is complete. Not called if the training stops within it. May communicate."""
+
+    def batch_wait_started(self) -> None:
+        """The loop asks for the next batch to train on."""
+
+    def batch_wait_ended(self) -> None:
+        """The batch is there, or the loader has no more."""
+
+    # An update
+
+    def update_started(self) -> None:
+        """Before the first micro-batch of an update; called again if its micro-batches are computed again."""
+
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
+        """A micro-batch is on the device, before its forward. Not called for padding.
+
+        Args:
+            data: The batch, on the device.
+            read: The same batch as the loader returned it.
+            samples: Its number of samples.
+        """
+
+    def micro_batch_ended(self) -> None:
+        """Forward and backward of a micro-batch are over. Not called for padding."""
 
     def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
-        """The gradient is reduced and divided by its weight, not yet clipped; `norm` is its 2-norm, 0-dim.
+        """The gradient is reduced and divided by its weight, and not clipped yet. It may be non-finite. May communicate.
 
-        `totals` are the sums over all ranks. Whether the update is made is not decided yet: the gradient may be non-finite.
+        Args:
+            totals: Sums over all ranks.
+            norm: Its 2-norm, 0-dim.
         """
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
-        """An update was made or skipped."""
+        """An update was made or skipped. May communicate."""
+
+    # Evaluations and saves
+
+    def evaluation_started(self, split: str) -> None:
+        """An evaluation of a split begins, in a training or on its own."""
+
+    def evaluation_ended(self, split: str) -> None:
+        """The evaluation is over."""
+
+    def save_started(self) -> None:
+        """A save of the full state begins."""
+
+    def save_ended(self) -> None:
+        """The state is copied; the write may continue in the background."""
 
     def results_needed(self) -> None:
         """The state will be saved or evaluated: what was postponed is due. May communicate."""
@@ -46,9 +101,20 @@ class Observer:
 class Observers(list[Observer]):
     """The observers of a runner, in the order in which they are called."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: list[Observer] = []
+        self._listening: dict[str, list[Observer]] = {}
+
     def notify(self, event: str, *args: object, **named: object) -> None:
-        """Call an event of every observer."""
-        for observer in tuple(self):
+        """Call an event of every observer that overrides it."""
+        if self._known != self:
+            self._known, self._listening = list(self), {}
+        listening = self._listening.get(event)
+        if listening is None:
+            listening = [each for each in self if getattr(type(each), event) is not getattr(Observer, event)]
+            self._listening[event] = listening
+        for observer in tuple(listening):
             try:
                 getattr(observer, event)(*args, **named)
             except Exception:

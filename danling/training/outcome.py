@@ -64,6 +64,13 @@ def no_gradient() -> ValueError:
     )
 
 
+def no_outcome(received: object) -> ValueError:
+    """Return the error for an overridden `step` that returns something else than an outcome."""
+    return ValueError(
+        f"Expected `step` to return an UpdateOutcome. Received: {received!r}. Return that of super().step()."
+    )
+
+
 def count_skip(counters: TrainState, reason: str | None, *, limit: int | None) -> None:
     """Count a skipped update, and log it."""
     counters.skipped_updates += 1

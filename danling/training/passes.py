@@ -130,7 +130,7 @@ def updates_of_pass(
         step: Decides the update.
 
     Raises:
-        ValueError: If there was no batch in the whole pass, or `step` returned something else.
+        ValueError: If there was no batch in the whole pass.
     """
     batches = timed(source.batches())
     ends_alike = agreement.ends_alike(source)
@@ -160,8 +160,6 @@ def updates_of_pass(
             batches = timed(source.batches())
             continue
         outcome = step()
-        if not isinstance(outcome, UpdateOutcome):
-            raise no_outcome(outcome)
         if outcome.reason == UNCOMMITTED:
             batches = chain(consumed, batches)
             continue
@@ -172,10 +170,3 @@ def updates_of_pass(
             f"Expected at least one batch on every rank in split {source.split!r}. Received: an empty loader on some rank. Check the "
             "dataset, and `drop_last` against the batch size."
         )
-
-
-def no_outcome(received: object) -> ValueError:
-    """Return the error for what an overridden `step` returned in the place of an outcome."""
-    return ValueError(
-        f"Expected `step` to return an UpdateOutcome. Received: {received!r}. Return that of super().step()."
-    )

@@ -16,6 +16,7 @@ from danling.distributed import Domain, JointLeave, agree, default_store
 from danling.supervision import EXIT_CODES, GcPacer, Heartbeat, SignalWatcher
 
 from .observers import Observers
+from .outcome import UNCOMMITTED, UpdateOutcome, no_outcome
 
 logger = logging.getLogger("danling")
 
@@ -96,6 +97,7 @@ class TrainingSession:
         save_requested: Whether a checkpoint was asked for. The same on all ranks.
         updated_once: Whether this process has made its first update.
         in_step: Whether a `train_step` is under way.
+        in_update: Whether a `step` is under way.
         signals: Watches for signals while a training runs; `None` where nobody does.
         observers: Are told of the events of a training.
         heartbeat: Is told of every update; `None` without one.
@@ -108,6 +110,7 @@ class TrainingSession:
         self.save_requested = False
         self.updated_once = False
         self.in_step = False
+        self.in_update = False
         self.signals: SignalWatcher | None = None
         self.observers = Observers()
         self.heartbeat: Heartbeat | None = None
@@ -119,6 +122,7 @@ class TrainingSession:
         self._training = 0
         self._leaving: tuple[str, JointLeave] | None = None
         self._looks_again = -math.inf
+        self._is_observed = self._evaluates = False
 
     @property
     def training(self) -> int:
@@ -255,6 +259,89 @@ class TrainingSession:
         self._requested -= asked
         self.stop_reason = _first_stop(agree(domain, asked)) or self.stop_reason
         return self.stop_reason is not None
+
+    # Events
+
+    def start(self) -> None:
+        """Tell the observers that a training begins, unless they have been told."""
+        if not self._is_observed:
+            self._is_observed = True
+            self.observers.notify("training_started")
+
+    def end(self) -> None:
+        """Tell the observers that the training is over, if one has begun."""
+        if self._is_observed:
+            self._is_observed = False
+            self.observers.notify("training_ended")
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Tell the observers of the training inside."""
+        self.end()  # of a loop by hand
+        try:
+            self.start()
+            yield
+        except Exception as error:
+            self.observers.notify("training_failed", error)
+            raise
+        finally:
+            self.end()
+
+    def waiting(self, batches: Iterator[_T]) -> Iterator[_T]:
+        """Yield batches to train on, and tell the observers of the waits for them."""
+        observers = self.observers
+        while True:
+            observers.notify("batch_wait_started")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                observers.notify("batch_wait_ended")
+            yield batch
+
+    def update(self, step: Callable[[], UpdateOutcome]) -> UpdateOutcome:
+        """Make one update, and tell the observers of it.
+
+        Args:
+            step: The hook `step` of a runner, which may be the user's.
+
+        Raises:
+            ValueError: If it returns something else than an outcome.
+        """
+        self.in_update = True
+        try:
+            outcome = step()
+        finally:
+            self.in_update = False
+        if not isinstance(outcome, UpdateOutcome):
+            raise no_outcome(outcome)
+        if self.observers and outcome.reason != UNCOMMITTED:
+            self.observers.notify("update_ended", outcome)
+        return outcome
+
+    @contextmanager
+    def evaluating(self, split: str) -> Iterator[None]:
+        """Tell the observers of the evaluation inside, once where one hook calls the other."""
+        if self._evaluates:
+            yield
+            return
+        self._evaluates = True
+        try:
+            self.observers.notify("evaluation_started", split)
+            yield
+        finally:
+            self._evaluates = False
+            self.observers.notify("evaluation_ended", split)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Tell the observers of the save inside."""
+        try:
+            self.observers.notify("save_started")
+            yield
+        finally:
+            self.observers.notify("save_ended")
 
     # Watching
 

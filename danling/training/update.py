@@ -96,8 +96,6 @@ class UpdateStep:
         self._conclude(outcome)
         if outcome.committed and self.norms is not None:
             self.norms.note(self._run.state.train.global_step, judged.grad_norm)
-        if session.observers:
-            session.observers.notify("update_ended", outcome)
         if agreed.requests:
             session.apply_requests(agreed.requests)
         return outcome

@@ -79,6 +79,20 @@ def test_a_loss_that_is_overridden_is_that_of_evaluation_too(tmp_path: Path) -> 
         assert runner.latest_score == pytest.approx(mean_loss(runner), rel=1e-5)
 
 
+class WithoutOutcome(Line):
+    """Forgets to return the outcome of its update."""
+
+    def step(self) -> Any:
+        """Make the update."""
+        super().step()
+
+
+def test_a_step_that_returns_no_outcome_is_refused(tmp_path: Path) -> None:
+    with WithoutOutcome(settings(tmp_path)) as runner:
+        with pytest.raises(ValueError, match=r"`step` to return an UpdateOutcome. Received: None"):
+            runner.train()
+
+
 class Bare(Line):
     """Trains on inputs alone, with a criterion that looks at nothing else."""
 

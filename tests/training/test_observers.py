@@ -15,29 +15,90 @@ from danling.training.observers import Observer
 
 
 class Program(TorchRunner):
-    def __init__(self, directory: Path) -> None:
-        super().__init__({"steps": 2, "accum_steps": 2, "dir": directory, "log": False, "optim.type": "sgd", "seed": 1})
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        given = {"accum_steps": 2, "dir": directory, "log": False, "optim.type": "sgd", "seed": 1, **settings}
+        super().__init__({"steps": 2, **given} if "epochs" not in settings else given)
         self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
-        self.datasets = {"train": [(torch.ones(2), torch.ones(1))] * 8}
+        self.datasets = {"train": [(torch.ones(2), torch.ones(1))] * 4}
 
 
 class Recording(Observer):
+    """Notes every event that it is told of."""
+
     def __init__(self, name: str, seen: list[Any], runner: TorchRunner) -> None:
         self.name, self.seen, self.runner = name, seen, runner
-
-    def training_started(self) -> None:
-        self.seen.append((self.name, "training"))
-
-    def micro_batch_started(self, data: object, *, first: bool) -> None:
-        self.seen.append((self.name, "first" if first else "next"))
 
     def gradients_ready(self, totals: object, norm: Tensor) -> None:
         grads = [p.grad for p in self.runner.unwrapped_model.parameters() if p.grad is not None]
         assert torch.allclose(norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])))
-        self.seen.append((self.name, "gradients"))
+        self.seen.append((self.name, "gradients_ready"))
 
     def update_ended(self, outcome: Any) -> None:
+        assert outcome.committed
         self.seen.append((self.name, self.runner.state.train.global_step))
+
+
+def _noting(event: str) -> Any:
+    def note(self: Recording, *args: Any, **named: Any) -> None:
+        assert all(named[key] is not None for key in named)
+        self.seen.append((self.name, event))
+
+    return note
+
+
+for _event in [name for name in vars(Observer) if name.endswith(("_started", "_ended", "_failed", "_needed"))]:
+    if _event not in vars(Recording):
+        setattr(Recording, _event, _noting(_event))
+
+WAIT = ["batch_wait_started", "batch_wait_ended"]
+MICRO = ["micro_batch_started", "micro_batch_ended"]
+# The loop reads one micro-batch ahead.
+UPDATE = [*WAIT, *WAIT, "update_started", *MICRO, *MICRO, "gradients_ready"]
+
+
+def test_events_come_in_the_order_of_the_list(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with Program(tmp_path, epochs=1, **{"dataloader.batch_size": 1, "try_evaluation": False}) as runner:
+        runner.dataloaders["val"] = [(torch.ones(1, 2), torch.ones(1, 1))]
+        runner.observers.extend([Recording("a", seen, runner), Recording("b", seen, runner)])
+        runner.train()
+        assert seen[-2:] == [("a", "training_ended"), ("b", "training_ended")]
+    events = ["training_started", "pass_started", *UPDATE, 1, *UPDATE, 2, *WAIT, "pass_ended"]
+    events += ["evaluation_started", "evaluation_ended", "save_started", "save_ended", "training_ended"]
+    told = [(name, event) for name, event in seen if event != "results_needed"]
+    assert told == [(name, event) for event in events for name in ("a", "b")]
+    # Nothing is postponed any more when the evaluation begins.
+    assert seen.index(("b", "results_needed")) < seen.index(("a", "evaluation_started"))
+
+
+def test_a_loop_by_hand_is_one_training(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    runner = Program(tmp_path)
+    runner.observers.append(Recording("a", seen, runner))
+    batch = torch.ones(1, 2), torch.ones(1, 1)
+    for _ in range(2):
+        runner.train_step(batch)
+        runner.step()
+    runner.close()
+    update = ["update_started", *MICRO, "gradients_ready"]
+    assert [event for _, event in seen] == ["training_started", *update, 1, *update, 2, "training_ended"]
+
+
+class FailingProgram(Program):
+    def train_step(self, data: Any) -> Any:
+        if self.state.train.global_step == 1:
+            raise RuntimeError("no second update")
+        return super().train_step(data)
+
+
+def test_what_failed_is_told_and_what_began_is_ended(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with FailingProgram(tmp_path) as runner:
+        runner.observers.append(Recording("a", seen, runner))
+        with pytest.raises(RuntimeError, match="no second update"):
+            runner.train()
+    events = [event for _, event in seen]
+    assert events.count(1) == 1 and events[-3:] == ["micro_batch_ended", "training_failed", "training_ended"]
 
 
 class Failing(Observer):
@@ -49,21 +110,13 @@ class Critical(Failing):
     critical = True
 
 
-def test_events_come_in_the_order_of_the_list(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    with Program(tmp_path) as runner:
-        runner.observers.extend([Recording("a", seen, runner), Recording("b", seen, runner)])
-        runner.train()
-    events = ["training", "first", "next", "gradients", 1, "first", "next", "gradients", 2]
-    assert seen == [(name, event) for event in events for name in ("a", "b")]
-
-
 def test_one_that_fails_is_logged_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "danling")
     with Program(tmp_path) as runner:
-        runner.observers.append(Failing())
+        failing = Failing()
+        runner.observers.append(failing)
         runner.train()
-        assert runner.state.train.global_step == 2 and not runner.observers
+        assert runner.state.train.global_step == 2 and failing not in runner.observers
     assert caplog.text.count("The observer Failing failed and is dropped") == 1
 
 
