@@ -18,9 +18,9 @@ logger = logging.getLogger("danling")
 class Observer:
     """Watches a training. Override the events that you need, and append an object to `runner.observers` on all ranks.
 
-    The loop calls each event on all ranks, in the order of the list. An event that ends something is called after a failure too. An observer
-    draws no random numbers, and communicates only in events whose text allows it. If it raises an exception, the exception is logged and
-    the observer is removed, unless it is `critical`; then the exception ends the training.
+    The loop calls each event on all ranks, in the order of the list. An event that ends something is called after a failure too. An
+    observer draws no random numbers, and communicates only in events whose text allows it. If it raises an exception, the exception is
+    logged and the observer is removed, unless it is `critical`; then the exception ends the training.
     """
 
     critical: ClassVar[bool] = False
@@ -28,15 +28,19 @@ class Observer:
     # A training
 
     def training_started(self) -> None:
-        """A training begins, before the model is put into training mode: `train`, a `train_epoch` that you call, `runner.session()`, or, in a
-        loop of your own without it, the first `train_step`. May communicate."""
+        """A training begins, before the model is put into training mode. May communicate.
+
+        That is `train`, a `train_epoch` that you call, `runner.session()`, or, in a loop of your own without it, the first `train_step`.
+        """
 
     def training_failed(self, error: Exception) -> None:
         """The training ends with an error, maybe on this rank only. `training_ended` follows."""
 
     def training_ended(self) -> None:
-        """The training is over, and its last save is made. A loop of your own without `runner.session()` ends at the next training or at
-        `runner.close()`."""
+        """The training is over, and its last save is made.
+
+        A loop of your own without `runner.session()` ends at the next training or at `runner.close()`.
+        """
 
     # A pass
 

@@ -88,9 +88,9 @@ class WithoutOutcome(Line):
 
 
 def test_a_step_that_returns_no_outcome_is_refused(tmp_path: Path) -> None:
-    with WithoutOutcome(settings(tmp_path)) as runner:
-        with pytest.raises(ValueError, match=r"`step` to return an UpdateOutcome. Received: None"):
-            runner.train()
+    expected = pytest.raises(ValueError, match=r"`step` to return an UpdateOutcome. Received: None")
+    with WithoutOutcome(settings(tmp_path)) as runner, expected:
+        runner.train()
 
 
 class Bare(Line):
