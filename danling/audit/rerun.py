@@ -22,7 +22,7 @@ from danling.config.files import strict_json
 from danling.config.imposed import MeantRun
 from danling.reporting.progress import format_duration
 from danling.training.keys import preserved_streams
-from danling.workspace.claim import is_in_use
+from danling.workspace.run_directory import is_in_use
 from danling.workspace.runs import Run, is_run
 
 from .digests import read_digests

@@ -10,9 +10,8 @@ import argparse
 from typing import Any
 
 from danling.utils.tables import as_text
-from danling.workspace.runs import Run, config_differences
-from danling.workspace.series import natural_key
-from danling.workspace.streams import Stream, streams_of
+from danling.workspace.run_directory import natural_key
+from danling.workspace.runs import Run, config_differences, streams_of
 
 from .output import NOTHING_THERE, add_json, name_problems, print_json, print_table
 from .source import runs_at
@@ -55,11 +54,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(options: argparse.Namespace, runs: list[Run]) -> int:
     differences = config_differences(runs, everything=options.all_settings)
-    streams = streams_of([side for run in runs for side in run.streams])
+    streams = streams_of(runs)
     if options.json:
         keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
-        found = [stream.summary() for stream in streams]
-        print_json({"runs": [run.summary() for run in runs], "differences": keyed, "streams": found})
+        print_json({"runs": [run.summary() for run in runs], "differences": keyed, "streams": streams})
         return name_problems(runs) if runs else NOTHING_THERE
     if not runs:
         raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
@@ -73,11 +71,11 @@ def _print(options: argparse.Namespace, runs: list[Run]) -> int:
     return name_problems(runs)
 
 
-def _stream_row(stream: Stream) -> list[object]:
-    row: list[object] = [stream.summary()[name] for name in _STREAM_HEAD[:5]]
-    for sides in (stream.producers, stream.trainers):
-        row += [", ".join(side.run for side in sides) or None]
-        row += [", ".join(f"{side.waited_seconds:.1f}" for side in sides) or None]
+def _stream_row(stream: dict[str, Any]) -> list[object]:
+    row = [stream[name] for name in _STREAM_HEAD[:5]]
+    for sides in (stream["producers"], stream["trainers"]):
+        row += [", ".join(side["run"] for side in sides) or None]
+        row += [", ".join(f"{side['waited_seconds']:.1f}" for side in sides) or None]
     return row
 
 

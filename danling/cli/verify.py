@@ -31,9 +31,9 @@ from danling.checkpoints.policy import is_name
 from danling.checkpoints.store import CheckpointStore
 from danling.checkpoints.target_store import SUMS
 from danling.utils.tables import as_text
-from danling.workspace.claim import is_in_use
-from danling.workspace.litter import litter_in_run
+from danling.workspace.run_directory import is_in_use
 from danling.workspace.runs import Run
+from danling.workspace.workspace import litter_in_run
 
 from .output import DAMAGED, OK, add_json, print_json
 from .source import is_url

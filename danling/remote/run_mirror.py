@@ -18,7 +18,7 @@ from danling.checkpoints.search import Apart
 from danling.checkpoints.target_store import SUMS, TargetStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.notebook import in_notebook
-from danling.workspace.litter import is_unfinished
+from danling.workspace.workspace import is_unfinished
 
 from .contents import RemoteRun
 from .errors import RemoteError

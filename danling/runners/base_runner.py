@@ -67,8 +67,7 @@ from danling.training.run_state import (
 from danling.training.saving import RunSaver
 from danling.utils.machine import arithmetic
 from danling.workspace import Workspace
-from danling.workspace.placing import without_places
-from danling.workspace.run_place import RunPlace
+from danling.workspace.workspace import RunPlace, without_places
 
 from .extensions import is_asked, load
 from .meta import MetaRunner, close_after_error
@@ -237,24 +236,13 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _identify_run(self) -> None:
         """Give the run its id and its paths; nothing is written yet."""
-        place = self._run_place = RunPlace(
-            lambda: self.config,
-            world=self.world,
-            replicas=self.placement.data_replicas,
-            part=self._replica_part,
-            elsewhere=lambda family, id: self._remote.runs(family, id) if self._has_remote() else (),
-        )
+        place = self._run_place = RunPlace(self)
         self._closers.callback(place.release)
         self.id, self.timestamp = place.id, place.timestamp
         self.code_id, self.config_id = place.code_id, place.config_id
         self.workspace: Workspace = place.workspace(id=self.id, code_id=self.code_id, timestamp=self.timestamp)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
         self._closers.callback(self._reporter.trackers.close)
-
-    def _replica_part(self) -> str | None:
-        """Return the directory of this replica group below the run directory: several processes must not write into one log."""
-        ft = self.config.ft
-        return f"{self.config.checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
 
     def _has_remote(self) -> bool:
         """Whether the run is copied to an object store."""
@@ -838,7 +826,7 @@ class BaseRunner(metaclass=MetaRunner):
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
             # Such a runner may read the directory of another run, but must not replace its metrics.
             self.checkpoint_manager.check_directory()
-            self._run_place.write_figures(resumed=self.state.train.global_step > 0)
+            self._run_place.enter_to_train(resumed=self.state.train.global_step > 0)
         # Closed before the log is, so that messages of a tracker are in the log of the run.
         self._closers.callback(self._reporter.trackers.close)
         self._reporter.open_trackers(lambda name: getattr(self, f"init_{name}", None), self._tracker_place)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import yaml
 
@@ -18,8 +18,7 @@ from danling.utils.files import read_text
 from danling.utils.nesting import parse_json, parse_yaml
 from danling.utils.plain import flatten
 
-from .series import has_line, natural_key
-from .streams import StreamSide
+from .run_directory import has_line, natural_key
 
 PathLike = str | os.PathLike[str]
 
@@ -28,6 +27,46 @@ Curve = tuple[list[float], list[float]]
 
 _SIGNS = ("metrics.jsonl", "results.json", "metadata/config.full.yaml")
 _PATHS = frozenset({"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "auto_resume"})
+
+
+Side = Literal["producer", "trainer"]
+
+
+@dataclass(frozen=True)
+class StreamSide:
+    """What one run has written of a stream.
+
+    Attributes:
+        run: Name of the run.
+        stream: Name of the log.
+        side: Whether the run fills it or trains on it.
+        published: Samples in the log.
+        trained: Samples that are trained on; of a producer, those before a checkpoint of the trainer.
+        waited_seconds: Seconds that the run has waited for the other side since its last start.
+        end: How the log has ended, `None` while it is open.
+        written: When this was written, in seconds since 1970.
+    """
+
+    run: str
+    stream: str
+    side: Side
+    published: int
+    trained: int
+    waited_seconds: float
+    end: str | None
+    written: float
+
+    @classmethod
+    def of(cls, run: str, record: Mapping[str, Any], written: float) -> StreamSide:
+        """Parse a record of `streams.json`."""
+        try:
+            side, end = record["side"], record["end"]
+            if side not in ("producer", "trainer"):
+                raise ValueError(f"side {side!r}")
+            counts = int(record["published"]), int(record["trained"]), float(record["waited_seconds"])
+            return cls(run, str(record["stream"]), side, *counts, None if end is None else str(end), written)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"Expected the progress of a stream. Received: {record!r} ({error}).") from None
 
 
 @dataclass(frozen=True)
@@ -94,7 +133,7 @@ class Run:
 
     @cached_property
     def streams(self) -> list[StreamSide]:
-        """How far the streams are that the run fills or trains on, as it wrote last; empty for a run without one."""
+        """Progress of the streams that the run fills or trains on, as it wrote last; empty for a run without one."""
         file = self.path / "streams.json"
         records = self._read(file.name, lambda text: _mapping(parse_json(text)))
         try:
@@ -213,6 +252,39 @@ def _walk(top: Path) -> Iterator[Path]:
             # Checkpoints and events of a run are many, and no run lies among them.
             names.clear()
             yield path
+
+
+def streams_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the streams that runs fill or train on as rows of plain values, sorted by name.
+
+    Of several trainers the slowest counts; without one, what the producer knows of it. `end` is `complete`, `failed` or `stopped`, and
+    `open` while the log has not ended; what was written last decides, but a log that is complete stays so.
+    """
+    rows = []
+    sides = sorted((side for run in runs for side in run.streams), key=lambda side: side.written)
+    for name in sorted({side.stream for side in sides}):
+        of_stream = [side for side in sides if side.stream == name]
+        by_name = sorted(of_stream, key=lambda side: natural_key(side.run))
+        producers = [side for side in by_name if side.side == "producer"]
+        trainers = [side for side in by_name if side.side == "trainer"]
+        published = max(side.published for side in of_stream)
+        trained = min(side.trained for side in trainers or producers)
+        is_complete = any(side.end == "complete" for side in of_stream)
+        rows.append(
+            {
+                "stream": name,
+                "published": published,
+                "trained": trained,
+                "waiting": max(published - trained, 0),
+                "end": "complete" if is_complete else of_stream[-1].end or "open",
+                "producers": [{"run": side.run, "waited_seconds": side.waited_seconds} for side in producers],
+                "trainers": [
+                    {"run": side.run, "trained": side.trained, "waited_seconds": side.waited_seconds}
+                    for side in trainers
+                ],
+            }
+        )
+    return rows
 
 
 def config_differences(runs: Sequence[Run], *, everything: bool = False) -> dict[str, list[Any]]:

@@ -1,20 +1,34 @@
-"""The directory of a run: where everything lies, and the small files that describe it."""
+"""Where the files of a run are, and the small files that describe it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danling.utils.files import clear_places, json_text, refuse_link, write_atomically
 from danling.utils.nesting import yaml_text
+from danling.utils.notebook import in_notebook
 from danling.utils.plain import to_plain
-from danling.utils.secrets import redact_patch
+from danling.utils.secrets import redact_patch, secret_values, without_secrets
 
-from .claim import make_directory
-from .identity import CodeIdentity
+from .identity import CodeIdentity, make_timestamp, run_id
+from .run_directory import (
+    RunDirectoryLease,
+    RunDirectoryRequest,
+    absolute,
+    choose_run_directory,
+    make_directory,
+    number_of,
+)
+
+if TYPE_CHECKING:
+    from danling.runners.base_runner import BaseRunner
 
 logger = logging.getLogger("danling")
 
@@ -22,6 +36,23 @@ PathLike = str | os.PathLike[str]
 
 _CONFIGS = ("full", "canonical", "diff")
 _DESCRIPTION = (*(f"config.{name}.yaml" for name in _CONFIGS), "git.yaml", "git.diff")
+_UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\.(metrics|digests)\.jsonl\.tmp|\.rank-.+\.trace\.json\.tmp")
+_YOUNG_SECONDS = 60.0
+
+# What a checkpoint records of places: where its run wrote, on the machine that it ran on.
+PLACES = frozenset(
+    {
+        *("dir", "checkpoint_dir", "log_file", "workspace_root", "init_method", "resume", "auto_resume", "pretrained"),
+        *("wandb.dir", "mlflow.uri", "profiling.trace_dir", "heartbeat.dir_name", "compile.precompile_artifact_dir"),
+        "checkpoint.remote.url",
+    }
+)
+# Names of single directories, which are where the run is: they are kept unless they lead out of it.
+DIRECTORY_NAMES = frozenset({"lineage", "checkpoint.dir_name", "checkpoint.ft_dataloader_checkpoint_prefix"})
+_ENGINE_PLACES = re.compile(r"deepspeed\.(.*\.)?[a-z_]*_(path|dir|file)")
+# DeepSpeed joins these to a directory, of which nothing is left where they are paths themselves.
+_ENGINE_NAMES = re.compile(r"deepspeed\.(.*\.)?job_name")
+_PLAIN_NAME = re.compile(r"[^/\\\0]+")
 
 
 class Workspace:
@@ -81,10 +112,10 @@ class Workspace:
     ) -> None:
         family = f"{lineage}-{code_id}" if code_id else lineage
         self.is_main = is_main
-        run_dir = _absolute(dir or Path(workspace_root, family, id))
+        run_dir = absolute(dir or Path(workspace_root, family, id))
         self.dir = run_dir / part if part else run_dir
-        self.checkpoints = _absolute(checkpoint_dir or run_dir / checkpoint_dir_name)
-        self.log_file = _absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
+        self.checkpoints = absolute(checkpoint_dir or run_dir / checkpoint_dir_name)
+        self.log_file = absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
         self.tensorboard_dir = self.dir / "tensorboard" / timestamp
         self.wandb_dir = self.dir / "wandb"
         self.metadata_dir = self.dir / "metadata"
@@ -199,10 +230,196 @@ class Workspace:
             logger.warning("How far the streams of this run are could not be written: %s.", error)
 
 
+class RunPlace:
+    """Names a run, chooses its directory, and holds the right to write into it.
+
+    Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told the result.
+
+    Attributes:
+        dir: The run directory.
+        id: Id of the run.
+        code: State of the code; `None` on other processes than the main one.
+        notice: What to tell the user about the choice of the directory; `None` when there is nothing to tell.
+    """
+
+    def __init__(self, runner: BaseRunner) -> None:
+        self._runner = runner
+        self._lease: RunDirectoryLease | None = None
+        world, replicas = runner.world, runner.placement.data_replicas
+        self.code = CodeIdentity.of_directory() if world.rank == 0 else None
+        named = (self.code.code_id if self.code else None, make_timestamp(), runner.config.config_id(replicas=replicas))
+        self.code_id, self.timestamp, self.config_id = world.broadcast_object(named)
+        self.choose()
+
+    def choose(self) -> None:
+        """Choose the run directory, and give an earlier choice up."""
+        self.release()
+        self.id = run_id(self.code_id, self.config_id)
+        self._chosen_for = self._places()
+        self.dir, self.id, self.notice = self._runner.world.on_first(self._choose)
+
+    def _choose(self) -> tuple[Path, str, str | None]:
+        part = self._part()
+        request = RunDirectoryRequest(
+            self._runner.config,
+            self.id,
+            self.code_id,
+            part,
+            self._runner.placement.data_replicas,
+            elsewhere=self._numbers_in_store,
+            reruns=part is None and in_notebook(),
+        )
+        lease = self._lease = choose_run_directory(request)
+        return lease.dir, lease.id, lease.notice
+
+    def _numbers_in_store(self) -> list[int]:
+        runner = self._runner
+        names = runner._remote.runs(self.family, self.id) if runner._has_remote() else ()
+        return sorted(number for name in names if (number := number_of(name, self.id)) is not None)
+
+    def _part(self) -> str | None:
+        """Return the directory of this replica group below the run directory: several processes must not write into one log."""
+        ft, checkpoint = self._runner.config.ft, self._runner.config.checkpoint
+        return f"{checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
+
+    def _places(self) -> tuple[Any, ...]:
+        config = self._runner.config
+        named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
+        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._part())
+
+    def open(self, *, code_id: str | None, config_id: str, timestamp: str) -> Workspace:
+        """Become the writer of the run directory, create it, and remove what a killed attempt has left in it.
+
+        The directory is chosen anew where a place in the configuration has changed since.
+        """
+        self.code_id, self.config_id = code_id, config_id
+        if self._places() != self._chosen_for:
+            self.choose()
+        self.id = self._runner.world.on_first(self._enter)
+        workspace = self.workspace(id=self.id, code_id=code_id, timestamp=timestamp)
+        workspace.create()
+        if workspace.is_main and not self._runner.config.checkpoint.load_only:
+            remove_litter(workspace.dir)
+        return workspace
+
+    def _enter(self) -> str:
+        assert self._lease is not None
+        self._lease.enter()
+        return self._lease.id
+
+    def write_metadata(self, workspace: Workspace, *, foreign: Callable[[], bool]) -> None:
+        """Write what the run was made of, unless this process only looks at the run."""
+        from danling.config.imposed import check_identity
+
+        config, replicas = self._runner.config, self._runner.placement.data_replicas
+        check_identity(config, replicas=replicas)
+        if config.checkpoint.load_only and (foreign() or self._runner.world.on_first(workspace.has_metadata)):
+            return
+        if workspace.is_main:
+            listed = config.secret_keys or ()
+            workspace.write_metadata(
+                config.public(),
+                config.canonical(replicas=replicas),
+                without_secrets(config.changed(), listed),
+                self.code,
+                keep_diff=config.git_diff,
+                secrets=secret_values(config.plain(), listed),
+            )
+
+    def workspace(self, *, id: str, code_id: str | None, timestamp: str) -> Workspace:
+        """Return the paths of the run; no file is touched."""
+        config = self._runner.config
+        return Workspace(
+            workspace_root=config.workspace_root,
+            lineage=config.lineage,
+            code_id=code_id,
+            id=id,
+            timestamp=timestamp,
+            is_main=self._runner.world.rank == 0,
+            dir=self.dir,
+            checkpoint_dir=config.get("checkpoint_dir", None),
+            checkpoint_dir_name=config.checkpoint.dir_name,
+            log_file=config.get("log_file", None),
+            part=self._part(),
+        )
+
+    @property
+    def instance(self) -> str:
+        """Name of this run among those of one id: the id, or the id with `-2`, `-3`, ..."""
+        name = self.dir.name
+        return name if number_of(name, self.id) is not None else self.id
+
+    @property
+    def family(self) -> str:
+        """Name of the directory of the runs of this lineage: the lineage, with the id of the code where there is git."""
+        lineage = self._runner.config.lineage
+        return f"{lineage}-{self.code_id}" if self.code_id else lineage
+
+    def enter_to_train(self, *, resumed: bool) -> None:
+        """Become the writer of a directory that was entered to look only, since training begins."""
+        self._runner.world.on_first(lambda: self._lease.enter_to_train(resumed=resumed) if self._lease else None)
+
+    def confirm(self) -> None:
+        """Check that this process is still the writer of the directory; on the main process."""
+        if self._lease is not None:
+            self._lease.confirm()
+
+    def release(self) -> None:
+        """Give the right to write up; a second call does nothing."""
+        if self._lease is not None:
+            self._lease.release()
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a small file of that name was not finished, or is being written."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
+def litter_in_run(run: Path) -> list[Path]:
+    """Return the unfinished small files that killed processes have left in a run directory, sorted; its checkpoints are not looked at."""
+    found = []
+    # What a link leads to is the user's.
+    directories = [run, *(run / name for name in ("metadata", "heartbeats", "profiles"))]
+    for directory in (path for path in directories if path == run or not os.path.islink(path)):
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            found += [Path(e.path) for e in entries if is_unfinished(e.name) and e.is_file(follow_symlinks=False)]
+    return sorted(found)
+
+
+def remove_litter(run: Path) -> None:
+    """Remove them. Called by the one writer of the directory; what cannot be removed does no harm."""
+    for file in litter_in_run(run):
+        with contextlib.suppress(OSError):
+            # Other ranks of this start may be writing their first heartbeats.
+            of_main = file.parent == run or file.parent.name == "metadata"
+            if of_main or time.time() - file.stat().st_mtime > _YOUNG_SECONDS:
+                file.unlink()
+
+
+def without_places(stored: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return the configuration of a checkpoint without the places in it: they are recorded, and never obeyed.
+
+    The author of the checkpoint could otherwise choose the files that the reader writes to, and a copied one would write into the run
+    directory of the machine that it came from. The user's own sections are left as they are.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in stored.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            kept[name] = without_places(value, f"{key}.")
+        elif not _is_place(key, value):
+            kept[name] = value
+    return kept
+
+
+def _is_place(key: str, value: object) -> bool:
+    if key in PLACES or _ENGINE_PLACES.fullmatch(key):
+        return True
+    if key not in DIRECTORY_NAMES and not _ENGINE_NAMES.fullmatch(key):
+        return False
+    return not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value) or value in (".", "..")
+
+
 def _write_changed(path: Path, text: str) -> None:
     if not path.exists() or path.read_bytes() != text.encode():
         write_atomically(path, text)
-
-
-def _absolute(path: PathLike) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ import danling as dl
 from danling.checkpoints import CheckpointError
 from danling.cli.main import main
 from danling.utils.locks import WRITING, FileLock
-from danling.workspace import claim
+from danling.workspace.run_directory import RunInUseError
 
 
 class Small(dl.TorchRunner):
@@ -138,23 +137,6 @@ def test_all_ranks_of_a_job_share_the_one_that_rank_0_takes() -> None:
     assert set(run_processes(place_of_rank, settings(), world_size=2)) == {str(first.resolve()) + "-2"}
 
 
-def test_auto_resume_finds_a_run_whose_id_an_older_version_made(caplog: pytest.LogCaptureFixture) -> None:
-    made = trained()
-    older = made.with_name(re.sub(r"[0-9a-f]{16}$", "0123456789abcdef", made.name))
-    shutil.move(made, older)
-    # An older version knew fewer keys, and made another id of them: in the directory's name and in the manifests.
-    for file in older.rglob("*.sha256"):
-        body = file.read_text().replace(made.name, older.name).rpartition("# sha256 of")[0]
-        file.write_text(f"{body}# sha256 of the lines above: {hashlib.sha256(body.encode()).hexdigest()}\n")
-    with Small(settings(epochs=2, auto_resume=True)) as runner:
-        assert (runner.dir, runner.id, runner.state.train.epoch) == (older, older.name, 1)
-        runner.train()
-    assert any(str(older) in line and "Going on in" in line for line in caplog.messages)
-    # A run of another configuration is not taken for an older one of this.
-    with Small(settings(epochs=2, auto_resume=True, optim={"type": "sgd", "lr": 0.2})) as runner:
-        assert runner.state.train.epoch == 0
-
-
 def test_the_series_shows_in_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     names = [trained(seed=None).name for _ in range(11)]
     assert main(["runs", "experiments"]) == 0
@@ -184,7 +166,7 @@ def test_a_checkpoint_of_another_place_does_not_write_over_what_lies_in_a_named_
     second = trained(dir="second")
     before = contents(second)
     for more in ({}, {"auto_resume": True}):
-        with pytest.raises(ValueError, match=r"resume='first/checkpoints/latest.pth', which lies elsewhere"):
+        with pytest.raises(ValueError, match=r"resume='first/checkpoints/latest.pth', which is elsewhere"):
             Small(settings(dir="second", epochs=2, resume="first/checkpoints/latest.pth", **more))
     assert contents(second) == before
 
@@ -224,7 +206,7 @@ def test_looking_needs_no_right_and_training_there_is_refused() -> None:
 def test_a_second_runner_of_one_process_is_refused_and_a_reader_is_not() -> None:
     with Small(settings(dir="mine")) as runner:
         runner.train()
-        with pytest.raises(claim.RunInUseError, match=rf"process {os.getpid()} on .* since .* this process"):
+        with pytest.raises(RunInUseError, match=rf"process {os.getpid()} on .* since .* this process"):
             Small(settings(dir="mine", auto_resume=True))
         with Small(settings(dir="mine", auto_resume=True, checkpoint={"load_only": True})) as reader:
             assert reader.state.train.epoch == 1
@@ -240,9 +222,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import danling as dl
-from danling.workspace import placing
+from danling.workspace import run_directory
 
-placing.WAIT_SECONDS = float(sys.argv.pop(1))
+run_directory._WAIT_SECONDS = float(sys.argv.pop(1))
 
 class Slow(dl.Runner):
     def __init__(self, config):
@@ -297,7 +279,7 @@ def test_a_writer_in_the_background_that_outlives_its_run_is_waited_for(tmp_path
     with child(lambda: hold(file, tmp_path / "held")) as pid:
         wait_for((tmp_path / "held").exists)
         config = {**settings(dir="mine", auto_resume=True), "comm": {"init_timeout_seconds": 1.0}}
-        with pytest.raises(claim.RunInUseError, match=rf"in the background by process {pid} "):
+        with pytest.raises(RunInUseError, match=rf"in the background by process {pid} "):
             Small(config)
     with Small(config) as runner:
         assert runner.state.train.epoch == 1

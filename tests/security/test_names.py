@@ -103,14 +103,13 @@ FUNCTIONS = {
     "utils/files": ["clear_places", "open_file", "read_text", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made"],
     "utils/torchrun": ["first_failure"],
-    "workspace/claim": ["Claim.make", "Claim.release", "make_directory"],
-    "workspace/litter": ["remove_litter"],
-    "workspace/series": ["has_line"],
+    "workspace/run_directory": ["RunDirectoryLease.make", "RunDirectoryLease.release", "has_line", "make_directory"],
     "workspace/workspace": [
         "Workspace.write_metadata",
         "Workspace.write_results",
         "Workspace.write_streams",
         "_write_changed",
+        "remove_litter",
     ],
 }
 """By module: the functions. Whoever adds one enters it here, and in `PARSERS` if it takes a name from a file."""

@@ -23,7 +23,7 @@ from danling.checkpoints.exchange import import_weights
 from danling.checkpoints.reading import read_file
 from danling.checkpoints.shard_index import ShardIndex, read_index
 from danling.utils.nesting import parse_json, parse_yaml
-from danling.workspace.placing import without_places
+from danling.workspace.workspace import without_places
 
 FIXTURES = Path(__file__).parents[1] / "checkpoints" / "fixtures" / "v1"
 

@@ -18,7 +18,7 @@ from support.toys import TracingRunner
 from danling.checkpoints import CheckpointError, read_config
 from danling.checkpoints.reading import obeyed, read_payload
 from danling.cli.main import main
-from danling.workspace.placing import without_places
+from danling.workspace.workspace import without_places
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The place of a run, without a runner."""
+"""Where a run writes: its directory, its litter, its metadata."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import yaml
 
-from danling.config import RunnerConfig
-from danling.distributed import LocalDomain
+import danling as dl
 from danling.workspace import Workspace
-from danling.workspace.run_place import RunPlace
+from danling.workspace.workspace import RunPlace
 
 
-def place_of(root: Path, **settings: Any) -> tuple[RunPlace, RunnerConfig]:
-    config = RunnerConfig({"dir": str(root / "run"), "git_diff": False, **settings})
-    return RunPlace(lambda: config, world=LocalDomain(), replicas=2, part=lambda: None), config
+def place_of(root: Path, **settings: Any) -> RunPlace:
+    runner = dl.BaseRunner({"dir": str(root / "run"), "git_diff": False, "log": False, **settings})
+    runner.close()
+    return RunPlace(runner)
 
 
 def opened(place: RunPlace) -> Workspace:
@@ -25,7 +25,7 @@ def opened(place: RunPlace) -> Workspace:
 def test_a_run_directory_is_made_when_it_is_opened_and_litter_goes(tmp_path: Path) -> None:
     (tmp_path / "run" / "metadata").mkdir(parents=True)
     litter = tmp_path / "run" / "metadata" / ".config.full.yaml.1234.tmp"
-    place, _ = place_of(tmp_path)
+    place = place_of(tmp_path)
     assert not (tmp_path / "run" / "logs").exists()
     workspace = opened(place)
     try:
@@ -36,7 +36,7 @@ def test_a_run_directory_is_made_when_it_is_opened_and_litter_goes(tmp_path: Pat
 
 
 def test_a_program_may_name_code_and_configuration_otherwise(tmp_path: Path) -> None:
-    place, _ = place_of(tmp_path)
+    place = place_of(tmp_path)
     try:
         place.open(code_id="mine", config_id="settings", timestamp="now")
         place.choose()
@@ -46,13 +46,13 @@ def test_a_program_may_name_code_and_configuration_otherwise(tmp_path: Path) -> 
 
 
 def test_metadata_is_written_without_secrets_and_not_by_who_only_looks(tmp_path: Path) -> None:
-    place, _ = place_of(tmp_path, lineage="named", api_key="sesame")
+    place = place_of(tmp_path, lineage="named", api_key="sesame")
     workspace = opened(place)
     place.write_metadata(workspace, foreign=lambda: False)
     place.release()
     full = yaml.safe_load((workspace.metadata_dir / "config.full.yaml").read_text())
     assert full["lineage"] == "named" and "sesame" not in str(full)
-    looking, _ = place_of(tmp_path, lineage="looks", checkpoint={"load_only": True})
+    looking = place_of(tmp_path, lineage="looks", checkpoint={"load_only": True})
     looked = opened(looking)
     looking.write_metadata(looked, foreign=lambda: True)
     looking.write_metadata(looked, foreign=lambda: False)

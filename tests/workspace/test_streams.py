@@ -5,57 +5,57 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from danling.workspace import Workspace
-from danling.workspace.runs import Run
-from danling.workspace.streams import StreamSide, streams_of
+from danling.workspace.runs import Run, StreamSide, streams_of
 
 RECORD = {"stream": "a", "side": "trainer", "published": 9, "trained": 4, "waited_seconds": 0.5, "end": None}
 
 
-def side(run: str, kind: str, published: int, trained: int, *, end: str | None = None, written: float = 0.0) -> Any:
+def side(
+    root: Path, name: str, kind: str, published: int, trained: int, *, end: str | None = None, at: float = 0.0
+) -> Run:
+    (root / name).mkdir(exist_ok=True)
+    file = root / name / "streams.json"
     record = {**RECORD, "side": kind, "published": published, "trained": trained, "end": end}
-    return StreamSide.of(run, record, written)
+    file.write_text(json.dumps({"train": record}))
+    os.utime(file, (at, at))
+    return Run(root / name, name)
 
 
-def test_sides_of_one_log_are_one_stream() -> None:
-    sides = [
-        side("p1", "producer", 30, 10, end="stopped", written=3.0),
-        side("t", "trainer", 24, 16, end=None, written=2.0),
-        side("p2", "producer", 28, 10, end=None, written=1.0),
-        StreamSide.of("x", {**RECORD, "stream": "0"}, 0.0),
+def test_sides_of_one_log_are_one_stream(tmp_path: Path) -> None:
+    runs = [
+        side(tmp_path, "p1", "producer", 30, 10, end="stopped", at=3.0),
+        side(tmp_path, "t", "trainer", 24, 16, end=None, at=2.0),
+        side(tmp_path, "p2", "producer", 28, 10, end=None, at=1.0),
     ]
-    other, stream = streams_of(sides)
-    assert (other.name, other.producers, [found.run for found in other.trainers]) == ("0", (), ["x"])
-    assert [found.run for found in stream.producers] == ["p1", "p2"]
-    assert stream.summary() == {
-        "stream": "a",
-        "published": 30,
-        "trained": 16,
-        "waiting": 14,
-        "end": "stopped",
-        "producers": [{"run": "p1", "waited_seconds": 0.5}, {"run": "p2", "waited_seconds": 0.5}],
-        "trainers": [{"run": "t", "trained": 16, "waited_seconds": 0.5}],
-    }
-
-
-def test_what_was_written_last_says_how_the_log_has_ended_and_complete_stays_so() -> None:
-    stopped, goes_on = side("p", "producer", 8, 8, end="stopped", written=1.0), side("t", "trainer", 8, 8, written=2.0)
-    complete = side("q", "producer", 8, 8, end="complete", written=0.0)
-    assert [streams_of(sides)[0].end for sides in ([stopped], [stopped, goes_on], [complete, goes_on])] == [
-        "stopped",
-        "open",
-        "complete",
+    assert streams_of(runs) == [
+        {
+            "stream": "a",
+            "published": 30,
+            "trained": 16,
+            "waiting": 14,
+            "end": "stopped",
+            "producers": [{"run": "p1", "waited_seconds": 0.5}, {"run": "p2", "waited_seconds": 0.5}],
+            "trainers": [{"run": "t", "trained": 16, "waited_seconds": 0.5}],
+        }
     ]
 
 
-def test_of_several_trainers_the_last_counts_and_without_one_what_the_producer_knows() -> None:
-    trainers = [side("a", "trainer", 40, 40), side("b", "trainer", 40, 12)]
-    assert streams_of(trainers)[0].trained == 12
-    assert streams_of([side("p", "producer", 40, 20)])[0].summary()["waiting"] == 20
+def test_what_was_written_last_says_how_the_log_has_ended_and_complete_stays_so(tmp_path: Path) -> None:
+    stopped = side(tmp_path, "p", "producer", 8, 8, end="stopped", at=1.0)
+    resumed = side(tmp_path, "t", "trainer", 8, 8, at=2.0)
+    complete = side(tmp_path, "q", "producer", 8, 8, end="complete", at=0.0)
+    ends = [streams_of(runs)[0]["end"] for runs in ([stopped], [stopped, resumed], [complete, resumed])]
+    assert ends == ["stopped", "open", "complete"]
+
+
+def test_of_several_trainers_the_last_counts_and_without_one_what_the_producer_knows(tmp_path: Path) -> None:
+    trainers = [side(tmp_path, "a", "trainer", 40, 40), side(tmp_path, "b", "trainer", 40, 12)]
+    assert streams_of(trainers)[0]["trained"] == 12
+    assert streams_of([side(tmp_path, "p", "producer", 40, 20)])[0]["waiting"] == 20
 
 
 @pytest.mark.parametrize("record", [{}, {**RECORD, "side": "both"}, {**RECORD, "trained": "many"}, 3, None])

@@ -10,18 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from danling.config import RunnerConfig
 from danling.utils import locks
-from danling.workspace.claim import Claim, RunInUseError, Wish, claim, run_of
-from danling.workspace.series import natural_key, number_of, numbers
+from danling.workspace.run_directory import (
+    RunDirectoryLease,
+    RunDirectoryRequest,
+    RunInUseError,
+    choose_run_directory,
+    natural_key,
+    number_of,
+    numbers,
+    run_of,
+)
 
 
-def entered(family: Path, part: str | None = None, *, auto_resume: bool = False) -> Claim:
-    taken = claim(Wish(family, "id", part=part, auto_resume=auto_resume, wait_seconds=0.0))
+def request(root: Path, part: str | None = None, *, reruns: bool = False, **settings: object) -> RunDirectoryRequest:
+    config = RunnerConfig({"workspace_root": str(root), "comm": {"init_timeout_seconds": 0.001}, **settings})
+    return RunDirectoryRequest(config, "id", part=part, reruns=reruns)
+
+
+def entered(root: Path, part: str | None = None, **settings: object) -> RunDirectoryLease:
+    taken = choose_run_directory(request(root, part, **settings))
     taken.enter()
     return taken
 
 
-def log(taken: Claim, part: str = "") -> None:
+def log(taken: RunDirectoryLease, part: str = "") -> None:
     (taken.dir / part).mkdir(exist_ok=True)
     (taken.dir / part / "metrics.jsonl").write_text('{"step": 1}\n')
 
@@ -34,13 +48,13 @@ def test_the_replica_groups_of_one_job_share_a_directory_and_the_next_job_has_an
     log(first, "ft-replica-0")
     second = entered(tmp_path, "ft-replica-1")  # it starts when the first has logged already
     log(second, "ft-replica-1")
-    assert first.dir == second.dir == tmp_path / "id-2"
+    assert first.dir == second.dir == tmp_path / "lin" / "id-2"
     second.release()  # killed, and back
     again = entered(tmp_path, "ft-replica-1")
     assert again.dir == first.dir
     first.release()
     again.release()
-    assert entered(tmp_path, "ft-replica-0").dir == tmp_path / "id-3"
+    assert entered(tmp_path, "ft-replica-0").dir == tmp_path / "lin" / "id-3"
 
 
 def test_auto_resume_takes_the_newest_that_holds_a_run(tmp_path: Path) -> None:
@@ -50,9 +64,9 @@ def test_auto_resume_takes_the_newest_that_holds_a_run(tmp_path: Path) -> None:
         taken.release()
     empty = entered(tmp_path)  # an attempt that never trained
     empty.release()
-    (tmp_path / "id-11").mkdir(exist_ok=True)
-    assert numbers(tmp_path, "id")[-1] == 11
-    assert entered(tmp_path, auto_resume=True).dir == tmp_path / "id-10"
+    (tmp_path / "lin" / "id-11").mkdir(exist_ok=True)
+    assert numbers(tmp_path / "lin", "id")[-1] == 11
+    assert entered(tmp_path, auto_resume=True).dir == tmp_path / "lin" / "id-10"
 
 
 def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,26 +84,26 @@ def test_a_directory_that_another_has_trained_in_before_it_was_locked_is_left_al
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the making of a directory and its lock another start may take it over, train, and end."""
-    make = Claim.make
+    make = RunDirectoryLease.make
 
-    def slow(self: Claim, directory: Path) -> bool:
+    def slow(self: RunDirectoryLease, directory: Path) -> bool:
         made = make(self, directory)
-        monkeypatch.setattr(Claim, "make", make)
+        monkeypatch.setattr(RunDirectoryLease, "make", make)
         other = entered(tmp_path)
         assert other.dir == directory
         log(other)
         other.release()
         return made
 
-    monkeypatch.setattr(Claim, "make", slow)
-    assert entered(tmp_path).dir == tmp_path / "id-2"
+    monkeypatch.setattr(RunDirectoryLease, "make", slow)
+    assert entered(tmp_path).dir == tmp_path / "lin" / "id-2"
 
 
 def test_a_release_leaves_no_empty_directory(tmp_path: Path) -> None:
-    taken = entered(tmp_path / "lin" / "deeper")
+    taken = entered(tmp_path / "deeper")
     assert taken.dir.is_dir()
     taken.release()
-    assert not (tmp_path / "lin").exists()
+    assert not (tmp_path / "deeper").exists()
 
 
 def test_names_of_a_series() -> None:
@@ -113,34 +127,34 @@ def test_the_run_directory_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_is_run_again_takes_the_next_free_name_beside_a_named_directory(tmp_path: Path) -> None:
-    wish = Wish(tmp_path, "id", named=tmp_path / "run", wait_seconds=0.0, again=True)
-    first = claim(wish)
+    wish = request(tmp_path, dir=str(tmp_path / "run"), reruns=True)
+    first = choose_run_directory(wish)
     first.enter()
     assert first.dir == tmp_path / "run" and first.notice is None
     log(first)
-    second = claim(wish)
+    second = choose_run_directory(wish)
     second.enter()
     assert second.dir == tmp_path / "run-2" and second.notice is not None
     assert str(tmp_path / "run") in second.notice and "run-2" in second.notice
     log(second)
     # An empty one that another runner has is in use too.
-    third, fourth = claim(wish), claim(wish)
+    third, fourth = choose_run_directory(wish), choose_run_directory(wish)
     third.enter()
     assert third.dir == fourth.dir == tmp_path / "run-3"
-    assert claim(wish).dir == tmp_path / "run-4"
+    assert choose_run_directory(wish).dir == tmp_path / "run-4"
 
 
 def test_a_cell_that_is_run_again_before_it_has_trained_is_told_that_the_directory_is_in_use(tmp_path: Path) -> None:
-    wish = Wish(tmp_path, "id", named=tmp_path / "run", wait_seconds=0.0, again=True)
-    first = claim(wish)
+    wish = request(tmp_path, dir=str(tmp_path / "run"), reruns=True)
+    first = choose_run_directory(wish)
     first.enter()
-    notice = claim(wish).notice or ""
+    notice = choose_run_directory(wish).notice or ""
     assert notice == f"{tmp_path}/run is in use by another runner: this one, from scratch, is {tmp_path}/run-2."
 
 
 def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_path: Path) -> None:
-    wish = Wish(tmp_path, "id", named=tmp_path / "run", auto_resume=True, wait_seconds=0.0, again=True)
-    first, second = claim(wish), claim(wish)
+    wish = request(tmp_path, dir=str(tmp_path / "run"), auto_resume=True, reruns=True)
+    first, second = choose_run_directory(wish), choose_run_directory(wish)
     first.enter()
     log(first)
     first.confirm()
@@ -148,7 +162,7 @@ def test_a_cell_that_goes_on_takes_over_from_the_runner_of_the_cell_before(tmp_p
     second.confirm()
     with pytest.raises(RunInUseError, match="an earlier one of this notebook"):
         first.confirm()
-    other = claim(replace(wish, again=False))
+    other = choose_run_directory(replace(wish, reruns=False))
     with pytest.raises(RunInUseError, match="close the runner that has it first"):
         other.enter()
     # The earlier one gives up nothing that is not its own any more.
