@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from danling.utils.ports import held_port
+from danling.utils.process import held_port
 
 
 def test_nobody_else_gets_the_port_and_a_store_of_torch_may_listen_there() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Literal, cast
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 AutocastPrecision = Literal["fp16", "bf16"]
 

@@ -10,10 +10,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from danling.utils.files import json_text, read_text, write_atomically
-from danling.utils.machine import processor_name
-from danling.utils.nesting import parse_json
-from danling.utils.plain import flatten
+from danling.utils.files import read_text, write_atomically
+from danling.utils.plain import flatten, json_text, parse_json
+from danling.utils.process import processor_name
 
 FILE = "environment.json"
 """Its name among the metadata of a run."""

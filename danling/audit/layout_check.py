@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from danling.mesh.axes import AXES, axes_with
-from danling.utils.ports import held_port
+from danling.utils.messages import did_you_mean
+from danling.utils.process import held_port
 from danling.utils.protocols import ReductionDomain
-from danling.utils.suggest import did_you_mean
 
 from .layout_record import WEIGHTS, RankRecord, count_updates, has_recorded, is_complete, read_ranks
 from .layout_report import LayoutReport, NotChecked, compare_records

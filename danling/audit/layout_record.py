@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from danling.training.observers import Observer
-from danling.utils.names import canonical_name
-from danling.utils.tensors import dtype_of, is_sharded, local_part
+from danling.utils.tensors import canonical_name, dtype_of, is_sharded, local_part
 
 from .hashing import Hasher
 

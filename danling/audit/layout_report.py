@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from danling.mesh.axes import axes_with
-from danling.utils.tables import table_lines
+from danling.utils.messages import table_lines
 
 from .layout_record import Part, RankRecord, UpdateRecord
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from danling.config.imposed import end_after
 from danling.optim.tensor_subclasses import to_parts
 from danling.training.observers import Observer
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from .digests import LOCAL, OWN, DigestFile, DigestLine, DigestTable, Drift
 from .environment import write_environment

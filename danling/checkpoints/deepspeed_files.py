@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from . import storage
 from .engine_pickles import read_engine_file, require_trust

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.utils.files import read_text
-from danling.utils.names import canonical_name
-from danling.utils.nesting import parse_json
-from danling.utils.plain_names import plain_name
-from danling.utils.tensors import is_sharded
+from danling.utils.files import plain_name, read_text
+from danling.utils.plain import parse_json
+from danling.utils.tensors import canonical_name, is_sharded
 
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from danling.utils.plain_names import plain_name
+from danling.utils.files import plain_name
 
 from . import storage
 from .errors import CheckpointDamaged, reason

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from . import storage
 

@@ -14,8 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.nesting import parse_json
-from danling.utils.plain_names import plain_name
+from danling.utils.files import plain_name
+from danling.utils.plain import parse_json
 
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError

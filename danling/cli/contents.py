@@ -12,7 +12,7 @@ from danling.checkpoints.backends import backend_of, locate
 from danling.checkpoints.errors import CheckpointDamaged
 from danling.checkpoints.outline import Entry, Outline
 from danling.utils.files import open_file
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 _HEADER_LIMIT = 100 << 20
 _MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from danling.config.stacks import BACKENDS
 from danling.graph.compiler import cxx_command, cxx_version
-from danling.utils.ports import held_port
+from danling.utils.process import held_port
 
 from .ending import SIGTERM
 from .environment import EXTRAS, installed, module_of

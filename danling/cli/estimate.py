@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from danling.mesh.axes import AXES, Axes, axes_with
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 from .output import OK, add_json, as_bytes, print_json, print_table
 

@@ -12,8 +12,8 @@ import argparse
 from typing import Any
 
 from danling.checkpoints.outline import Outline
+from danling.utils.messages import as_text
 from danling.utils.plain import flatten
-from danling.utils.tables import as_text
 
 from .contents import read_contents
 from .output import OK, add_json, as_bytes, print_json, print_table

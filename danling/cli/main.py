@@ -22,8 +22,7 @@ from io import TextIOWrapper
 from typing import Any, TextIO
 
 from danling import __version__
-from danling.utils.suggest import did_you_mean
-from danling.utils.tables import without_controls
+from danling.utils.messages import did_you_mean, without_controls
 
 from .ending import ended_by_sigterm
 from .output import DAMAGED, INTERRUPTED, MISSING_PACKAGE, NOTHING_THERE, WRONG_USAGE

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danling.utils.files import json_text, write_atomically
-from danling.utils.tables import table_lines
+from danling.utils.files import write_atomically
+from danling.utils.messages import table_lines
+from danling.utils.plain import json_text
 
 if TYPE_CHECKING:
     from danling.workspace.runs import Run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from danling.utils.tables import as_text
+from danling.utils.messages import as_text
 from danling.workspace.run_directory import natural_key
 from danling.workspace.runs import Run, config_differences, streams_of
 

@@ -30,7 +30,7 @@ from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.policy import is_name
 from danling.checkpoints.store import CheckpointStore
 from danling.checkpoints.target_store import SUMS
-from danling.utils.tables import as_text
+from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
 from danling.workspace.runs import Run
 from danling.workspace.workspace import litter_in_run

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from danling.utils.files import read_text
-from danling.utils.nesting import check_yaml, parse_json
+from danling.utils.plain import check_yaml, parse_json
 
 from .fields import YamlLoader
 

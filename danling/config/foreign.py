@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from danling.utils.messages import did_you_mean
 from danling.utils.secrets import hide_secrets
-from danling.utils.suggest import did_you_mean
 
 from .fields import Config, fields_of
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.files import json_text, read_text
-from danling.utils.nesting import parse_json
+from danling.utils.files import read_text
+from danling.utils.plain import json_text, parse_json
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Never
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 from .fields import MISSING, Config, Field, FlatDict, Null, conform, describe, fields_of, members_of, of_chanfig
 from .identity import digest, plain

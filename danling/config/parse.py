@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from danling.utils.suggest import did_you_mean
-from danling.utils.torchrun import ERROR_FILE, first_failure
+from danling.utils.messages import did_you_mean
+from danling.utils.process import ERROR_FILE, first_failure
 
 from .fields import MISSING, Config, Field, conform, describe, fields_of, help_texts, members_of, of_chanfig
 from .files import SettingsLoader

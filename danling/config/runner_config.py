@@ -12,9 +12,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from danling.utils.notebook import in_notebook
+from danling.utils.messages import warn_user
+from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
-from danling.utils.warn import warn_user
 
 from . import identity
 from .checks import check_sections, seconds_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from danling.utils.suggest import did_you_mean
-from danling.utils.warn import warn_user
+from danling.utils.messages import did_you_mean, warn_user
 
 
 @dataclass(frozen=True, kw_only=True)

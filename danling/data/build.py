@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 from .batching import OWN, divide_updates
 from .keyed import KEYED

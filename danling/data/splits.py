@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from danling.utils.messages import did_you_mean, nearest
 from danling.utils.protocols import ReductionDomain
-from danling.utils.suggest import did_you_mean, nearest
 
 from .batching import AUTO, divide_updates, merge_settings
 from .datamodule import LoaderSettings

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 _SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler", "data_types")
 _READ_LATER = (

@@ -13,7 +13,7 @@ from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.deepspeed import engine as engines
 from danling.training.model_states import ModelStates
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 
 class EngineModelStates(ModelStates):

@@ -13,8 +13,8 @@ from danling.distributed import Domain
 from danling.training.coverage import listed
 from danling.training.ema import EMA
 from danling.training.preparation import ModelPreparation
-from danling.utils.names import canonical_name
 from danling.utils.protocols import SteppedOptimizer
+from danling.utils.tensors import canonical_name
 
 from . import engine as engines
 from .engine_config import uses_bf16_weights, zero_stage

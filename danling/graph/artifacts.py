@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from danling.utils.files import json_text, open_file, read_text, write_atomically
-from danling.utils.nesting import parse_json
-from danling.utils.plain_names import plain_path
+from danling.utils.files import open_file, plain_path, read_text, write_atomically
+from danling.utils.plain import json_text, parse_json
 
 from .fingerprint import digest_of
 

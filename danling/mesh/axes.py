@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from danling.distributed import Domain
-from danling.utils.names import canonical_name
-from danling.utils.tensors import is_sharded
+from danling.utils.tensors import canonical_name, is_sharded
 
 
 def rebind_optimizer(

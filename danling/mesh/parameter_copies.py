@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from danling.utils.buckets import bucketed, flattened, scatter
-from danling.utils.tensors import is_sharded, local_part, with_local_part
+from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
 from .axes import axes_with
 from .topology import Topology

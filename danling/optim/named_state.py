@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from .stored_kind import check_kind
 from .tensor_subclasses import from_parts, to_parts

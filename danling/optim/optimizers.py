@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 from .registry import Registry
 

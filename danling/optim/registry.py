@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from danling.utils.suggest import did_you_mean
+from danling.utils.messages import did_you_mean
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 from .errors import RemoteConflict, RemoteDenied, RemoteError, RemoteExists, RemoteMissing, RemoteUnavailable
 from .store import RemoteStore, Tag

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from danling.utils.plain_names import is_plain_path
+from danling.utils.files import is_plain_path
 from danling.workspace.runs import Run, find_runs
 
 from .layout import CHECKPOINTS, FILES

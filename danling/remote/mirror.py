@@ -17,7 +17,7 @@ from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
 from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.manifest import Manifest, read_manifest
 from danling.checkpoints.mirroring import Saved
-from danling.utils.numbers import Paced
+from danling.utils.messages import Paced
 
 from .contents import RemoteRun
 from .errors import RemoteError, RemoteUnavailable

@@ -17,7 +17,7 @@ from danling.checkpoints.policy import Record
 from danling.checkpoints.search import Apart
 from danling.checkpoints.target_store import SUMS, TargetStore
 from danling.distributed.environment import is_first_on_machine
-from danling.utils.notebook import in_notebook
+from danling.utils.process import in_notebook
 from danling.workspace.workspace import is_unfinished
 
 from .contents import RemoteRun

@@ -18,7 +18,7 @@ from danling.checkpoints.file_store import SUFFIX
 from danling.checkpoints.policy import is_name
 from danling.checkpoints.store import CheckpointStore
 from danling.distributed.environment import is_first_on_machine
-from danling.utils.nesting import parse_yaml
+from danling.utils.plain import parse_yaml
 
 from .brought import RemoteFiles, RemoteTargets
 from .errors import RemoteMissing

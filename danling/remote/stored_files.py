@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from danling.checkpoints import storage
-from danling.utils.plain_names import is_plain_path
+from danling.utils.files import is_plain_path
 
 from .layout import RunLayout
 from .store import RemoteObject, RemoteStore

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
 
-from danling.utils.notebook import in_notebook
-from danling.utils.numbers import Paced, format_count
+from danling.utils.messages import Paced, format_count
+from danling.utils.process import in_notebook
 
 from .logging import SHOWN_ON_BAR
 from .notebook import NotebookBar

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from danling.utils.numbers import Paced, format_count
+from danling.utils.messages import Paced, format_count
 from danling.utils.protocols import ReductionDomain
 
 from .builtin import BUILT_IN_TRACKERS, TrackerPlace

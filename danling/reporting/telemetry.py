@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from danling.utils.numbers import format_count
+from danling.utils.messages import format_count
 from danling.utils.protocols import ReductionDomain
 
 _GIB = 2**30

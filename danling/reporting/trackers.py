@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 from danling.utils.files import open_file, write_all, write_error
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 PathLike = str | os.PathLike[str]
 

@@ -65,7 +65,7 @@ from danling.training.run_state import (
     say_left_out,
 )
 from danling.training.saving import RunSaver
-from danling.utils.machine import arithmetic
+from danling.utils.process import arithmetic
 from danling.workspace import Workspace
 from danling.workspace.workspace import RunPlace, without_places
 

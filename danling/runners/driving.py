@@ -23,7 +23,7 @@ from danling.reporting.rank_times import RankTimes
 from danling.supervision import Profiler, RankWatch, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
 from danling.training.model_states import weights_to_export
-from danling.utils.numbers import Paced
+from danling.utils.messages import Paced
 from danling.utils.secrets import hide_secret_words, secret_values
 
 from .meta import check_settings_are_read

@@ -12,7 +12,7 @@ from danling.checkpoints.errors import CheckpointMismatch
 from danling.training.carry import map_carry
 from danling.training.frozen import FrozenWeights
 from danling.training.run_state import StatePart
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 if TYPE_CHECKING:
     from .assembly import TorchParts

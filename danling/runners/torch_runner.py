@@ -56,7 +56,7 @@ from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation
 from danling.training.readiness import check_components
 from danling.training.run_state import StatePart
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from .assembly import TorchParts
 from .base_runner import RESERVED_FIGURES, BaseRunner, Results

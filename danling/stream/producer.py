@@ -12,7 +12,7 @@ from danling.config import RunnerConfig
 from danling.distributed import agree
 from danling.runners import Runner
 from danling.supervision import EXIT_CODES
-from danling.utils.numbers import Paced
+from danling.utils.messages import Paced
 from danling.utils.plain import flatten
 
 from .production import Captured, Production, Publisher, by_sample

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from danling.reporting.telemetry import memory_figures
-from danling.utils.files import json_text, write_atomically
-from danling.utils.torchrun import ERROR_FILE, FirstFailure, first_failure, headline_of, shown_by_torchrun
+from danling.utils.files import write_atomically
+from danling.utils.plain import json_text
+from danling.utils.process import ERROR_FILE, FirstFailure, first_failure, headline_of, shown_by_torchrun
 
 logger = logging.getLogger("danling")
 

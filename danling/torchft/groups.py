@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from danling.distributed.domain import Domain
 from danling.training.session import IntactStateError
-from danling.utils.buckets import bucketed, flattened, scatter
-from danling.utils.tensors import local_part
+from danling.utils.tensors import bucketed, flattened, local_part, scatter
 
 from .lighthouse import (
     LIGHTHOUSE,

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.data.generators import Generators
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from .encoding import MISSING, CannotRestore, Decoder, Encoder
 

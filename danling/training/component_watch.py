@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from danling.optim.schedulers import OneCycleSchedule
 from danling.optim.warmup import WarmupScheduler
-from danling.utils.names import canonical_name
+from danling.utils.tensors import canonical_name
 
 from .coverage import listed
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danling.utils.names import canonical_name
-from danling.utils.tensors import local_part
+from danling.utils.tensors import canonical_name, local_part
 
 
 class EMA:

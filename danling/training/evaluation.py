@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import all_arrive
 from danling.metrics import Meters, MetricSet, as_number
-from danling.utils.names import canonical_name
 from danling.utils.protocols import ReductionDomain
+from danling.utils.tensors import canonical_name
 
 from .batches import not_one_loss, peek_target
 from .outputs import prediction_of

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from danling.utils.buckets import bucketed, flattened
 from danling.utils.protocols import ReductionDomain
-from danling.utils.tensors import local_part
+from danling.utils.tensors import bucketed, flattened, local_part
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

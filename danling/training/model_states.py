@@ -12,8 +12,7 @@ from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.exclusion import ExcludedFromLoading
 from danling.optim.modes import evaluation_weights, modal, put_training_weights, training_weights
 from danling.optim.named_state import load_named_state_dict, named_state_dict
-from danling.utils.names import canonical_name
-from danling.utils.tensors import floating_dtype
+from danling.utils.tensors import canonical_name, floating_dtype
 
 from .ema import EMA
 

@@ -1,20 +1,23 @@
-"""Small files: read with bounds, written atomically, and obstacles in their place."""
+"""Small files: which names may become paths, reading with bounds, atomic writing, and obstacles."""
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import math
 import os
+import re
 import stat
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 logger = logging.getLogger("danling")
 
+_LONGEST_NAME = 4096
+_LONGEST_PART = 255
+_DRIVE = re.compile(r"[A-Za-z]:")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TEXT_LIMIT = 64 << 20
 """Bytes of the largest text that is read. A sparse file of some gigabytes takes no room on a disk."""
@@ -93,16 +96,34 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
                 logger.warning("%s was in the way of this run and is no part of it. It lies in %s now.", path, aside)
 
 
-def json_text(value: object) -> str:
-    """Return valid JSON; NaN and infinities, which JSON lacks, become null."""
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str) + "\n"
+def plain_path(name: object) -> str:
+    """Return a name that is a plain relative path: parts with a slash between them, none of which leads upwards.
+
+    Every reader that opens, writes, renames or removes a file by a name from a file calls this or `plain_name` first.
+    """
+    if not isinstance(name, str) or not is_plain_path(name):
+        shown = repr(name[:80] if isinstance(name, str) else type(name).__name__)
+        raise ValueError(f"{shown} is no plain relative name of a file")
+    return name
 
 
-def _finite(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+def plain_name(name: object) -> str:
+    """Return a name that is a plain relative path of one part: a file in the directory itself."""
+    plain = plain_path(name)
+    if "/" in plain:
+        raise ValueError(f"{plain[:80]!r} is no plain name of a file in the directory itself")
+    return plain
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether `plain_path` takes a name."""
+    if "\\" in name or _CONTROL.search(name) or _DRIVE.match(name):
+        return False
+    try:
+        size = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return False
+    parts = name.split("/")
+    return size <= _LONGEST_NAME and all(
+        part not in ("", ".", "..") and len(os.fsencode(part)) <= _LONGEST_PART for part in parts
+    )

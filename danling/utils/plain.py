@@ -1,10 +1,103 @@
-"""Values that any YAML or JSON reader understands."""
+"""Values that any reader of YAML or JSON understands, and text of both. What another program may have written is read with bounds: no text
+of a few bytes takes hours, gigabytes or the process."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
+
+import yaml
+
+_DEEPEST = 200
+_MOST_NODES = 500_000
+_MOST_VALUES = 10_000_000
+_LONGEST_INTEGER = 40
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_OPENING = (yaml.events.MappingStartEvent, yaml.events.SequenceStartEvent)
+_CLOSING = (yaml.events.MappingEndEvent, yaml.events.SequenceEndEvent)
+
+
+def parse_yaml(text: str) -> object:
+    """Return the content of YAML, read by the safe loader."""
+    check_yaml(text)
+    return yaml.load(text, Loader=_LOADER)
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML that costs more than its size: a few aliases of aliases stand for billions of values."""
+    nodes = 0
+    open_nodes: list[tuple[str | None, int]] = []
+    sizes: dict[str | None, int] = {}
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, _OPENING):
+            open_nodes.append((event.anchor, nodes))
+        elif isinstance(event, _CLOSING):
+            anchor, before = open_nodes.pop()
+            if anchor:
+                sizes[anchor] = nodes - before
+            continue
+        elif isinstance(event, yaml.events.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in open_nodes):
+                raise ValueError(f"its part {event.anchor!r} refers to itself")
+            nodes += sizes.get(event.anchor, 0)
+        elif not isinstance(event, yaml.events.ScalarEvent):
+            continue
+        elif event.anchor:
+            sizes[event.anchor] = 1
+        nodes += 1
+        if len(open_nodes) > _DEEPEST:
+            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+        if nodes > _MOST_NODES:
+            raise ValueError(f"it has more than {_MOST_NODES:,} values")
+
+
+def yaml_text(value: object) -> str:
+    """Return plain values as YAML; mappings keep their order."""
+    text: str = yaml.dump(value, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the content of JSON."""
+    marks = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
+    if sum(map(text.count, marks)) > _MOST_VALUES:  # type: ignore[arg-type]
+        raise ValueError(f"it has more than {_MOST_VALUES:,} values")
+    try:
+        return json.loads(text, parse_int=_integer, parse_float=_real)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _LONGEST_INTEGER:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"its number {text[:_LONGEST_INTEGER]} is out of range")
+    return value
+
+
+def json_text(value: object) -> str:
+    """Return valid JSON; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def to_plain(value: object) -> object:

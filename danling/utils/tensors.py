@@ -1,15 +1,20 @@
-"""What this rank holds of a tensor that may be sharded, and the dtypes that have names."""
+"""Tensors: the local part of a sharded one, names of dtypes and parameters, and buckets for collectives."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T", bound=Tensor)
+
+# A checkpoint written under DDP, `torch.compile` or activation checkpointing must load into the bare model, so these never reach a file.
+WRAPPER_SEGMENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_BUCKET_BYTES = 25 * 2**20
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -82,3 +87,46 @@ def floating_dtype(name: str, *, key: str) -> torch.dtype:
             f"Expected {key} to be the name of a floating dtype, such as 'bf16', 'fp16' or 'float32'. Received: {key}={name!r}."
         )
     return dtype
+
+
+def canonical_name(name: str, *, wrappers: frozenset[str] = WRAPPER_SEGMENTS - {"module"}) -> str:
+    """Return `name` without wrapper segments.
+
+    `module` is left alone by default: a user's own submodule may be called so. Unwrap DDP itself before asking for names.
+    """
+    return ".".join(segment for segment in name.split(".") if segment not in wrappers)
+
+
+def _nothing(_: Tensor) -> Hashable:
+    return None
+
+
+def bucketed(
+    tensors: Iterable[T], key: Callable[[Tensor], Hashable] = _nothing, *, limit: int = _BUCKET_BYTES
+) -> list[list[T]]:
+    """Return tensors in lists of one dtype, device and key, in the same order on every rank that has the same tensors."""
+    buckets: list[list[T]] = []
+    current: dict[Hashable, list[T]] = {}
+    sizes: dict[Hashable, int] = {}
+    for tensor in tensors:
+        kind = (key(tensor), tensor.dtype, tensor.device)
+        size = local_part(tensor).numel() * tensor.element_size()
+        if kind not in current or sizes[kind] + size > limit:
+            current[kind], sizes[kind] = [], 0
+            buckets.append(current[kind])
+        current[kind].append(tensor)
+        sizes[kind] += size
+    return buckets
+
+
+def flattened(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype and device, one after another: a copy of one dimension."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    """Write the elements of a flat tensor into others, one after another."""
+    start = 0
+    for target in targets:
+        target.copy_(flat[start : start + target.numel()].view(target.shape))
+        start += target.numel()

@@ -20,7 +20,7 @@ import yaml
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.utils.files import open_file, read_text
 from danling.utils.locks import WRITING, FileLock
-from danling.utils.nesting import parse_yaml
+from danling.utils.plain import parse_yaml
 
 if TYPE_CHECKING:
     from danling.config import RunnerConfig

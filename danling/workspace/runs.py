@@ -15,8 +15,7 @@ import yaml
 
 from danling.reporting.trackers import read_jsonl
 from danling.utils.files import read_text
-from danling.utils.nesting import parse_json, parse_yaml
-from danling.utils.plain import flatten
+from danling.utils.plain import flatten, parse_json, parse_yaml
 
 from .run_directory import has_line, natural_key
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danling.utils.files import clear_places, json_text, refuse_link, write_atomically
-from danling.utils.nesting import yaml_text
-from danling.utils.notebook import in_notebook
-from danling.utils.plain import to_plain
+from danling.utils.files import clear_places, refuse_link, write_atomically
+from danling.utils.plain import json_text, to_plain, yaml_text
+from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
 
 from .identity import CodeIdentity, make_timestamp, run_id

@@ -18,7 +18,7 @@ from danling.checkpoints.shard_index import ShardIndex
 from danling.cli.main import main
 from danling.remote import RunLayout
 from danling.remote.store import open_store
-from danling.utils.plain_names import plain_name, plain_path
+from danling.utils.files import plain_name, plain_path
 
 HOSTILE = (
     "", ".", "..", "/", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a\0b", "a\nb", "C:x", "c:/x", "a\\b", "x" * 256, "\ud800",

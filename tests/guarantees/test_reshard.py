@@ -13,8 +13,7 @@ from support.layouts import LayoutRunner
 from support.processes import run_processes
 from torch import Tensor
 
-from danling.utils.names import canonical_name
-from danling.utils.tensors import whole
+from danling.utils.tensors import canonical_name, whole
 
 LAYOUTS: dict[str, tuple[int, dict[str, int] | None]] = {
     "one": (1, None),

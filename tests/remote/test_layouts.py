@@ -22,8 +22,7 @@ from danling.remote import RunLayout, open_store
 from danling.remote.mirror import MirrorSettings
 from danling.remote.run_mirror import RunMirror
 from danling.remote.sources import RemoteSources
-from danling.utils.names import canonical_name
-from danling.utils.tensors import whole
+from danling.utils.tensors import canonical_name, whole
 
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "FSDP 2": {"shard": 2}, "FSDP 4": {"shard": 4}, "TP 2": {"tensor": 2}}
 

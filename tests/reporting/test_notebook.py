@@ -19,7 +19,7 @@ from support.pages import ROOT
 from support.warm import interpreter
 
 from danling.reporting.notebook import NotebookBar
-from danling.utils.notebook import in_notebook
+from danling.utils.process import in_notebook
 
 DEFINE = """\
 import torch

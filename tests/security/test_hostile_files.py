@@ -21,7 +21,7 @@ from danling.reporting.trackers import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.stream.refs import SampleRef, TensorSpec
 from danling.utils.files import read_text
-from danling.utils.nesting import parse_json, parse_yaml
+from danling.utils.plain import parse_json, parse_yaml
 
 SECONDS = 30
 

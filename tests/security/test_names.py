@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import danling
-from danling.utils.plain_names import is_plain_path, plain_name, plain_path
+from danling.utils.files import is_plain_path, plain_name, plain_path
 
 ROOT = Path(danling.__file__).parent
 _OF_OS = {"open", "unlink", "remove", "rename", "replace", "link", "symlink", "rmdir", "mkdir", "makedirs", "truncate"}
@@ -102,7 +102,7 @@ FUNCTIONS = {
     "torchft/healing": ["Healing.take"],
     "utils/files": ["clear_places", "open_file", "read_text", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made"],
-    "utils/torchrun": ["first_failure"],
+    "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectoryLease.make", "RunDirectoryLease.release", "has_line", "make_directory"],
     "workspace/workspace": [
         "Workspace.write_metadata",

@@ -22,7 +22,7 @@ from danling.checkpoints.engine_pickles import read_engine_file
 from danling.checkpoints.exchange import import_weights
 from danling.checkpoints.reading import read_file
 from danling.checkpoints.shard_index import ShardIndex, read_index
-from danling.utils.nesting import parse_json, parse_yaml
+from danling.utils.plain import parse_json, parse_yaml
 from danling.workspace.workspace import without_places
 
 FIXTURES = Path(__file__).parents[1] / "checkpoints" / "fixtures" / "v1"

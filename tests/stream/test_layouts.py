@@ -13,8 +13,7 @@ from support.processes import run_processes
 from torch import Tensor
 
 from danling.stream import DirectoryStore, Sample, SampleRef, SQLiteChannel, StreamLoader, TensorSpec
-from danling.utils.names import canonical_name
-from danling.utils.tensors import whole
+from danling.utils.tensors import canonical_name, whole
 
 SAMPLES = 21
 """Two updates of eight and a last one of five."""

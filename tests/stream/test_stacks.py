@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import danling as dl
 from danling.stream import DirectoryStore, SQLiteChannel, StreamLoader
-from danling.utils.names import canonical_name
-from danling.utils.tensors import whole
+from danling.utils.tensors import canonical_name, whole
 
 SAMPLES = 21
 LAYOUTS: dict[str, Mapping[str, Any]] = {

@@ -30,7 +30,7 @@ raise ArithmeticError("broken")
 AT_ONCE = """
 import json, os, sys
 from pathlib import Path
-from danling.utils.torchrun import first_failure
+from danling.utils.process import first_failure
 
 base, ranks = Path(sys.argv[1]), 4
 for attempt in range(100):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import danling as dl
-from danling.utils.names import canonical_name
-from danling.utils.tensors import whole
+from danling.utils.tensors import canonical_name, whole
 
 VOCABULARY = 12
 LENGTH = 8

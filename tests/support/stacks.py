@@ -19,8 +19,7 @@ from torch.utils.data import Dataset
 
 import danling as dl
 from danling.training import NonFiniteError
-from danling.utils.names import canonical_name
-from danling.utils.tensors import whole
+from danling.utils.tensors import canonical_name, whole
 
 from .toys import differences, whole_state
 

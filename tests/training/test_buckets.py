@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from danling.utils.buckets import bucketed, flattened, scatter
+from danling.utils.tensors import bucketed, flattened, scatter
 
 
 def test_every_tensor_is_in_one_list_of_its_kind_within_the_bound() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from danling.utils.nesting import parse_yaml, yaml_text
+from danling.utils.plain import parse_yaml, yaml_text
 from danling.workspace import CodeIdentity, Workspace
 
 

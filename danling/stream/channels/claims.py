@@ -8,7 +8,7 @@ from pathlib import Path
 
 from danling.utils.files import read_text, write_atomically
 from danling.utils.locks import FileLock
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 from .rules import check_owner
 

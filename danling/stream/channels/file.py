@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from danling.utils.files import open_file, read_text, write_all, write_atomically, write_error
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 from ..files import ROOM, exclusive, shared, sync_directory
 from ..protocols import StreamEnd

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from danling.utils.files import write_error
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 from ..files import ROOM
 from ..protocols import StreamEnd

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from danling.utils.files import open_file, read_text, write_all, write_error
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 from ..files import ROOM, exclusive, sync_directory
 from ..protocols import FeatureStore

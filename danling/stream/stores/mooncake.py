@@ -20,7 +20,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from danling.utils.nesting import parse_json
+from danling.utils.plain import parse_json
 
 from ..protocols import FeatureStore
 from ..refs import SampleRef, TensorSpec

@@ -1,0 +1,107 @@
+"""What surrounds this process: torchrun, a notebook, the machine and its ports. No torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable that names the file in which torchrun looks for the error of a rank."""
+
+
+def shown_by_torchrun() -> bool:
+    """Return whether torchrun has started this process, and shows its error at the end."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+
+class FirstFailure(NamedTuple):
+    """What is known of the rank of this machine that failed first."""
+
+    rank: str
+    second: int
+    """Time of its failure, in whole seconds since 1970."""
+    headline: str
+    """The line that its error is known by."""
+
+
+def first_failure(error: BaseException) -> tuple[FirstFailure, bool]:
+    """Return which rank of this machine failed first under torchrun, and whether it is this one.
+
+    A process that torchrun has not started is its own first rank.
+    """
+    own = FirstFailure(os.environ.get("RANK", "?"), int(time.time()), headline_of(error))
+    if not shown_by_torchrun():
+        return own, True
+    # One directory for each attempt, with one below it for each rank.
+    marker = Path(os.environ[ERROR_FILE]).parent.parent / "first-failure"
+    staged = marker.with_name(f"{marker.name}.{os.getpid()}")
+    try:
+        staged.write_text(json.dumps(own), encoding="utf-8")
+        # The name appears together with its content: a rank that fails at the same time finds nothing or all of it.
+        os.link(staged, marker)
+        return own, True
+    except FileExistsError:
+        return FirstFailure(*json.loads(marker.read_text(encoding="utf-8"))), False
+    except OSError:
+        return own, True
+    finally:
+        with suppress(OSError):
+            staged.unlink()
+
+
+def headline_of(error: BaseException) -> str:
+    """Return the one line that an error is known by."""
+    return f"{type(error).__name__}: {error}"
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a kernel of Jupyter; a terminal of IPython is none. IPython is not imported for it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a free TCP port of 127.0.0.1 that nobody else is given inside: until a process listens there seconds may pass.
+
+    A server that sets `SO_REUSEADDR`, as each of torch does, may listen there meanwhile.
+    """
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        # Only now, after it was found to be nobody's.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield int(held.getsockname()[1])
+
+
+@cache
+def processor_name() -> str:
+    """Return the model of the CPU, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """Return what the order and the instructions of this process's arithmetic follow from."""
+    import torch  # only here, since torch takes its time
+
+    on_cuda = device.type == "cuda"
+    return {
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+        "processor": torch.cuda.get_device_name(device) if on_cuda else processor_name(),
+    }
