@@ -20,8 +20,8 @@ HEAD = """\
 # Every error text
 
 The first sentence of every error and warning, by the file that raises it. Search for a few words of your text, without its
-values, which are *italics* here. The rest of a message says what was received and what to change. [Failure
-modes](../guides/failures.md) explains the frequent ones.
+values, which are *italics* here. The rest of a message says what was received and what to change.
+[Answers](../answers/errors.md) explains the frequent ones.
 
 `python scripts/list_errors.py` writes this page, and a test compares it with the sources.
 """
