@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.training.outcome import NonFiniteError
 from danling.training.reduction import DDPReduction, NamedParameters
+from danling.training.update import NonFiniteError
 from danling.utils.protocols import SteppedOptimizer
 
 _NO_CONTEXT: AbstractContextManager[object] = nullcontext()

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from danling.data.splits import DividedSettings
-from danling.training.micro_batches import Forwards, MicroBatches
+from danling.training.recompute import RunWindow
 from danling.training.update import UpdateStep
 from danling.utils.tensors import default_dtype, dtype_of
 
@@ -90,26 +90,15 @@ class Audits:
         observers = runner.observers
         if self.recorder is not None:
             observers.append(self.recorder)
+            update.recorder = self.recorder
         if self.updates is not None:
             observers.append(self.updates)
             update.sync.riders.append(self.updates)
         if target is not None:
             observers.append(Until(runner, target))
 
-    def see_samples(self, micro_batches: MicroBatches) -> None:
-        """Let what runs single micro-batches tell of their samples.
-
-        Args:
-            micro_batches: What runs them.
-        """
-        micro_batches.recorder = self.recorder
-
-    def around(self, forwards: Forwards) -> Forwards:
-        """Return what runs the micro-batches of an update, as one that can be made again where that is asked for.
-
-        Args:
-            forwards: What runs them.
-        """
+    def around(self, run_window: RunWindow) -> RunWindow:
+        """Return what runs the micro-batches of an update, and runs them again where that is asked for."""
         if self.runner.config.audit.replay_interval is None:
-            return forwards
-        return UpdateReplay(self.runner, forwards, self.runner._parts.recompute)
+            return run_window
+        return UpdateReplay(self.runner, run_window, self.runner._parts.recompute).run

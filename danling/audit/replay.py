@@ -15,8 +15,7 @@ from .hashing import Hasher
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
-    from danling.training.micro_batches import Forwards
-    from danling.training.recompute import Recompute
+    from danling.training.recompute import Recompute, RunWindow
 
 
 class UpdateReplay:
@@ -27,8 +26,7 @@ class UpdateReplay:
     anew, is not checked, since code is compiled in it; the next one is.
     """
 
-    def __init__(self, runner: TorchRunner, inner: Forwards, recompute: Recompute) -> None:
-        self.agreement = inner.agreement
+    def __init__(self, runner: TorchRunner, inner: RunWindow, recompute: Recompute) -> None:
         self._runner = runner
         self._inner = inner
         self._recompute = recompute
@@ -37,16 +35,16 @@ class UpdateReplay:
         self._is_owed = False
 
     def run(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
-        """Run forward and backward of one update, and again where it is checked; see `Forwards.run`. Called on all ranks."""
+        """Run forward and backward of one update, and again where it is checked. Called on all ranks."""
         runner, settings = self._runner, self._runner.config.audit
         is_new = runner.model is not self._known_model or runner.window.is_first
         self._known_model = runner.model
         is_due = self._is_owed or (runner.state.train.global_step + 1) % int(settings.replay_interval or 1) == 0
         self._is_owed = is_due and is_new
         if not is_due or is_new:
-            return self._inner.run(source, batches, consumed)
+            return self._inner(source, batches, consumed)
         take_back = self._recompute.remember()
-        if not self._inner.run(source, batches, consumed):
+        if not self._inner(source, batches, consumed):
             return False
         attempts = [self._digests()]
         for _ in range(settings.replays):
@@ -60,7 +58,7 @@ class UpdateReplay:
     def _again(self, take_back: object, source: BatchSource, consumed: list[Batch]) -> dict[str, int]:
         assert callable(take_back)
         take_back()
-        self._inner.run(source, iter(consumed), [])
+        self._inner(source, iter(consumed), [])
         return self._digests()
 
     def _digests(self) -> dict[str, int]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from danling.training.coverage import GradientWatch
-from danling.training.gradients import scale_gradients
-from danling.training.outcome import NonFiniteError
-from danling.training.reduction import LocalReduction, NamedParameters
+from danling.training.reduction import LocalReduction, NamedParameters, scale_gradients
+from danling.training.update import NonFiniteError
 from danling.utils.protocols import ReductionDomain, SteppedOptimizer
 
 from . import engine as engines

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor.parallel import loss_parallel
 
-from danling.training.gradients import scale_gradients
-from danling.training.reduction import LocalReduction, NamedParameters
+from danling.training.reduction import LocalReduction, NamedParameters, scale_gradients
 from danling.utils.protocols import SteppedOptimizer
 
 from .fsdp import set_gradient_sync

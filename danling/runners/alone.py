@@ -7,6 +7,8 @@ from functools import partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from danling.data import Batch
+
 if TYPE_CHECKING:
     from .assembly import TorchParts
     from .torch_runner import TorchRunner
@@ -75,7 +77,7 @@ class LoneVerbs:
             if runner.window.count == 0:
                 runner._session.start()
                 parts.driver.begin_updates()
-        return parts.micro_batches.run_alone(call, data)
+        return parts.update.run(Batch(data, None, None), call)
 
     def _train_epoch(self, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
         runner, parts = self._runner, self._parts

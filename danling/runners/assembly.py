@@ -13,24 +13,22 @@ from typing import TYPE_CHECKING
 
 from danling.checkpoints import FileCheckpointManager
 from danling.config.effects import endless_streams, idle_settings
-from danling.distributed import GradientNorms, StepSync
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
-from danling.training import BatchWeights, criterion_setting
-from danling.training.batch_loss import BatchLoss
+from danling.training import PassAgreement, criterion_setting
 from danling.training.component_checks import misnamed_overrides
 from danling.training.component_watch import ComponentWatch
 from danling.training.coverage import ungraded, ungraded_names
 from danling.training.ending import TrainingEnd
 from danling.training.evaluator import Evaluator
 from danling.training.loop import TrainingLoop
-from danling.training.micro_batches import Forwards, MicroBatches, RetriedForwards, WindowForwards
 from danling.training.readiness import Readiness
-from danling.training.recompute import Recompute
+from danling.training.recompute import MemoryRetry, Recompute, RunWindow
 from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
 from danling.training.safeguard import TrainedKeeper
 from danling.training.update import UpdateStep
+from danling.training.weighing import BatchLoss
 
 from .alone import LoneVerbs
 from .driving import TrainingDriver
@@ -116,77 +114,22 @@ class TorchParts:
     # Batches
 
     @cached_property
-    def weights(self) -> BatchWeights:
-        """What weighs the batches."""
-        runner = self.runner
-        warns = runner.is_main_process and not runner._overrides("batch_weight")
-        return BatchWeights(learns=not runner._overrides("train_step"), warns=warns, criterion=lambda: runner.criterion)
-
-    @cached_property
     def loss(self) -> BatchLoss:
-        """What knows of losses that the model computes."""
-        runner = self.runner
-        return BatchLoss(
-            runner,
-            weights=self.weights,
-            glance=lambda: self.weights.look_at_first(
-                runner.train_splits,
-                sources=runner.sources,
-                datasets=runner.datasets,
-                settings=runner._data.splits.settings,
-                device=runner.device,
-            ),
-            own_loss=runner._overrides("compute_loss"),
-        )
+        """What weighs the batches, and knows which of them have a loss."""
+        return BatchLoss(self.runner)
 
     @cached_property
-    def micro_batches(self) -> MicroBatches:
-        """What runs single micro-batches."""
-        runner = self.runner
-        micro_batches = MicroBatches(
-            runner,
-            keys=runner._keys,
-            window=runner.window,
-            weights=self.weights,
-            reporter=runner._reporter,
-            session=runner._session,
-        )
-        if runner.fault_tolerance is not None or runner.config.audit.replay_interval is not None:
-            micro_batches.recompute = self.recompute
-        micro_batches.metrics = self.train_metrics
-        if self.audits is not None:
-            self.audits.see_samples(micro_batches)
-        return micro_batches
+    def agreement(self) -> PassAgreement:
+        """How the ranks end a pass together."""
+        return self.runner.build_agreement()
 
     @cached_property
-    def forwards(self) -> Forwards:
+    def run_window(self) -> RunWindow:
         """What runs the micro-batches of an update."""
-        forwards = self._forwards()
-        return forwards if self.audits is None else self.audits.around(forwards)
-
-    def _forwards(self) -> Forwards:
-        runner, retry = self.runner, self.wrapping.memory_retry
-        forwards = WindowForwards(
-            agreement=runner.build_agreement(),
-            window=runner.window,
-            size=runner._data.plan.undivided,
-            run=self.micro_batches.run,
-            reduces_later=retry is not None,
-        )
-        if retry is None:
-            return forwards
-        return RetriedForwards(
-            forwards,
-            retry,
-            runner=runner,
-            recompute=self.recompute,
-            hold_at_most=self.hold_at_most,
-        )
-
-    def hold_at_most(self, samples: int) -> None:
-        """Cut updates so that a rank holds at most so many samples at once, and remember it."""
-        self.runner.state.elastic.micro_batch_size = samples
-        self.runner._data.plan.hold_at_most(samples)
+        run_window = self.update.run_window
+        if self.runner._data.plan.finds_micro_batch_size:
+            run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
+        return run_window if self.audits is None else self.audits.around(run_window)
 
     @cached_property
     def recompute(self) -> Recompute:
@@ -202,25 +145,10 @@ class TorchParts:
 
     @cached_property
     def update(self) -> UpdateStep:
-        """What closes windows and decides their updates."""
-        runner = self.runner
-        placement = runner.placement
-        counts = (placement.counts_loss, placement.counts_samples)
-        sync = StepSync(placement.optimizer, runner.device, reports=counts)
-        spread = runner.config.audit.gradient_spread
-        norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
-        update = UpdateStep(
-            runner,
-            keys=runner._keys,
-            window=runner.window,
-            sync=sync,
-            norms=norms,
-            session=runner._session,
-            preparation=runner.preparation,
-            look=self.look_at_gradients,
-            losses=self.losses,
-            own_backward=runner._overrides("backward"),
-        )
+        """What makes updates."""
+        update = UpdateStep(self.runner)
+        if self.runner.fault_tolerance is not None or self.runner.config.audit.replay_interval is not None:
+            update.recompute = self.recompute
         if self.audits is not None:
             self.audits.see_updates(update)
         return update
@@ -268,7 +196,7 @@ class TorchParts:
             runner,
             keys=runner._keys,
             updates=self.driver.updates,
-            pass_is_over=lambda split: self.forwards.agreement.is_over(runner.source(split)),
+            pass_is_over=lambda split: self.agreement.is_over(runner.source(split)),
             session=runner._session,
             results=self.results,
             reporter=runner._reporter,

@@ -109,20 +109,20 @@ class TrainingDriver:
     def updates(self, split: str) -> Iterator[UpdateOutcome]:
         """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
         runner = self.runner
-        source, forwards = runner._data.begin_pass(split, runner.placement.optimizer), self.parts.forwards
+        source = runner._data.begin_pass(split, runner.placement.optimizer)
         runner._bind_reduction()
         self.parts.watch.look()
-        self.parts.micro_batches.split = split
+        self.parts.update.split = split
         observers = runner.observers
         observers.notify("pass_started", split)
         yield from updates_of_pass(
             source,
-            agreement=forwards.agreement,
+            agreement=self.parts.agreement,
             timed=lambda batches: runner._reporter.timed(runner._session.waiting(batches)),
             begin=lambda: runner.on_pass_start(split),
             state_replaced=self.takes_state_over if runner.fault_tolerance is not None else None,
             is_over=partial(self.parts.loop.jumps_out_of, split),
-            run=partial(forwards.run, source),
+            run=partial(self.parts.run_window, source),
             step=lambda: runner._session.update(runner.step),
         )
         if not self.parts.loop.has_jumped:

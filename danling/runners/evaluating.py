@@ -22,7 +22,7 @@ def build_evaluator(runner: TorchRunner, parts: TorchParts) -> Evaluator:
     run = EvaluatedRun(
         placement=runner.placement,
         keys=runner._keys,
-        weights=parts.weights,
+        weights=parts.loss,
         meters=lambda: runner.meters,
         metrics=lambda: parts.metrics,
         sums_loss=lambda: parts.sums_loss,

@@ -86,8 +86,8 @@ class SavedParts:
             # `bare` is what checkpoints call batches without a target.
             StatePart(
                 "bare",
-                lambda: parts.weights.targetless,
-                lambda known, _: setattr(parts.weights, "targetless", known),
+                lambda: parts.loss.targetless,
+                lambda known, _: setattr(parts.loss, "targetless", known),
                 default=lambda: None,
             ),
             StatePart(

@@ -56,6 +56,7 @@ from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation
 from danling.training.readiness import check_components
 from danling.training.run_state import StatePart
+from danling.training.weighing import returned_loss
 from danling.utils.tensors import canonical_name
 
 from .assembly import TorchParts
@@ -129,7 +130,7 @@ class TorchRunner(BaseRunner):
         self.window = Window(self.placement.optimizer, self.device)
         if self._parts.audits is not None:
             self._parts.audits.check()
-        self._parts.wrapping.choose_memory_retry()
+        self._parts.wrapping.check_memory_retry()
         self.materialize_model()
         if recorder is not None:
             recorder.divided()
@@ -226,7 +227,7 @@ class TorchRunner(BaseRunner):
         """
         several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
         options = self.ddp_kwargs() if several else {}
-        return self.preparation.wrap(model, options, reduces_later=self._parts.wrapping.memory_retry is not None)
+        return self.preparation.wrap(model, options, reduces_later=self._data.plan.finds_micro_batch_size)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph. Called on all ranks."""
@@ -763,7 +764,7 @@ class TorchRunner(BaseRunner):
             A float, or a 0-dim tensor on the device, so that the host need not wait for it.
         """
         if self.criterion is None:
-            return self._parts.loss.weight(data, target)
+            return self._parts.loss.weight_of_model(data, target)
         return criterion_weight(self.criterion, target, data)
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
@@ -785,7 +786,7 @@ class TorchRunner(BaseRunner):
                 self.criterion(given, target) if target is not None else criterion_loss(self.criterion, given, None)
             )
             return loss
-        return self._parts.loss.of_model(pred)
+        return returned_loss(pred)
 
     def evaluated_loss(self, pred: Any, target: Any) -> Tensor | None:
         """Return the loss of an evaluated batch, computed as in training; `None` if it has none. Called on all ranks.

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from danling.supervision import is_out_of_memory
-from danling.training import MemoryRetry
-
 if TYPE_CHECKING:
     from .torch_runner import TorchRunner
 
@@ -21,10 +18,9 @@ class ModelWrapping:
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
-        self.memory_retry: MemoryRetry | None = None
 
-    def choose_memory_retry(self) -> None:
-        """Make what is needed to find the size of micro-batches, before the model is wrapped for it."""
+    def check_memory_retry(self) -> None:
+        """Refuse to look for the size of micro-batches where forward or backward communicate."""
         runner = self.runner
         if not runner._data.plan.finds_micro_batch_size:
             return
@@ -35,7 +31,6 @@ class ModelWrapping:
                 f"would leave the others waiting. Received: dataloader.micro_batch_size='auto' with {reason}. Set the most samples that "
                 "fit a rank."
             )
-        self.memory_retry = MemoryRetry(runner.placement.optimizer, runner.device, is_out_of_memory)
 
     def wrap(self) -> None:
         """Put the model into the wrapper of the stack. Called on all ranks."""
@@ -67,6 +62,6 @@ class ModelWrapping:
 
     def unreduced(self) -> Sequence[Tensor]:
         """Return what DistributedDataParallel does not reduce: the criterion's, and everything where memory may run out in the backward."""
-        if self.memory_retry is None:
+        if not self.runner._data.plan.finds_micro_batch_size:
             return self.criterion_tensors("parameters")
         return [parameter for _, parameter in self.runner.named_parameters()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from danling.checkpoints import CheckpointSettings
 from danling.config import RunnerConfig
 from danling.mesh.axes import axes_with
-from danling.training.gradients import normalization_statistics
+from danling.training.reduction import normalization_statistics
 
 from .groups import ReplicaGroups
 from .healing import Healing

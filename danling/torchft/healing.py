@@ -13,7 +13,7 @@ from danling.checkpoints.snapshot import convert
 from danling.data import BatchSource
 from danling.metrics import Meters
 from danling.training.run_state import RunState
-from danling.training.window import Window
+from danling.training.update import Window
 from danling.utils.tensors import is_sharded, local_part, with_local_part
 
 logger = logging.getLogger("danling")

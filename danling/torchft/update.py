@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from danling.distributed import StepTotals
 from danling.training.reduction import GradientReduction
-from danling.training.window import Window
+from danling.training.update import Window
 
 logger = logging.getLogger("danling")
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from .batches import (
+    TARGET_NAMES,
     call_model,
     count_samples,
     count_tokens,
     criterion_loss,
-    criterion_setting,
-    criterion_weight,
     is_pair,
-    model_weight,
+    model_loss,
     peek_target,
+    prediction_of,
     unpack_batch,
 )
 from .boundaries import (
@@ -25,7 +25,14 @@ from .compilation import Compilation
 from .coverage import Coverage, GradientWatch, ungraded
 from .ema import EMA
 from .evaluation import Evaluation, EvaluationSums, checked_figures, even_out, try_one_batch, written_by_forward
-from .gradients import (
+from .passes import PassAgreement, updates_of_pass
+from .predictions import gather_predictions, split_by_sample
+from .recompute import MemoryRetry
+from .reduction import (
+    DDPReduction,
+    GradientReduction,
+    LocalReduction,
+    Precision,
     average_gradients,
     clip_by_norm,
     clip_by_value,
@@ -35,24 +42,16 @@ from .gradients import (
     scale_gradients,
     total_norm,
 )
-from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
-from .outputs import model_loss, prediction_of
-from .passes import PassAgreement, updates_of_pass
-from .precision import Precision
-from .predictions import gather_predictions, split_by_sample
-from .reduction import DDPReduction, GradientReduction, LocalReduction
-from .retry import MemoryRetry
 from .safeguard import keeping_trained, preserved_tensors
 from .session import EvaluationStopped, SessionEnd, TrainingSession
-from .targets import TARGET_NAMES, shifts_labels, unweighed
-from .weighing import BatchWeights
-from .window import Window
+from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
+from .weighing import BatchLoss, criterion_setting, criterion_weight, model_weight, shifts_labels, unweighed
 
 __all__ = [
     "EMA",
     "TARGET_NAMES",
     "UNCOMMITTED",
-    "BatchWeights",
+    "BatchLoss",
     "Boundaries",
     "Compilation",
     "Coverage",

@@ -1,21 +1,17 @@
-"""Reading a batch by its shape, and what its loss was averaged over."""
+"""Reading batches and predictions by their shape: input, target, samples, tokens; the loss that a model returns."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from .graphs import count_graphs, keywords_of_graphs, target_of_graphs, told_count
-from .targets import IGNORED_LABEL, TARGET_NAMES, counted_labels, find_target, shifts_labels
-
-_ALIGNED = "shift_labels"
-"""Labels that a model of transformers is handed shifted already."""
+TARGET_NAMES = ("target", "targets", "label", "labels", "y")
+"""Names under which a target is found in a batch that is a mapping, the first one that is there."""
 
 
 def is_pair(data: Any) -> bool:
@@ -194,142 +190,95 @@ def count_tokens(data: object) -> int:
     return 0
 
 
-def criterion_weight(criterion: object, target: object, data: object) -> float | Tensor:
-    """Return what a mean-reduced `criterion` averages over.
-
-    `CrossEntropyLoss` and `NLLLoss` divide by the (class-weighted) count of targets other than `ignore_index`
-    (https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html); element-wise losses by the number of
-    elements; your own function or module, the integer targets other than its `ignore_index`, which is -100 where it has none; anything
-    else, and a batch without a target tensor, counts samples.
-
-    Args:
-        criterion: The loss module or callable, or `None`.
-        target: The target of the batch, any type.
-        data: The batch, whose samples count where there is no target tensor.
-
-    Returns:
-        A float, or a 0-dim tensor on the target's device, which is not synchronized with the host.
-    """
-    if not isinstance(target, Tensor):
-        return float(count_samples(data))
-    if target.is_floating_point():
-        return _dense_weight(criterion, target)
-    if isinstance(criterion, nn.Module):
-        ignore_index, class_weight = getattr(criterion, "ignore_index", None), getattr(criterion, "weight", None)
-    else:
-        ignore_index, class_weight = (criterion_setting(criterion, name) for name in ("ignore_index", "weight"))
-    if isinstance(class_weight, Tensor) and _weighs_classes(criterion):
-        return _class_weight(target, class_weight, ignore_index)
-    if ignore_index is None and _is_of_user(criterion):
-        ignore_index = IGNORED_LABEL
-    return _count(target, ignore_index)
+def target_name(data: Mapping[str, object]) -> str | None:
+    """Return the name of the target in a batch, `None` where it has none of `TARGET_NAMES`."""
+    return next((name for name in TARGET_NAMES if name in data), None)
 
 
-def model_weight(model: object, target: object, data: object, *, shifts: bool | None = None) -> float | Tensor:
-    """Return what the mean-reduced loss that a model computes itself is averaged over.
+def find_target(data: Mapping[str, object]) -> object:
+    """Return the target in a batch, or in the mapping under its key `input`; `None` where neither has one of `TARGET_NAMES`."""
+    name, inner = target_name(data), data.get("input")
+    if name is None and isinstance(inner, Mapping):
+        data, name = inner, target_name(inner)
+    return data[name] if name is not None else None
 
-    Integer labels other than -100 count, as in `torch.nn.functional.cross_entropy`; of a model that shifts its labels, those of
-    `labels[:, 1:]`; see `danling.training.shifts_labels`. Of labels in floating point all elements count, and without labels the
-    samples. Where the batch has `shift_labels`, which models of transformers take in the place of `labels`, these count as they are.
+
+def model_loss(pred: object) -> Tensor | None:
+    """Return the `loss` that a model put into its prediction, a mapping or an object; `None` when there is none."""
+    found = _part(pred, "loss")
+    return found if isinstance(found, Tensor) else None
+
+
+def prediction_of(pred: object) -> object:
+    """Return what a criterion and metrics are handed of a prediction: its `logits` where it has `loss` and `logits`, else all of it.
 
     Args:
-        model: The model, out of the wrapper of its stack.
-        target: The labels of the batch, any type.
-        data: The batch, whose samples count where there is no tensor of labels.
-        shifts: Whether the model shifts its labels; `None` is what its class tells.
-
-    Returns:
-        A float, or a 0-dim tensor on the device of the labels, which is not synchronized with the host.
+        pred: What the model returned. The `loss` may be `None`, as that of a model which was given no labels.
     """
-    aligned = aligned_labels(data)
-    if aligned is not None:
-        return _count(aligned, IGNORED_LABEL)
-    if not isinstance(target, Tensor):
-        return float(count_samples(data))
-    if target.is_floating_point():
-        return float(target.numel())
-    shifted = counted_labels(target, shifts=bool(shifts_labels(model) if shifts is None else shifts))
-    return _count(shifted, IGNORED_LABEL)
+    if isinstance(pred, Tensor) or not (_has(pred, "loss") and _has(pred, "logits")):
+        return pred
+    return _part(pred, "logits")
 
 
-def aligned_labels(data: object) -> Tensor | None:
-    """Return the labels that a batch has shifted already, itself or in the mapping under its key `input`; `None` where it has none."""
-    for _ in range(2):
-        if isinstance(data, Mapping):
-            aligned = data.get(_ALIGNED)
-            if isinstance(aligned, Tensor):
-                return aligned
-            data = data.get("input")
-    return None
+def _part(pred: object, name: str) -> Any:
+    if isinstance(pred, Mapping) and name in pred:
+        return pred[name]
+    return getattr(pred, name, None)
 
 
-def _is_of_user(criterion: object) -> bool:
-    """Whether a criterion is not torch's, so that nothing but a convention says which integer targets it leaves out."""
-    kind = type(criterion) if isinstance(criterion, nn.Module) else _function(criterion)
-    return not getattr(kind, "__module__", "torch").startswith("torch.")
+def _has(pred: object, name: str) -> bool:
+    return (isinstance(pred, Mapping) and name in pred) or hasattr(pred, name)
 
 
-def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
-    if ignore_index is None:
-        return float(target.numel())
-    if target.device.type != "cpu":
-        return torch.count_nonzero(target != ignore_index)
-    # Most batches ignore nothing, and the smallest target tells that in one pass.
-    if ignore_index < 0 and target.numel() and target.min().item() > ignore_index:
-        return float(target.numel())
-    return float(torch.count_nonzero(target != ignore_index).item())
+# Batches of graphs, as torch_geometric makes them: one large graph, of which each sample is a part
 
 
-def _dense_weight(criterion: object, target: Tensor) -> float:
-    if (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy) and target.ndim > 1:
-        return float(target.numel() // target.shape[1])  # class probabilities: one term a position
-    if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
-        return float(target.shape[0])
-    return float(target.numel())
+def count_graphs(data: Any) -> int | None:
+    """Return how many graphs a batch consists of, `None` where it is no batch of graphs."""
+    return told_count(data, "num_graphs")
 
 
-def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None) -> Tensor:
-    weights = class_weight.to(target.device)
-    if ignore_index is None:
-        return weights[target].sum()
-    counts = target != ignore_index
-    # A fixed shape needs no synchronization with the device.
-    return (weights[target.where(counts, 0)] * counts).sum()
-
-
-def criterion_setting(criterion: object, name: str) -> object:
-    """Return an option of a criterion: an attribute of a module, a keyword of a `functools.partial`, or a function's default.
-
-    Args:
-        criterion: The loss module or callable, or `None`.
-        name: The option, such as `"reduction"`.
-
-    Returns:
-        Its value; `None` when there is none.
-    """
-    if isinstance(criterion, nn.Module) or not callable(criterion):
-        return getattr(criterion, name, None)
-    if hasattr(criterion, name):
-        return getattr(criterion, name)
-    if isinstance(criterion, partial) and name in criterion.keywords:
-        return criterion.keywords[name]
-    return _defaults(_function(criterion)).get(name)
-
-
-def _function(criterion: object) -> object:
-    return criterion.func if isinstance(criterion, partial) else criterion
-
-
-@lru_cache(maxsize=32)
-def _defaults(function: Any) -> dict[str, object]:
+def told_count(data: Any, name: str) -> int | None:
+    """Return a number that a batch tells in an attribute, `None` where it has none."""
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-    return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        number = getattr(data, name, None)
+    except Exception:
+        return None
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
-def _weighs_classes(criterion: object) -> bool:
-    kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
-    other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(criterion, kinds)
-    return not other and _function(criterion) is not F.multi_margin_loss
+def target_of_graphs(data: object) -> object:
+    """Return the target of a batch of graphs, `None` where it has no attribute out of `TARGET_NAMES`."""
+    held = (getattr(data, name, None) for name in TARGET_NAMES)
+    return next((found for found in held if found is not None), None)
+
+
+def keywords_of_graphs(data: Any, forward: object) -> dict[str, object] | None:
+    """Return what a model takes of a batch of graphs by name, `None` where it takes the batch itself.
+
+    Models of layers take tensors, as in `forward(self, x, edge_index, batch)`. One with a single required parameter is given the batch,
+    whatever that parameter is called.
+    """
+    takes, required = _graph_parameters(forward)
+    held = set(data.keys()) if callable(getattr(data, "keys", None)) else set()
+    if len(required) < 2 or not held.issuperset(required):
+        return None
+    return {name: data[name] for name in takes if name in held}
+
+
+def nodes_of_graphs(data: Any) -> list[int] | None:
+    """Return the number of nodes of each graph of a batch, `None` where it is no batch of graphs."""
+    graphs = count_graphs(data)
+    if graphs is None:
+        return None
+    begins = getattr(data, "ptr", None)
+    return begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else [0] * graphs
+
+
+@lru_cache(maxsize=64)
+def _graph_parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    if forward is None:
+        return (), frozenset()
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in named), frozenset(p.name for p in named if p.default is p.empty)

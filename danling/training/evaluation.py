@@ -17,8 +17,7 @@ from danling.metrics import Meters, MetricSet, as_number
 from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import canonical_name
 
-from .batches import not_one_loss, peek_target
-from .outputs import prediction_of
+from .batches import not_one_loss, peek_target, prediction_of
 from .safeguard import preserved_tensors
 
 logger = logging.getLogger("danling")

@@ -16,13 +16,12 @@ from danling.data import Batch, BatchSource
 from danling.distributed import Placement
 from danling.metrics import Meters, MetricSet
 
-from .batches import count_samples, note_batch
+from .batches import count_samples, nodes_of_graphs, note_batch
 from .evaluation import Evaluation, EvaluationSums, Trial, checked_figures, even_out, try_one_batch
 from .forward import EvaluationForward
-from .graphs import nodes_of_graphs
 from .keys import RandomKeys
 from .predictions import gather_predictions, split_by_sample
-from .weighing import BatchWeights
+from .weighing import BatchLoss
 
 EvaluationMode = Literal["evaluate", "infer"]
 
@@ -66,7 +65,7 @@ class EvaluatedRun:
 
     placement: Placement
     keys: RandomKeys
-    weights: BatchWeights
+    weights: BatchLoss
     meters: Callable[[], Meters]
     metrics: Callable[[], MetricSet]
     sums_loss: Callable[[], bool]
@@ -182,7 +181,7 @@ class Evaluator:
         return sums
 
     def _weigh(self, batch: Batch, data: object) -> tuple[float | Tensor, float]:
-        weight, samples = self._run.weights.weigh(batch, data, self._hooks.batch_weight)
+        weight, samples = self._run.weights.weigh(batch, data)
         self.batch_weight = weight
         return weight, samples
 

@@ -11,10 +11,10 @@ from danling.reporting import Reporter
 from .boundaries import Boundaries, Boundary
 from .evaluation import checked_figures
 from .keys import RandomKeys
-from .outcome import UpdateOutcome
 from .results import RunResults
 from .safeguard import keeping_trained
 from .session import DataEnded, EvaluationStopped, TrainingAbandoned, TrainingSession
+from .update import UpdateOutcome
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

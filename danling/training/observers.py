@@ -10,7 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from danling.distributed import StepTotals
 
-    from .outcome import UpdateOutcome
+    from .update import UpdateOutcome
 
 logger = logging.getLogger("danling")
 

@@ -9,7 +9,7 @@ from itertools import chain
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import Domain, agree
 
-from .outcome import UNCOMMITTED, UpdateOutcome
+from .update import UNCOMMITTED, UpdateOutcome
 
 logger = logging.getLogger("danling")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from danling.utils.protocols import ReductionDomain
 
-from .outputs import prediction_of
+from .batches import prediction_of
 
 
 def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = None) -> list[object]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from danling.data import Batch, BatchSource, DataLoader
+from danling.supervision import is_out_of_memory
 
 from .carry import map_carry
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
+
+RunWindow = Callable[[BatchSource, Iterator[Batch], list[Batch]], bool]
+"""Runs forward and backward of one update; see `UpdateStep.run_window`."""
 
 
 class Recompute:
@@ -72,6 +83,76 @@ class Recompute:
             **dict(self._runner.unwrapped_model.named_buffers()),
             **{f"criterion.{number}": buffer for number, buffer in enumerate(of_criterion)},
         }
+
+
+class MemoryRetry:
+    """Runs the micro-batches of an update again in smaller ones where memory ran out, before anything was updated.
+
+    Forward and backward must not communicate: a rank that ran out would leave the others waiting. Afterwards the ranks agree in one
+    collective whether one of them did.
+    """
+
+    def __init__(self, runner: TorchRunner, run_window: RunWindow, recompute: Recompute) -> None:
+        self._runner = runner
+        self._run_window = run_window
+        self._recompute = recompute
+
+    def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come."""
+        runner, loader = self._runner, source.loader
+        held = loader.held_at_once if isinstance(loader, DataLoader) else 0
+        if held == 0:
+            return self._run_window(source, batches, consumed)
+        # What ranks otherwise do together within an update comes before it: each of them has to come through it alone.
+        if runner.preparation.broadcasts_buffers:
+            runner.broadcast_buffers()
+        if runner.window.agreed_reference is None and runner.placement.optimizer.size > 1:
+            runner.window.agreed_reference = float(held)
+        if held == 1:
+            # Nothing is left to halve: the user gets the error with its traceback.
+            return self._run_window(source, batches, consumed)
+        if self.attempt(lambda: self._run_window(source, batches, consumed), self._recompute.remember()):
+            return True
+        runner.state.elastic.micro_batch_size = held // 2
+        runner._data.plan.hold_at_most(held // 2)
+        if runner.is_main_process:
+            logger.warning(
+                "Memory ran out in update %d with micro-batches of %d samples: it is made again with at most %d, which changes nothing "
+                "else. The size is kept, also when the run is resumed; dataloader.micro_batch_size=%d begins with it.",
+                runner.state.train.global_step + 1,
+                held,
+                held // 2,
+                held // 2,
+            )
+        return False
+
+    def attempt(self, make: Callable[[], object], take_back: Callable[[], None]) -> bool:
+        """Return whether all ranks succeeded; if memory ran out on one, undo the changes on all. Call on all ranks.
+
+        Args:
+            make: Makes all micro-batches of this rank, without communication.
+            take_back: Undoes the changes of `make`, even if it stopped half-way.
+
+        Raises:
+            Exception: What `make` raises, unless memory ran out.
+        """
+        failed = False
+        try:
+            make()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        # Not in the `except` block: the traceback would keep the tensors of the forward alive.
+        domain, device = self._runner.placement.optimizer, self._runner.device
+        if domain.size > 1:
+            failed = bool(domain.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max").item())
+        if failed:
+            take_back()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        return not failed
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

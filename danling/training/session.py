@@ -16,7 +16,7 @@ from danling.distributed import Domain, JointLeave, agree, default_store
 from danling.supervision import EXIT_CODES, GcPacer, Heartbeat, SignalWatcher
 
 from .observers import Observers
-from .outcome import UNCOMMITTED, UpdateOutcome, no_outcome
+from .update import UNCOMMITTED, UpdateOutcome
 
 logger = logging.getLogger("danling")
 
@@ -315,7 +315,9 @@ class TrainingSession:
         finally:
             self.in_update = False
         if not isinstance(outcome, UpdateOutcome):
-            raise no_outcome(outcome)
+            raise ValueError(
+                f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
+            )
         if self.observers and outcome.reason != UNCOMMITTED:
             self.observers.notify("update_ended", outcome)
         return outcome

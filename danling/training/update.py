@@ -1,79 +1,356 @@
-"""One update, from the closed window to what advances with it: agreed on, judged, applied, counted."""
+"""One update, from its first micro-batch to everything that advances with it: read `UpdateStep` from top to bottom.
+
+    window -> weights -> forward and backward -> the one collective -> the decision -> clipping -> optimizer -> schedule, EMA, counters
+
+What users may override is asked of the runner; what a stack does otherwise than another one is in `danling.training.reduction`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from danling.data import Batch, BatchSource
 from danling.distributed import GradientNorms, StepSync, StepTotals
-from danling.metrics import Meters
+from danling.metrics import TrainMetrics
+from danling.utils.protocols import ReductionDomain
 
-from .keys import RandomKeys
-from .outcome import UNCOMMITTED, UpdateDecision, UpdateOutcome, count_skip, no_gradient
-from .preparation import ModelPreparation
-from .session import TrainingSession
-from .window import Window
+from .batches import not_one_loss, note_batch, peek_target, prediction_of
+from .carry import map_carry
+from .recompute import Recompute
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
+logger = logging.getLogger("danling")
 
-@dataclass(frozen=True)
-class Judged:
-    """What was decided of an update, and done.
+UNCOMMITTED = "uncommitted"
+"""Reason of an update that the replica groups did not commit: it is made again from the same batches."""
+
+
+@dataclass(slots=True)
+class UpdateOutcome:
+    """The result of an update. Everything that advances with updates reads `committed` here, so that the decision is made once.
 
     Attributes:
-        totals: What the ranks have agreed on.
-        grad_norm: Norm of the gradient before clipping, 0-dim.
-        reason: Why the update was not made; `None` where it was.
+        committed: Whether the optimizer stepped. The same on all ranks.
+        weight: Global weight of the window: a float on the CPU, else a 0-dim float64 tensor on the device.
+        loss_sum: Global weighted sum of the losses of the window, as `weight`.
+        samples: Global number of samples of the window, as `weight`.
+        grad_norm: Norm of the gradient of the update before clipping, 0-dim; `None` when it was not computed.
+        reason: Why the update was not committed: `"overflow"`, `"nonfinite"`, `"weightless"` or what a fault-tolerance
+            manager said; `None` when it was.
     """
 
-    totals: StepTotals
-    grad_norm: Tensor
-    reason: str | None
+    committed: bool
+    weight: float | Tensor
+    loss_sum: float | Tensor
+    samples: float | Tensor
+    grad_norm: float | Tensor | None = None
+    reason: str | None = None
+
+    @property
+    def loss(self) -> float | Tensor:
+        """The mean loss of the window over all micro-batches and ranks, `loss_sum / weight`, as `weight`; 0 without any weight."""
+        if isinstance(self.weight, Tensor):
+            return torch.where(self.weight != 0, self.loss_sum / self.weight, 0.0)
+        return self.loss_sum / self.weight if self.weight else 0.0
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss or the gradient of an update is not finite, and the run is not allowed to skip it."""
+
+
+class Window:
+    """Weights and losses of the open window on this rank: the micro-batches of one update.
+
+    A mean-reduced loss of weight `w` is scaled by `w / reference` before backward, and the summed gradient by
+    `reference * averaged_over / W` before the update, where `W` is the global weight. The result is the weighted mean over
+    every micro-batch and rank; `reference` only keeps the numbers in between near those of a plain backward, and makes both
+    factors exactly 1 where the window is one full micro-batch a rank.
+
+    Args:
+        domain: Ranks that share an update; they must use one reference.
+        device: Where losses live.
+    """
+
+    def __init__(self, domain: ReductionDomain, device: torch.device) -> None:
+        self.domain = domain
+        self.on_host = device.type == "cpu"
+        self.agreed_reference: float | None = None
+        self.sum_reduced = False
+        self.is_first = True
+        """Whether this process has not looked at the gradients of an update yet."""
+        self.reduces = True
+        """Whether the open micro-batch is the last one, whose backward reduces the gradient over the ranks."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an empty window."""
+        self.count = 0
+        self.weight: float | Tensor = 0.0
+        self.loss: float | Tensor = 0.0
+        self.samples = 0.0
+        self.nonfinite: float | Tensor = 0.0
+        self.current: float | Tensor = 0.0
+        self._reference: float | Tensor = 1.0
+        self._scaled = True
+        self.unscaled = 0
+        """Micro-batches of non-zero weight for which `backward` was not called, not counting the open one."""
+
+    def begin_microbatch(self, weight: float | Tensor, samples: float) -> None:
+        """Begin a micro-batch. The first one of a run is a collective of the domain.
+
+        Args:
+            weight: What its loss is averaged over; a 0-dim tensor stays on its device.
+            samples: Its number of samples.
+        """
+        if isinstance(weight, Tensor) and self.on_host:
+            weight = weight.item()
+        if self.count == 0:
+            if self.domain.size > 1:
+                self._reference = self._agree_reference(weight)
+            else:
+                self._reference = weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
+        self.end_microbatch()
+        self.count += 1
+        self._scaled = isinstance(weight, float) and weight == 0.0
+        self.current = weight
+        self.weight = self.weight + weight
+        self.samples += samples
+
+    def _agree_reference(self, weight: float | Tensor) -> float:
+        # A reference of its own on each rank would weigh the ranks against each other, so one is fixed for the whole run.
+        if self.agreed_reference is None:
+            largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
+            self.agreed_reference = largest or None
+        return self.agreed_reference or 1.0
+
+    def expect_no_loss(self) -> None:
+        """Expect no loss of the open micro-batch on this rank."""
+        self._scaled = True
+
+    def end_microbatch(self) -> None:
+        """Note whether the loss of the open micro-batch was scaled."""
+        if not self._scaled:
+            self.unscaled += 1
+        self._scaled = True
+
+    def check_open(self) -> None:
+        """Refuse a loss, or an update, without a micro-batch.
+
+        Raises:
+            ValueError: If none was begun since the last update.
+        """
+        if self.count == 0:
+            raise ValueError(
+                "step() and backward(loss) need at least one train_step(batch) since the last update: the gradient is divided by its "
+                "weight. Call `train_step(batch)` first, which calls backward, then step(); or train_epoch(split), which calls them all."
+            )
+
+    def check_scaled(self) -> None:
+        """Refuse an update if `backward` was not called for one of its micro-batches.
+
+        Raises:
+            ValueError: If there is such a micro-batch.
+        """
+        if self.unscaled:
+            raise ValueError(
+                f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {self.unscaled} of {self.count} "
+                "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
+            )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` scaled by the weight of the open micro-batch, and record it.
+
+        Args:
+            loss: 0-dim loss of the micro-batch, as its criterion reduced it.
+
+        Raises:
+            ValueError: If it is no tensor of one value.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise not_one_loss(loss)
+        self._scaled = True
+        weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
+        if not self.on_host:
+            self._record_on_device(loss, weight)
+        elif weight:  # a micro-batch without a single target has a loss of 0/0 and says nothing
+            value = loss.item()
+            self.loss += value * weight
+            if not math.isfinite(value):
+                self.nonfinite = 1.0
+        if self.sum_reduced:
+            # Padding weighs nothing in a sum either.
+            return loss * 0.0 if isinstance(self.current, float) and self.current == 0.0 else loss
+        if isinstance(self.current, Tensor):
+            return loss * (self.current / self._reference).to(loss.dtype)
+        factor = self.current / self._reference
+        return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+
+    def _record_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
+        summed = loss.detach().double()
+        weighs = torch.as_tensor(weight, device=summed.device) > 0
+        self.loss = self.loss + torch.where(weighs, summed * weight, 0.0)
+        bad = (weighs & ~torch.isfinite(summed)).double()
+        self.nonfinite = torch.maximum(bad, torch.as_tensor(self.nonfinite, dtype=torch.float64, device=summed.device))
+
+    def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
+        """Return what the accumulated gradient is to be multiplied with.
+
+        Args:
+            total_weight: Global weight of the window.
+            averaged_over: Number of ranks over which the gradient reduction took a mean; 1 where it took a sum.
+        """
+        if self.sum_reduced:
+            return float(averaged_over)
+        if isinstance(total_weight, Tensor):
+            return self._reference * averaged_over / total_weight.clamp_min(1e-12)
+        return self._reference * averaged_over / total_weight if total_weight else 0.0
+
+
+class BatchRecorder(Protocol):
+    """What records the first updates; see `danling.audit.layout_record`."""
+
+    def took(self, data: object, moved: object, *, counts: bool) -> object:
+        """Return the data of a micro-batch as it is trained on."""
+
+    def ran(self) -> None:
+        """Look at what forward and backward have left."""
 
 
 class UpdateStep:
-    """Turns a closed window into an update: everything that counts updates advances with it, or, if it is skipped, nothing does."""
+    """Makes updates: `run_window` runs the micro-batches of one, `make` closes the window and decides.
 
-    def __init__(
-        self,
-        run: TorchRunner,
-        *,
-        keys: RandomKeys,
-        window: Window,
-        sync: StepSync,
-        norms: GradientNorms | None = None,
-        session: TrainingSession,
-        preparation: ModelPreparation,
-        look: Callable[[], None],
-        losses: Meters,
-        own_backward: bool = False,
-    ) -> None:
-        self.window = window
-        self.sync = sync
-        self.norms = norms
-        if norms is not None:
-            sync.riders.append(norms)
-        self.decision = UpdateDecision(sync.domain, sync.device)
-        self.losses = losses
+    Everything that counts updates advances with an update, or, if it is skipped, nothing does. All methods are called on all ranks,
+    unless they say otherwise.
+
+    Args:
+        runner: The runner, after its model is prepared.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        placement, spread = runner.placement, runner.config.audit.gradient_spread
+        self._runner = runner
+        self._session = runner._session
+        self._keys = runner._keys
+        self.sync = StepSync(
+            placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
+        )
+        self.norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
+        if self.norms is not None:
+            self.sync.riders.append(self.norms)
+        self.recompute: Recompute | None = None
+        """What refuses a batch that was changed in place, where micro-batches may be run again."""
+        self.recorder: BatchRecorder | None = None
+        self.metrics: TrainMetrics | None = runner._parts.train_metrics
+        self.losses = runner._parts.losses
+        self.split = ""
         self.log_every = 1024
         self.steps_scheduler = self.tells_place = False
         self.rates: list[float] = []
-        self._run = run
-        self._keys = keys
-        self._session = session
-        self._preparation = preparation
-        self._look = look
-        self._own_backward = own_backward
+        self._own_backward = runner._overrides("backward")
         self._samples_on_device: Tensor | None = None
+        self._unchecked: tuple[int, Tensor, float | Tensor] | None = None
+
+    # Forward and backward
+
+    def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+        """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run.
+
+        Args:
+            source: The batches of the split.
+            batches: What is left of them on this rank.
+            consumed: Is filled with the batches that were run.
+
+        Returns:
+            `True`; what wraps this method returns `False` where memory ran out and the batches are to be read again.
+        """
+        runner, window = self._runner, self._runner.window
+        size, agreement = runner._data.plan.undivided(), runner._parts.agreement
+        reduces_later = runner._data.plan.finds_micro_batch_size
+        batch = next(batches, None)
+        while batch is not None:
+            consumed.append(batch)
+            closes = len(consumed) == size if batch.closes is None else batch.closes
+            upcoming = None if closes else agreement.next_of_window(source, batches)
+            window.reduces = upcoming is None and not reduces_later
+            self.run(batch, runner.train_step)
+            batch = upcoming
+        return True
+
+    def run(self, batch: Batch, step: Callable[[Any], object]) -> object:
+        """Run forward and backward of a micro-batch of the open window, and return what its step returned.
+
+        Args:
+            batch: The batch as its source gave it.
+            step: `train_step`.
+        """
+        runner, window, session, reporter = self._runner, self._runner.window, self._session, self._runner._reporter
+        if window.count == 0:
+            runner.reduction.begin(first=window.is_first)
+            if session.observers:
+                session.observers.notify("update_started")
+        if self.recompute is not None:
+            self.recompute.check(batch.data)
+        self._keys.begin_micro_batch(batch.data, batch.place, window.count)
+        data = runner.to_device(batch.data)
+        if self.recorder is not None:
+            data = self.recorder.took(batch.data, data, counts=batch.samples != 0)
+        weight, samples = runner._parts.loss.weigh(batch, data, training=True)
+        window.begin_microbatch(weight, samples)
+        observed = bool(session.observers) and batch.samples != 0
+        if observed:
+            session.observers.notify("micro_batch_started", data, read=batch.data, samples=samples)
+        if reporter.telemetry is not None and batch.samples != 0:
+            reporter.telemetry.tokens += runner.count_tokens(batch.data)
+        session.in_step = True
+        try:
+            if reporter.flops.counts_next and samples:
+                counted: list[object] = []
+                reporter.flops.count(lambda: counted.append(runner._run_train_step(step, data)), samples)
+                returned = counted[0]
+            else:
+                returned = runner._run_train_step(step, data)
+            if self.metrics is not None:
+                self._measure(self.metrics, returned, data, samples)
+        except Exception as error:
+            note_batch(error, "train_step", self.split, data)
+            raise
+        finally:
+            session.in_step = False
+            if observed:
+                session.observers.notify("micro_batch_ended")
+        if runner.carry is not None:
+            runner.carry = map_carry(runner.carry, Tensor.detach)
+        if self.recorder is not None:
+            self.recorder.ran()
+        runner.state.train.micro_step += 1
+        return returned
+
+    def _measure(self, metrics: TrainMetrics, returned: Any, data: object, samples: float) -> None:
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise ValueError(
+                "Expected `train_step` to return the prediction and the loss, of which train_metrics are computed. Received: "
+                f"{type(returned).__name__}. End it with `return pred, loss`."
+            )
+        if returned[0] is None:
+            return  # another stage of a pipeline has it
+        pred = prediction_of(returned[0])
+        with torch.no_grad():
+            metrics.update(pred.detach() if isinstance(pred, Tensor) else pred, peek_target(data), samples)
+
+    # The update
 
     def make(self) -> UpdateOutcome:
-        """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update. Called on all ranks."""
-        window, session = self.window, self._session
+        """Close the window: agree on its weight and whether it is finite, scale the gradient, decide the update, apply it, count it."""
+        runner, window, session = self._runner, self._runner.window, self._session
         if window.count == 0 and not session.running:
             window.check_open()
         window.end_microbatch()
@@ -86,59 +363,86 @@ class UpdateStep:
             nonfinite=window.nonfinite,
             requests=session.local_requests(),
         )
-        judged = self._judged(totals)
-        if judged is None:
+        runner.complete_gradients()
+        step = runner.state.train.global_step + 1
+        agreed = runner.reduction.agree(totals, window, step)
+        if agreed is None:
             # The update is made again with the same batches, and the requests with it.
             session.request(*totals.requests)
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
-        agreed, reason = judged.totals, judged.reason
-        outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, judged.grad_norm, reason)
+        gradients = runner.unscale_gradients(agreed)
+        if not gradients and self._own_backward and runner.reduction.parameters and float(agreed.weight):
+            raise ValueError(
+                "Expected `backward` to leave a gradient on the parameters. Received: none on any. Call super().backward(loss) in it, or "
+                "loss.backward()."
+            )
+        grad_norm = runner.gradient_norm(gradients)
+        if session.observers:
+            session.observers.notify("gradients_ready", agreed, grad_norm)
+        reason = self._objection(agreed, grad_norm, step)
+        if reason is None:
+            if window.is_first:
+                window.is_first = False
+                runner._parts.look_at_gradients()
+            runner.clip_gradients(grad_norm)
+            with self._keys.updating():
+                runner.optimizer_step()
+        outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
         self._conclude(outcome)
-        if outcome.committed and self.norms is not None:
-            self.norms.note(self._run.state.train.global_step, judged.grad_norm)
         if agreed.requests:
             session.apply_requests(agreed.requests)
         return outcome
 
-    def _judged(self, totals: StepTotals) -> Judged | None:
-        """Complete the gradient, decide the update, and apply it; `None` where replica groups have taken it back."""
-        run, window = self._run, self.window
-        run.complete_gradients()
-        step = run.state.train.global_step + 1
-        agreed = run.reduction.agree(totals, window, step)
-        if agreed is None:
+    def _objection(self, totals: StepTotals, grad_norm: Tensor, step: int) -> str | None:
+        """Return why the update must not be made, `None` if it is made.
+
+        On the CPU the result of the check is available at once. On an accelerator, a run that may not skip updates does not wait for the
+        device: it reads the result one update later, and before anything is evaluated or saved.
+        """
+        runner, window, device = self._runner, self._runner.window, self._runner.device
+        if isinstance(totals.weight, float) and totals.weight == 0.0:
+            return "weightless"
+        scales, may_skip = runner.precision.scaler is not None, runner.config.skip_nonfinite_grad
+        if device.type == "cpu":
+            finite = not totals.nonfinite and math.isfinite(grad_norm.item())
+        else:
+            healthy = torch.isfinite(grad_norm) & (torch.as_tensor(totals.nonfinite, device=device) == 0)
+            if not (scales or may_skip):
+                self._check_last()
+                self._unchecked = step, healthy, window.nonfinite
+                return None
+            finite = bool(healthy)
+        if finite:
             return None
-        gradients = run.unscale_gradients(agreed)
-        if not gradients and self._own_backward and run.reduction.parameters and float(agreed.weight):
-            raise no_gradient()
-        grad_norm = run.gradient_norm(gradients)
-        if self._session.observers:
-            self._session.observers.notify("gradients_ready", agreed, grad_norm)
-        reason = self.decision.objection(
-            agreed,
-            grad_norm,
-            step=step,
-            own_nonfinite=window.nonfinite,
-            scales=run.precision.scaler is not None,
-            may_skip=run.config.skip_nonfinite_grad,
-            named=run.reduction.nonfinite,
+        if scales or may_skip:
+            return "overflow" if scales else "nonfinite"
+        raise self._nonfinite_error(step, window.nonfinite, runner.reduction.nonfinite())
+
+    def _check_last(self) -> None:
+        """Check the last update now, if that is still to be done."""
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None and not bool(unchecked[1]):
+            # The gradients of that update are gone.
+            raise self._nonfinite_error(unchecked[0], unchecked[2], None)
+
+    def _nonfinite_error(self, step: int, own: float | Tensor, gradients: list[str] | None) -> NonFiniteError:
+        found = self.sync.domain.gather_objects((bool(own), gradients or []))
+        ranks = [rank for rank, (bad, _) in enumerate(found) if bad]
+        names = list(dict.fromkeys(name for _, of_rank in found for name in of_rank))[:5]
+        where = f"gradients that are not finite for {names or 'no parameter'}"
+        if gradients is None:
+            where = "gradients that have been dropped since"
+        return NonFiniteError(
+            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
+            f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         )
-        if reason is None:
-            if window.is_first:
-                window.is_first = False
-                self._look()
-            run.clip_gradients(grad_norm)
-            with self._keys.updating():
-                run.optimizer_step()
-        return Judged(agreed, grad_norm, reason)
 
     def _conclude(self, outcome: UpdateOutcome) -> None:
         """Advance everything that moves with an update, or nothing."""
-        run = self._run
-        run.zero_gradients()
-        train, scaler, scheduler, ema = run.state.train, run.precision.scaler, run.scheduler, run.ema
-        if scaler is not None and outcome.reason != "weightless":
-            scaler.update()
+        runner, train = self._runner, self._runner.state.train
+        runner.zero_gradients()
+        if runner.precision.scaler is not None and outcome.reason != "weightless":
+            runner.precision.scaler.update()
         if not isinstance(outcome.samples, Tensor):
             train.samples += int(outcome.samples)
         else:
@@ -149,29 +453,45 @@ class UpdateStep:
             train.global_step += 1
             train.consecutive_skips = 0
             if train.global_step % self.log_every == 0:
-                self.rates = [float(group["lr"]) for group in run.optimizer.param_groups]
-            if scheduler is not None and self.steps_scheduler:
+                self.rates = [float(group["lr"]) for group in runner.optimizer.param_groups]
+            if runner.scheduler is not None and self.steps_scheduler:
                 if self.tells_place:
-                    scheduler.step_update(train.global_step)
+                    runner.scheduler.step_update(train.global_step)
                 else:
-                    scheduler.step()
-            if ema is not None:
-                self._preparation.update_averages(ema, run.unwrapped_model)
+                    runner.scheduler.step()
+            if runner.ema is not None:
+                runner.preparation.update_averages(runner.ema, runner.unwrapped_model)
             self.losses.add_totals("loss", outcome.loss_sum, outcome.weight)
+            if self.norms is not None and outcome.grad_norm is not None:
+                self.norms.note(train.global_step, outcome.grad_norm)
         else:
-            count_skip(train, outcome.reason, limit=run.config.max_skipped_updates)
-        self.window.reset()
+            self._count_skip(outcome.reason)
+        runner.window.reset()
+
+    def _count_skip(self, reason: str | None) -> None:
+        train, limit = self._runner.state.train, self._runner.config.max_skipped_updates
+        train.skipped_updates += 1
+        train.consecutive_skips += 1
+        logger.warning("Update %d was skipped (%s).", train.global_step + 1, reason)
+        if limit is not None and train.consecutive_skips > limit:
+            raise NonFiniteError(
+                f"Expected at most {limit} skipped updates in a row. Received: {train.consecutive_skips} before step "
+                f"{train.global_step + 1} (the last one: {reason}). Look at the data and the learning rate, or raise "
+                "max_skipped_updates."
+            )
+
+    # What an accelerator has not told yet
 
     def read_samples(self) -> None:
         """Bring the counter of samples up to date with what is counted on the device. May be called on one rank."""
         counted, self._samples_on_device = self._samples_on_device, None
         if counted is not None:
-            self._run.state.train.samples += int(counted)
+            self._runner.state.train.samples += int(counted)
 
     def raise_pending_error(self) -> None:
-        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated, on all ranks."""
+        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
         self.read_samples()
-        self.decision.raise_pending()
+        self._check_last()
         if self.norms is not None:
             self.norms.settle()
         if self._session.observers:

@@ -13,7 +13,6 @@ from support.held import Held
 from torch import nn
 
 from danling.data import Batch
-from danling.training.micro_batches import WindowForwards
 
 
 def batch(size: int = 2) -> Batch:
@@ -22,23 +21,22 @@ def batch(size: int = 2) -> Batch:
 
 def test_parts_are_made_once_and_share_what_they_share(tmp_path: Path) -> None:
     parts = Held(tmp_path).parts
-    assert parts.update is parts.update and parts.update.window is parts.runner.window
-    assert parts.forwards is parts.forwards
+    assert parts.update is parts.update and parts.run_window == parts.update.run_window
 
 
 def test_a_hook_that_is_replaced_is_called_from_then_on_and_a_setting_is_read_each_time(tmp_path: Path) -> None:
     held = Held(tmp_path)
     run: Any = held
-    forwards = held.parts.forwards
+    run_window = held.parts.run_window
     source: Any = SimpleNamespace(loader=None)
     held.config.accum_steps = 2
     consumed: list[Batch] = []
-    assert forwards.run(source, iter([batch()._replace(closes=None)] * 3), consumed) and len(consumed) == 2
+    assert run_window(source, iter([batch()._replace(closes=None)] * 3), consumed) and len(consumed) == 2
     assert held.window.weight == 4.0
     run.batch_weight = lambda data, target: 10.0
     held.config.accum_steps = 1
     held.window.reset()
-    forwards.run(source, iter([batch()]), [])
+    run_window(source, iter([batch()]), [])
     assert held.window.weight == 10.0
 
 
@@ -62,16 +60,14 @@ def test_boundaries_are_those_of_the_settings_and_save_by_the_hook(tmp_path: Pat
 
 def test_memory_that_runs_out_is_not_retried_where_a_forward_communicates(tmp_path: Path) -> None:
     held = Held(tmp_path)
-    held.parts.wrapping.choose_memory_retry()
-    assert held.parts.wrapping.memory_retry is None
+    held.parts.wrapping.check_memory_retry()
     found: Any = held._data.plan
     held._data.plan = SimpleNamespace(finds_micro_batch_size=True, undivided=found.undivided)  # type: ignore[assignment]
     held.preparation.communication = "ft.enabled=True"
     with pytest.raises(ValueError, match="micro_batch_size='auto' with ft.enabled=True"):
-        held.parts.wrapping.choose_memory_retry()
+        held.parts.wrapping.check_memory_retry()
     held.preparation.communication = None
-    held.parts.wrapping.choose_memory_retry()
-    assert held.parts.wrapping.memory_retry is not None
+    held.parts.wrapping.check_memory_retry()
     assert [parameter is held.model.weight for parameter in held.parts.wrapping.unreduced()] == [True]
 
 
@@ -148,21 +144,21 @@ def test_frozen_weights_are_left_out_only_where_every_rank_knows_all_weights(tmp
 def test_counters_and_the_reference_of_weights_come_back_as_they_were_saved(tmp_path: Path) -> None:
     held, other = Held(tmp_path), Held(tmp_path)
     held.state.train.global_step, held.window.agreed_reference = 3, 8.0
-    held.parts.weights.targetless = True
+    held.parts.loss.targetless = True
     saved = {part.name: part.get() for part in held.parts.saved.progress_parts() if part.name in ("train", "bare")}
     assert saved["train"]["global_step"] == 3 and saved["train"]["weight_reference"] == 8.0
     for part in other.parts.saved.progress_parts():
         if part.name in saved:
             part.set(saved[part.name], frozenset())
     assert other.state.train.global_step == 3 and other.window.agreed_reference == 8.0
-    assert other.parts.weights.targetless is True
+    assert other.parts.loss.targetless is True
 
 
 def test_without_checks_of_updates_nothing_is_put_around_them(tmp_path: Path) -> None:
     parts = Held(tmp_path).parts
     assert parts.audits is None
     assert parts.update.sync.riders == [parts.update.norms] and not parts.runner.observers
-    assert type(parts.forwards) is WindowForwards
+    assert parts.run_window == parts.update.run_window
 
 
 def test_digests_are_told_of_updates_samples_and_the_collective(tmp_path: Path) -> None:

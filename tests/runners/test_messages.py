@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import danling as dl
-from danling.training.targets import unweighed
+from danling.training.weighing import unweighed
 
 
 class Toy(dl.Runner):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.weights import batch_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.metrics import MetricSet, accuracy
 from danling.training import (
-    BatchWeights,
     Evaluation,
     EvaluationSums,
     checked_figures,
@@ -136,7 +136,7 @@ def sums_over(criterion: nn.Module, *, metrics: MetricSet, sums_loss: bool) -> t
 
     sums = EvaluationSums(
         step,
-        weigh=lambda batch, data: BatchWeights().weigh(batch, data, lambda _, target: float(len(target))),
+        weigh=lambda batch, data: batch_loss().weigh(batch, data),
         to_device=lambda data: data,
         metrics=metrics,
         sums_loss=sums_loss,

@@ -10,13 +10,14 @@ import pytest
 import torch
 from support.keys import own_keys
 from support.metrics import Largest
+from support.weights import batch_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from danling.data import BatchSource
 from danling.distributed import LocalDomain, Placement
 from danling.metrics import Meters, MetricSet
-from danling.training import BatchWeights, Evaluation
+from danling.training import Evaluation
 from danling.training.evaluation import Trial
 from danling.training.evaluator import EvaluatedRun, EvaluationSources, Evaluator
 from danling.training.forward import EvaluationForward
@@ -56,7 +57,7 @@ class Run:
         run = EvaluatedRun(
             placement=Placement(data=domain, optimizer=domain, metrics=domain),
             keys=own_keys(),
-            weights=BatchWeights(),
+            weights=batch_loss(),
             meters=lambda: self.meters,
             metrics=lambda: self.metrics,
             sums_loss=lambda: False,

@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 
 from danling.data import Batch, BatchSource, build_dataloader
 from danling.distributed import Domain, LocalDomain
-from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome, Window, updates_of_pass
-from danling.training.micro_batches import WindowForwards
+from danling.training import UNCOMMITTED, PassAgreement, UpdateOutcome, updates_of_pass
 
 
 def source(batches: int = 6, *, split: str = "train", first: int = 0, rank: int = 0, size: int = 1) -> BatchSource:
@@ -43,13 +42,10 @@ class Loop:
 
     def run(self, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run a window; it fits, unless it was said otherwise."""
-        forwards = WindowForwards(
-            agreement=self.agreement,
-            window=Window(LocalDomain(), torch.device("cpu")),
-            size=lambda: self.size,
-            run=lambda batch: None,
-        )
-        forwards.run(self.source, batches, consumed)
+        batch = next(batches, None)
+        while batch is not None:
+            consumed.append(batch)
+            batch = self.agreement.next_of_window(self.source, batches) if len(consumed) < self.size else None
         if self.fits and not self.fits.pop(0):
             return False
         self.windows.append([int(batch.data) for batch in consumed])

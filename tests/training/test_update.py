@@ -1,186 +1,206 @@
-"""One update without a runner: what a closed window becomes, and what advances with it."""
+"""One update of a runner: what is asked in which order, what advances with it, and what an update that is left out leaves as it was."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.keys import own_keys
+from support.processes import run_processes
 from torch import Tensor, nn
 
-from danling.distributed import LocalDomain, StepSync, StepTotals
-from danling.metrics import Meters
-from danling.training import NonFiniteError, Precision, TrainingSession, UpdateOutcome, Window
-from danling.training.preparation import ModelPreparation
-from danling.training.reduction import LocalReduction
+import danling as dl
+from danling.data import Batch, BatchSource
+from danling.distributed import Domain, StepTotals
+from danling.training import NonFiniteError, UpdateOutcome
 from danling.training.update import UpdateStep
 
-CPU = torch.device("cpu")
+HOOKS = [
+    "complete_gradients",
+    "unscale_gradients",
+    "gradient_norm",
+    "clip_gradients",
+    "optimizer_step",
+    "zero_gradients",
+]
 
 
-class Run:
-    """A linear model of one weight, whose loss is its output, and every hook by its default."""
+class Run(dl.TorchRunner):
+    """A linear model of one weight whose loss is its output, with a note of each hook that is asked."""
 
-    def __init__(self, **settings: Any) -> None:
-        own_backward = settings.pop("own_backward", False)
-        self.config = SimpleNamespace(**{"skip_nonfinite_grad": False, "max_skipped_updates": None, **settings})
-        train = SimpleNamespace(global_step=0, samples=0, skipped_updates=0, consecutive_skips=0)
-        self.state = SimpleNamespace(train=train)
-        self.precision = Precision(None, CPU)
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        super().__init__({"dir": str(directory), "log": False, "seed": 1, "steps": 9, **settings})
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(self.model.weight)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.scheduler: Any = None
-        self.ema: Any = None
-        self.reduction = LocalReduction(self.optimizer, self.model.named_parameters)
-        self.window, self.session = Window(LocalDomain(), CPU), TrainingSession()
         self.asked: list[str] = []
-        self.update = UpdateStep(
-            self,
-            keys=own_keys(self.session),
-            window=self.window,
-            sync=StepSync(LocalDomain(), CPU),
-            session=self.session,
-            preparation=ModelPreparation(LocalDomain()),
-            look=lambda: self.asked.append("look"),
-            losses=Meters(),
-            own_backward=own_backward,
-        )
+        self.not_saved = ("asked",)
+        for hook in HOOKS:
+            setattr(self, hook, self._noting(hook, getattr(self, hook)))
 
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        return self.model
+    def _noting(self, hook: str, call: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            self.asked.append(hook.split("_")[0])
+            return call(*args)
+
+        return noted
+
+    def compute_loss(self, pred: Any, target: Any) -> Tensor:
+        loss: Tensor = pred.mean()
+        return loss
+
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return 1.0
 
     @property
     def weight(self) -> float:
-        return float(self.model.weight)
-
-    def complete_gradients(self) -> None:
-        self.asked.append("complete")
-        self.reduction.complete()
-
-    def unscale_gradients(self, totals: StepTotals) -> list[Tensor]:
-        self.asked.append("unscale")
-        return self.reduction.unscale(self.window.gradient_factor(totals.weight, 1), totals.weight)
-
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        self.asked.append("norm")
-        return self.reduction.norm(gradients)
-
-    def clip_gradients(self, grad_norm: Tensor) -> None:
-        self.asked.append("clip")
-
-    def optimizer_step(self) -> None:
-        self.asked.append("step")
-        self.reduction.apply(self.state.train.global_step + 1)
-
-    def zero_gradients(self) -> None:
-        self.asked.append("zero")
-        self.reduction.zero()
-
-    def forward(self, value: float, weight: float = 1.0) -> None:
-        """Make a micro-batch whose gradient is `value`."""
-        self.window.begin_microbatch(weight, 2.0)
-        self.window.scale(self.model(torch.tensor([[value]])).mean()).backward()
+        return float(self.model.weight.detach())
 
     def make(self, *values: float) -> UpdateOutcome:
+        """Make an update of micro-batches of two samples, whose gradients are the values."""
         for value in values:
-            self.forward(value)
-        return self.update.make()
+            self.train_step(torch.full((2, 1), value))
+        return self.step()
 
 
-def test_the_hooks_are_asked_in_this_order_and_everything_advances() -> None:
-    run = Run()
-    outcome = run.make(1.0, 3.0)
-    assert run.asked == ["complete", "unscale", "norm", "look", "clip", "step", "zero"]
-    assert outcome.committed and outcome.weight == 2.0 and outcome.samples == 4.0 and outcome.loss == 2.0
-    assert outcome.grad_norm is not None and float(outcome.grad_norm) == 2.0
-    assert run.weight == 1.0 - 0.5 * 2.0 and run.model.weight.grad is None
-    assert (run.state.train.global_step, run.state.train.samples) == (1, 4) and run.window.count == 0
-    assert run.update.losses.averages() == {"loss": 2.0}
-    run.make(1.0)
-    assert run.asked.count("look") == 1  # at the first one of this process only
+def test_the_hooks_are_asked_in_this_order_and_everything_advances(tmp_path: Path) -> None:
+    with Run(tmp_path, ema={"enabled": True, "decay": 0.5}) as run:
+        stepped: list[int] = []
+        run.scheduler = SimpleNamespace(step=lambda: stepped.append(run.train_state.global_step), state_dict=dict)
+        outcome = run.make(1.0, 3.0)
+        assert run.asked == ["complete", "unscale", "gradient", "clip", "optimizer", "zero"]
+        assert outcome.committed and outcome.weight == 2.0 and outcome.samples == 4.0 and outcome.loss == 2.0
+        assert outcome.grad_norm is not None and float(outcome.grad_norm) == 2.0
+        assert run.weight == 1.0 - 0.5 * 2.0 and run.model.weight.grad is None and stepped == [1]
+        train = run.train_state
+        assert (train.global_step, train.samples, train.micro_step, run.window.count) == (1, 4, 2, 0)
+        assert run._parts.losses.averages() == {"loss": 2.0} and run.ema.num_updates == 1
 
 
-def test_a_schedule_by_updates_and_averages_follow_a_committed_update_only() -> None:
-    run = Run(skip_nonfinite_grad=True)
-    stepped: list[str] = []
-    run.scheduler = SimpleNamespace(step=lambda: stepped.append("schedule"))
-    run.ema = SimpleNamespace(update=lambda: stepped.append("average"))
-    run.make(1.0)
-    assert stepped == ["average"]  # the schedule goes by epochs until it is said otherwise
-    run.update.steps_scheduler = True
-    run.make(1.0)
-    assert stepped == ["average", "schedule", "average"]
-    skipped = run.make(float("nan"))
-    assert skipped.reason == "nonfinite" and len(stepped) == 3
-    run.scheduler = SimpleNamespace(step_update=lambda updates: stepped.append(f"to {updates}"))
-    run.update.tells_place = True
-    run.make(1.0)
-    assert stepped[3:] == ["to 3", "average"]
+def test_an_update_that_is_left_out_advances_nothing_but_the_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path, skip_nonfinite_grad=True, max_skipped_updates=1, ema={"enabled": True}) as run:
+        run.scheduler = SimpleNamespace(step=lambda: pytest.fail("a schedule advanced"), state_dict=dict)
+        for value in (float("inf"), float("nan")):
+            run.train_state.consecutive_skips = 0
+            outcome = run.make(value)
+            assert outcome.reason == "nonfinite" and run.weight == 1.0 and run.model.weight.grad is None
+        train = run.train_state
+        assert (train.global_step, train.skipped_updates, train.samples, run.ema.num_updates) == (0, 2, 4, 0)
+        assert not run._parts.losses and "clip" not in run.asked and run.window.count == 0
+        assert caplog.messages.count("Update 1 was skipped (nonfinite).") == 2
+        with pytest.raises(NonFiniteError, match=r"at most 1 skipped updates in a row. Received: 2 before step 1"):
+            run.make(float("inf"))
 
 
-def test_an_update_that_is_left_out_advances_nothing_but_the_samples() -> None:
-    run = Run(skip_nonfinite_grad=True, max_skipped_updates=1)
-    outcome = run.make(float("inf"))
-    assert not outcome.committed and run.weight == 1.0 and run.model.weight.grad is None
-    train = run.state.train
-    assert (train.global_step, train.skipped_updates, train.samples) == (0, 1, 2) and run.window.count == 0
-    assert not run.update.losses and "clip" not in run.asked and "look" not in run.asked
-    with pytest.raises(NonFiniteError, match="at most 1 skipped updates in a row"):
-        run.make(float("inf"))
+def test_an_update_that_is_not_finite_ends_a_run_that_may_not_skip(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        with pytest.raises(NonFiniteError, match=r"at step 1.*ranks \[0\].*'weight'"):
+            run.make(float("nan"))
+        assert run.train_state.global_step == 0 and run.weight == 1.0
 
 
-def test_an_update_that_is_not_finite_ends_a_run_that_may_not_skip() -> None:
-    run = Run()
-    with pytest.raises(NonFiniteError, match=r"at step 1.*ranks \[0\].*'weight'"):
-        run.make(float("nan"))
-    assert run.state.train.global_step == 0 and run.weight == 1.0
+def test_an_update_without_a_micro_batch_a_backward_or_a_gradient_is_refused(tmp_path: Path) -> None:
+    class Silent(Run):
+        def train_step(self, data: Any) -> Any:
+            return None, torch.zeros(())
+
+    class Lost(Run):
+        def backward(self, loss: Tensor) -> None:
+            """Leave no gradient."""
+
+    with Run(tmp_path / "run") as run, pytest.raises(ValueError, match=r"step\(\) and backward\(loss\) need at least"):
+        run.step()
+    with Silent(tmp_path / "silent") as run, pytest.raises(ValueError, match="every micro-batch. Received: 2 of 2"):
+        run.make(1.0, 1.0)
+    with Lost(tmp_path / "lost") as run, pytest.raises(ValueError, match="Expected `backward` to leave a gradient"):
+        run.make(1.0)
 
 
-def test_an_update_of_nothing_or_of_a_loss_that_nobody_weighed_is_refused() -> None:
-    run = Run()
-    with pytest.raises(ValueError, match="Expected a micro-batch"):
-        run.update.make()
-    run.window.begin_microbatch(1.0, 1.0)
-    with pytest.raises(ValueError, match=r"call `self.backward\(loss\)` for every micro-batch. Received: 1 of 1"):
-        run.update.make()
-    own = Run(own_backward=True)
-    own.window.begin_microbatch(1.0, 1.0)
-    with pytest.raises(ValueError, match=r"Expected `backward` to leave a gradient"):
-        own.update.make()
+def test_an_update_that_was_taken_back_asks_again(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.make(1.0)
+        run.stop()
+        run.train_step(torch.ones(2, 1))
+        run.reduction.agree = lambda totals, window, step: None  # type: ignore[assignment, method-assign]
+        outcome = run._parts.update.make()
+        assert outcome.reason == "uncommitted" and run._session.stop_reason is None
+        assert run._session.local_requests() == {"stop"} and run.train_state.global_step == 1
 
 
-def test_what_was_asked_for_is_applied_and_an_update_that_was_taken_back_asks_again() -> None:
-    run = Run()
-    run.session.request("save")
-    run.make(1.0)
-    assert run.session.save_requested and run.session.local_requests() == frozenset()
-    run.session.request("stop")
-    run.reduction.agree = lambda totals, window, step: None  # type: ignore[assignment, method-assign]
-    outcome = run.make(1.0)
-    assert outcome.reason == "uncommitted" and run.session.stop_reason is None
-    assert run.session.local_requests() == {"stop"} and run.state.train.global_step == 1
+def test_an_accelerator_is_asked_one_update_later_and_its_samples_are_read_when_needed(tmp_path: Path) -> None:
+    """`meta` stands for a device that the host does not wait for; what it would answer is on the CPU."""
+    with Run(tmp_path) as run:
+        update = run._parts.update
+        update.sync.reduce = lambda **given: StepTotals(1.0, 2.0, torch.tensor(3.0), 0.0)  # type: ignore[method-assign]
+        run.make(1.0)
+        run.make(1.0)
+        assert run.train_state.samples == 0
+        update._unchecked = 6, torch.tensor(True), 0.0
+        update.raise_pending_error()
+        assert run.train_state.samples == 6
+        update._unchecked = 6, torch.tensor(False), 1.0
+        with pytest.raises(NonFiniteError, match=r"at step 6.*on ranks \[0\].*dropped since"):
+            update.raise_pending_error()
+        update.raise_pending_error()  # there is nothing left
 
 
-def test_learning_rates_are_kept_of_updates_that_are_logged() -> None:
-    run = Run()
-    run.update.log_every = 2
-    run.make(1.0)
-    assert run.update.rates == []
-    run.make(1.0)
-    assert run.update.rates == [0.5]
+class Failing(Run):
+    def train_step(self, data: Any) -> Any:
+        if len(data) > 2:
+            raise ValueError("too large")
+        return super().train_step(data)
 
 
-def test_samples_that_are_counted_on_a_device_are_read_when_they_are_asked_for() -> None:
-    run = Run()
-    run.update.sync.reduce = lambda **given: StepTotals(1.0, 2.0, torch.tensor(3.0), 0.0)  # type: ignore[method-assign]
-    run.make(1.0)
-    run.make(1.0)
-    assert run.state.train.samples == 0
-    run.update.raise_pending_error()
-    assert run.state.train.samples == 6
-    run.update.read_samples()  # there is nothing left
-    assert run.state.train.samples == 6
+def test_a_step_that_fails_says_what_it_was_given_and_is_not_counted(tmp_path: Path) -> None:
+    with Failing(tmp_path) as run:
+        with pytest.raises(ValueError, match="too large") as error:
+            run.train_step(torch.ones(3, 1))
+        assert error.value.__notes__ == ["train_step received float32 (3, 1) on cpu"]  # type: ignore[attr-defined]
+        assert not run._session.in_step and run.train_state.micro_step == 0
+
+
+@pytest.mark.parametrize(
+    ("closes", "size", "expected"),
+    [
+        ((None,) * 5, 2, [[False, True], [False, True], [True]]),  # the pass ends before the last window is full
+        ((None, True, None), 1, [[True], [True], [True]]),
+        ((False, False, True), 1, [[False, False, True]]),  # a loader that knows where an update closes
+    ],
+)
+def test_the_last_micro_batch_of_a_window_reduces(
+    tmp_path: Path, closes: tuple[bool | None, ...], size: int, expected: list[list[bool]]
+) -> None:
+    with Run(tmp_path, accum_steps=size) as run:
+        source = BatchSource([], split="train", seed=0)
+        batches = iter([Batch(torch.ones(2, 1), 2, None, each) for each in closes])
+        found: list[list[bool]] = []
+        run.train_step = lambda data: found[-1].append(run.window.reduces)  # type: ignore[assignment, method-assign, misc]
+        for window in expected:
+            consumed: list[Batch] = []
+            found.append([])
+            assert run._parts.update.run_window(source, batches, consumed) and len(consumed) == len(window)
+            run.window.reset()
+        assert found == expected
+
+
+def error_of_rank() -> str:
+    update: Any = UpdateStep.__new__(UpdateStep)
+    update.sync = SimpleNamespace(domain=Domain())
+    rank = update.sync.domain.rank
+    return str(update._nonfinite_error(3, float(rank == 1), ["a", f"own{rank}"]))
+
+
+def test_all_ranks_say_the_same_of_an_update_that_is_not_finite() -> None:
+    first, second = run_processes(error_of_rank, world_size=2, init_process_group=True)
+    assert first == second and "on ranks [1]" in first and "['a', 'own0', 'own1']" in first
+
+
+def test_learning_rates_are_kept_of_updates_that_are_logged(tmp_path: Path) -> None:
+    with Run(tmp_path, log_interval=2) as run:
+        for rates in ([], [0.5]):
+            run.make(1.0)
+            assert run._parts.update.rates == rates

@@ -1,86 +1,122 @@
-"""What a batch weighs, and what is learnt of the batches to train on."""
+"""What a batch weighs, what is learnt of the batches to train on, and which batches have a loss."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.weights import batch_loss
 from torch import nn
 
 from danling.data import PLACEHOLDER, Batch
-from danling.training import BatchWeights
+from danling.training.weighing import returned_loss
 
-CPU = torch.device("cpu")
 PAIR = (torch.ones(3, 2), torch.ones(3))
-
-
-def own_weight(data: Any, target: Any) -> float:
-    return 10.0 if target is None else 20.0
+BARE = Batch(PAIR[0], None, None)
 
 
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (Batch(PAIR, None, None), (20.0, 3)),
-        (Batch(PAIR, 2, None), (20.0, 2)),  # the source knows better than the data
-        (Batch(PAIR[0], None, None), (10.0, 3)),
+        (Batch(PAIR, None, None), (3.0, 3)),
+        (Batch(PAIR, 2, None), (3.0, 2)),  # the source knows better than the data
+        (BARE, (10.0, 3)),
         (Batch(PAIR, 0, 0), (0.0, 0.0)),
         (Batch(PLACEHOLDER, 4, 8), (0.0, 0.0)),
     ],
     ids=["pair", "counted", "bare", "padding", "placeholder"],
 )
 def test_a_batch_is_weighed_and_counted(batch: Batch, expected: tuple[float, float]) -> None:
-    assert BatchWeights().weigh(batch, batch.data, own_weight) == expected
+    assert batch_loss().weigh(batch, batch.data) == expected
 
 
-def test_only_batches_to_train_on_tell_whether_there_are_targets() -> None:
-    weights = BatchWeights()
-    weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight)
-    assert weights.targetless is None
-    weights.weigh(Batch(PAIR, None, None), PAIR, own_weight, training=True)
-    assert weights.targetless is False
-    weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True)
-    assert weights.targetless is False  # the first one tells
-    own = BatchWeights(learns=False)
-    own.weigh(Batch(PAIR, None, None), PAIR, own_weight, training=True)
-    own.look_at([PAIR], CPU)
+def test_only_the_first_batch_to_train_on_tells_whether_there_are_targets() -> None:
+    weights = batch_loss()
+    for batch, training, expected in ((BARE, False, None), (Batch(PAIR, None, None), True, False), (BARE, True, False)):
+        weights.weigh(batch, batch.data, training=training)
+        assert weights.targetless is expected
+    own = batch_loss("train_step")
+    own.weigh(BARE, BARE.data, training=True)
     assert own.targetless is None
 
 
-class Drawing:
-    """A dataset that draws, and another one that has no first sample."""
+@pytest.mark.parametrize(
+    ("criterion", "overridden", "warned"),
+    [(nn.CrossEntropyLoss(), (), 1), (nn.CrossEntropyLoss(), ("batch_weight",), 0), (nn.MSELoss(), (), 0)],
+)
+def test_a_criterion_that_ignores_targets_is_warned_of_once_if_none_is_found(
+    criterion: nn.Module, overridden: tuple[str, ...], warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = batch_loss(*overridden, criterion=criterion)
+    for _ in range(2):
+        weights.weigh(BARE, BARE.data, training=True)
+    assert len(caplog.records) == warned
 
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
+
+def test_a_model_that_returns_no_loss_needs_a_criterion() -> None:
+    with pytest.raises(ValueError, match=r"criterion=None and a prediction of type Tensor"):
+        returned_loss(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targetless", "overridden", "target", "expected"),
+    [
+        (nn.MSELoss(), False, (), 1, 7.0),
+        (nn.MSELoss(), False, (), None, None),  # training compares with a target, which is missing
+        (nn.MSELoss(), True, (), None, 7.0),  # an autoencoder
+        (nn.MSELoss(), None, (), None, None),  # nothing tells
+        (None, False, ("compute_loss",), None, 0.25),
+        (None, None, ("compute_loss",), None, 7.0),
+        (None, False, (), 1, 0.25),  # that of the model
+    ],
+)
+def test_which_evaluated_batches_have_a_loss(
+    criterion: Any, targetless: bool | None, overridden: tuple[str, ...], target: Any, expected: float | None
+) -> None:
+    loss = batch_loss(*overridden, targetless=targetless, criterion=criterion)
+    found = loss.of_evaluated({"loss": torch.tensor(0.25)} if criterion is None else torch.ones(1), target)
+    assert (None if found is None else float(found)) == expected
+
+
+POSITIONS, STREAM = SimpleNamespace(kind="position"), SimpleNamespace(kind="stream")
+
+
+class Drawing:
+    """A dataset that draws."""
+
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
 
     def __getitem__(self, index: int) -> Any:
         torch.rand(1)
-        return self.sample[index]
+        return self.samples[index]
 
 
-@pytest.mark.parametrize(("sample", "expected"), [([PAIR], False), ([PAIR[0]], True), ([], None)])
-def test_a_dataset_is_looked_at_without_moving_the_streams(sample: Any, expected: bool | None) -> None:
-    weights = BatchWeights()
+@pytest.mark.parametrize(
+    ("source", "options", "dataset", "expected"),
+    [
+        (POSITIONS, {}, Drawing(PAIR), False),
+        (POSITIONS, {}, Drawing(PAIR[0]), True),
+        (POSITIONS, {}, Drawing(), None),
+        (POSITIONS, {"num_workers": 2}, Drawing(PAIR), None),
+        (POSITIONS, {"collate_fn": list}, Drawing(PAIR), None),
+        (STREAM, {}, Drawing(PAIR), None),
+    ],
+)
+def test_the_first_sample_to_train_on_is_looked_at_without_moving_the_streams(
+    source: Any, options: dict[str, Any], dataset: Drawing, expected: bool | None
+) -> None:
+    weights = batch_loss(
+        criterion=nn.MSELoss(),
+        train_splits=["other", "train"],
+        sources={"train": source},
+        datasets={"train": dataset, "val": Drawing(PAIR)},
+        _data=SimpleNamespace(splits=SimpleNamespace(settings=lambda split: options)),
+    )
     torch.manual_seed(3)
     expected_draw = torch.rand(2)
     torch.manual_seed(3)
-    weights.look_at(Drawing(sample), CPU)
+    weights.of_evaluated(torch.ones(1), None)
     assert weights.targetless is expected and torch.equal(torch.rand(2), expected_draw)
-
-
-@pytest.mark.parametrize("warns", [True, False])
-def test_a_criterion_that_ignores_targets_nobody_finds_is_warned_of_once(
-    warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    criterion: list[nn.Module] = [nn.CrossEntropyLoss()]
-    weights = BatchWeights(warns=warns, criterion=lambda: criterion[0])
-    for _ in range(2):
-        weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True)
-    assert len(caplog.records) == warns
-    weights = BatchWeights(criterion=lambda: criterion[0])
-    criterion[0] = nn.MSELoss()
-    weights.weigh(Batch(PAIR[0], None, None), PAIR[0], own_weight, training=True)
-    criterion[0] = nn.CrossEntropyLoss()
-    weights.weigh(Batch(PAIR, None, None), PAIR, own_weight, training=True)
-    assert len(caplog.records) == warns
