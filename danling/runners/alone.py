@@ -63,7 +63,7 @@ class LoneVerbs:
             return self._train_step(call, *args, **kwargs)
         if verb == "step":
             return self._runner._session.update(call)
-        return self._parts.evaluator.alone("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
+        return self._parts.evaluator.call("evaluate" if verb == "evaluate_step" else "infer", call, *args, **kwargs)
 
     def _train_step(self, call: Callable[[Any], Any], data: object) -> Any:
         runner, parts = self._runner, self._parts

@@ -21,7 +21,7 @@ from danling.training.component_checks import misnamed_overrides
 from danling.training.component_watch import ComponentWatch
 from danling.training.coverage import ungraded, ungraded_names
 from danling.training.ending import TrainingEnd
-from danling.training.evaluator import Evaluator
+from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop
 from danling.training.readiness import Readiness
 from danling.training.recompute import MemoryRetry, Recompute, RunWindow
@@ -32,7 +32,6 @@ from danling.training.weighing import BatchLoss
 
 from .alone import LoneVerbs
 from .driving import TrainingDriver
-from .evaluating import build_evaluator
 from .extensions import is_asked, load
 from .saved import SavedParts
 from .wrapping import ModelWrapping
@@ -168,7 +167,7 @@ class TorchParts:
     @cached_property
     def evaluator(self) -> Evaluator:
         """What evaluates and predicts whole splits."""
-        return build_evaluator(self.runner, self)
+        return Evaluator(self.runner)
 
     # Loops
 

@@ -14,7 +14,6 @@ from danling.checkpoints import CheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config.parse import command_line_of
 from danling.config.stacks import counts_flops
-from danling.data import Batch
 from danling.distributed import set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
@@ -93,7 +92,7 @@ class TrainingDriver:
             self.begin_report()
             opened = session.opened(parts.end.of_session(), domain=runner.placement.optimizer, whole=whole)
             telling = runner._reporter.trackers.telling_status(whole=whole)
-            with telling, parts.evaluator.evaluation.watched(self.between_batches), opened:
+            with telling, opened:
                 yield
 
     def try_evaluations(self, splits: Sequence[str]) -> None:
@@ -104,7 +103,7 @@ class TrainingDriver:
             return
         verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
         if runner.config.try_evaluation and not (runner._overrides(verb) or runner._overrides("evaluate")):
-            self.parts.evaluator.try_once(splits, self.parts.results.judge_trial)
+            self.parts.evaluator.try_once(splits)
 
     def updates(self, split: str) -> Iterator[UpdateOutcome]:
         """Return the outcomes of the updates of what is left of the pass over `split`, which are made as they are asked for."""
@@ -165,22 +164,6 @@ class TrainingDriver:
             save=lambda **options: runner.save_checkpoint(**options),
             is_best=self.parts.results.has_best_at,
         )
-
-    def between_batches(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to go on."""
-        session, reporter, train = self.runner._session, self.runner._reporter, self.runner.state.train
-        if not session.running:
-            yield from batches
-            return
-
-        def seen(number: int) -> None:
-            reporter.doing(f"{split} {number}")
-            session.beat(train.global_step, train.epoch)
-
-        with reporter.aside():
-            pending = self.parts.update.sync.take_pending_requests()
-            domain = self.runner.placement.optimizer
-            yield from session.between_batches(batches, domain=domain, pending=pending, seen=seen)
 
     def trained_metrics(self) -> dict[str, float]:
         """Return the metrics of what was trained since the last call, over all ranks, and over the replica groups that take part."""

@@ -560,15 +560,7 @@ class ParallelRunner(TorchRunner):
 
     def build_forward(self) -> MeshForward:
         """Return how a batch is evaluated and predicted: in a pipeline through its stages."""
-        return MeshForward(
-            model=lambda: self.model,
-            bare=lambda: self.unwrapped_model,
-            context=lambda: self.forward_context(),
-            loss=lambda pred, target: self.evaluated_loss(pred, target),
-            topology=self.topology,
-            stages=self.stage_plan,
-            pipeline=lambda: self.pipeline,
-        )
+        return MeshForward(self)
 
     # Ending
 

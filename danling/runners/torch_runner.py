@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -51,7 +52,7 @@ from danling.training import (
 from danling.training.component_checks import check_metrics, refuse_early_steps, warn_of
 from danling.training.component_parts import component_parts
 from danling.training.component_watch import untied
-from danling.training.forward import EvaluationForward
+from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation
 from danling.training.readiness import check_components
@@ -731,12 +732,7 @@ class TorchRunner(BaseRunner):
 
     def build_forward(self) -> EvaluationForward:
         """Return how a batch is evaluated and predicted; a stack whose ranks hold parts of the model overrides it."""
-        return EvaluationForward(
-            model=lambda: self.model,
-            bare=lambda: self.unwrapped_model,
-            context=lambda: self.forward_context(),
-            loss=lambda pred, target: self.evaluated_loss(pred, target),
-        )
+        return EvaluationForward(self)
 
     def to_device(self, data: Any) -> Any:
         """Return the batch on the runner's device; copies from pinned memory do not block the host.
@@ -895,7 +891,8 @@ class TorchRunner(BaseRunner):
             ValueError: If the split is unknown, or there is none.
         """
         chosen = self._data.splits.choose(split, self._data.splits.to_infer(self.evaluate_splits), "infer")[0]
-        return self._parts.evaluator.stream(chosen) if stream else self._parts.evaluator.infer(chosen)
+        evaluator = self._parts.evaluator
+        return chain.from_iterable(evaluator.stream_batches(chosen)) if stream else evaluator.infer(chosen)
 
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; its target, if any, is ignored. Called on all ranks.

@@ -11,7 +11,7 @@ from danling.reporting.telemetry import Telemetry
 from danling.supervision import ActivitySampler, HangWatch, RankWatch, StackReader
 from danling.supervision.rank_watch import SECONDS_BETWEEN_LOOKS
 from danling.training.ending import TrainingEnd
-from danling.training.evaluator import Evaluator
+from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop
 from danling.training.saving import RunSaver
 
@@ -25,7 +25,7 @@ def build_rank_watch(runner: TorchRunner, *, samples: bool) -> RankWatch:
     saves = (type(runner).save_checkpoint, RunSaver.save, RunSaver.export)
     parts: dict[Callable[..., object], str] = {
         **dict.fromkeys(saves, "checkpointing"),
-        **dict.fromkeys((Evaluator.sums, Evaluator.try_once), "evaluating"),
+        **dict.fromkeys((Evaluator.evaluate, Evaluator.try_once), "evaluating"),
         **TrainingLoop.parts(),
         **TrainingEnd.parts(),
         Telemetry.timed: "data",

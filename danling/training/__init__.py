@@ -24,9 +24,8 @@ from .boundaries import (
 from .compilation import Compilation
 from .coverage import Coverage, GradientWatch, ungraded
 from .ema import EMA
-from .evaluation import Evaluation, EvaluationSums, checked_figures, even_out, try_one_batch, written_by_forward
+from .evaluation import checked_figures
 from .passes import PassAgreement, updates_of_pass
-from .predictions import gather_predictions, split_by_sample
 from .recompute import MemoryRetry
 from .reduction import (
     DDPReduction,
@@ -56,9 +55,7 @@ __all__ = [
     "Compilation",
     "Coverage",
     "DDPReduction",
-    "Evaluation",
     "EvaluationStopped",
-    "EvaluationSums",
     "GradientReduction",
     "GradientWatch",
     "LocalReduction",
@@ -81,8 +78,6 @@ __all__ = [
     "criterion_loss",
     "criterion_setting",
     "criterion_weight",
-    "even_out",
-    "gather_predictions",
     "gradients_of",
     "is_pair",
     "keeping_trained",
@@ -97,13 +92,10 @@ __all__ = [
     "scale_gradients",
     "schedule_advances",
     "shifts_labels",
-    "split_by_sample",
     "total_norm",
-    "try_one_batch",
     "ungraded",
     "unpack_batch",
     "unweighed",
     "updates_of_pass",
     "warning_of_score",
-    "written_by_forward",
 ]

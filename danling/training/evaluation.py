@@ -1,29 +1,42 @@
-"""Evaluation: sums over the batches of a split that leave no trace in training."""
+"""Evaluation and inference of whole splits: from their batches to metrics and predictions, with the state of training unchanged."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.distributed import all_arrive
-from danling.metrics import Meters, MetricSet, as_number
+from danling.metrics import Meters, as_number
+from danling.optim.modes import evaluation_weights
 from danling.utils.protocols import ReductionDomain
 from danling.utils.tensors import canonical_name
 
-from .batches import not_one_loss, peek_target, prediction_of
+from .batches import (
+    call_model,
+    count_samples,
+    is_pair,
+    nodes_of_graphs,
+    not_one_loss,
+    note_batch,
+    peek_target,
+    prediction_of,
+    unpack_batch,
+)
 from .safeguard import preserved_tensors
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
 
-BetweenBatches = Callable[[str, Iterator[Batch]], Iterator[Batch]]
-"""What is done between the batches of a split: it yields them, and may end or leave the evaluation."""
+EvaluationMode = Literal["evaluate", "infer"]
 
 _PATIENCE_SECONDS = 5.0
 """How long a rank that fails waits to hear whether all of them do."""
@@ -33,137 +46,298 @@ class EvaluationUnsupported(NotImplementedError):
     """The model cannot be run forward only, as by a pipeline schedule of the user's own that has no `eval`."""
 
 
-class Evaluation:
-    """What the evaluations of one run share: the mode in which they are made, and what watches their batches.
+class EvaluationForward:
+    """Evaluates and predicts single batches where this rank has the whole model; a stack that divides the model overrides it."""
 
-    Args:
-        is_main: Whether this process says in the log which weights are evaluated.
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner = runner
+
+    def evaluate(self, data: Any) -> tuple[Any, Tensor | None]:
+        """Return the prediction of a batch, and its loss."""
+        runner = self.runner
+        inputs, target = data if is_pair(data) else unpack_batch(data, runner.unwrapped_model)
+        with runner.forward_context() or nullcontext():
+            pred = call_model(runner.model, inputs)
+            return pred, runner.evaluated_loss(pred, target)
+
+    def infer(self, data: object) -> Any:
+        """Return the prediction of a batch; a target that comes with it is left aside."""
+        inputs, _ = unpack_batch(data, self.runner.unwrapped_model)
+        with self.runner.forward_context() or nullcontext():
+            return call_model(self.runner.model, inputs)
+
+    def counted(self, predictions: list[Any]) -> list[object]:
+        """Return what counts of the predictions of this rank for a batch, one for each sample."""
+        return predictions
+
+    def shared(self, predictions: list[Any]) -> list[Any]:
+        """Return the predictions of a split, also on ranks that have made none."""
+        return predictions
+
+
+class EvaluationSums:
+    """Sums of an evaluation on this rank.
+
+    Attributes:
+        totals: Sums and weights by metric.
+        scored: Whether the step gave a loss.
+        samples: Samples of this rank for which the step gave a loss or a prediction.
     """
 
-    def __init__(self, *, is_main: bool = True) -> None:
-        self._is_main = is_main
-        self._announced = False
-        self._between: BetweenBatches | None = None
+    def __init__(self) -> None:
+        self.totals = Meters()
+        self.scored = False
+        self.samples = 0.0
 
-    @contextmanager
-    def watched(self, between: BetweenBatches) -> Iterator[None]:
-        """Evaluate inside with something done between the batches, such as listening to requests."""
-        before, self._between = self._between, between
+
+class Evaluator:
+    """Evaluates and predicts splits exactly: every sample of every rank counts once, and the state of training does not change.
+
+    Attributes:
+        forward: Evaluates and predicts single batches.
+        batch_weight: Weight of the batch that is evaluated, or was last.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner = runner
+        self.forward = runner.build_forward()
+        self.batch_weight: float | Tensor = 1.0
+        self._has_tried = self._has_said_averaged = False
+
+    # Metrics
+
+    def evaluate(self, split: str, limit: int | None) -> dict[str, float]:
+        """Return the metrics of a split, or of its first `limit` batches."""
+        runner = self.runner
+        runner._data.splits.check(split)
+        sums = self._sums(split, limit, self._source(split))
+        metrics = self._summarized(split, sums)
+        if limit is not None:
+            # Of a part of a split, the number of batches and ranks decides which one.
+            placement = runner.placement
+            # Ranks that divide a sequence have a loss each of the same samples.
+            counted = [sums.samples, 1.0] if placement.counts_loss else [0.0, 0.0]
+            summed = placement.optimizer.all_reduce(torch.tensor(counted, dtype=torch.float64)).tolist()
+            metrics.setdefault("samples", summed[0] * placement.data.size / summed[1])
+        return metrics
+
+    def _summarized(self, split: str, sums: EvaluationSums) -> dict[str, float]:
+        return checked_figures("summarize", split, self.runner.summarize(split, sums.totals))
+
+    def _source(self, split: str) -> BatchSource:
+        """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
+        runner = self.runner
+        if split not in runner.train_splits:
+            return runner.source(split)
+        if split in runner.datasets:
+            return runner.sources.open(split, runner.build_dataloader(split, runner.datasets[split]))
+        if runner.source(split).consumed:
+            raise ValueError(
+                f"Expected a loader of its own to evaluate split {split!r} in the middle of training on it: its loader would lose "
+                f"its position. Received: {type(runner.dataloaders[split]).__name__} in `self.dataloaders`. Put a dataset into "
+                "`self.datasets` instead, or a second loader under another split name."
+            )
+        return runner.sources.open(split, runner.dataloaders[split])
+
+    def _sums(self, split: str, limit: int | None, source: BatchSource) -> EvaluationSums:
+        """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch."""
+        runner, sums = self.runner, EvaluationSums()
+        runner._parts.metrics.reset()
+        meters = runner.meters
+        with meters.aside():
+            with self._entered(split, "evaluate"):
+                batches = runner._session.paced(self._agreed(split, islice(self._pass_over(source), limit)))
+                with torch.no_grad():
+                    for batch in batches:
+                        runner._keys.begin_batch("evaluate", split, batch.place)
+                        self._add(sums, split, batch)
+            sums.totals.merge(meters)
+        return sums
+
+    def _add(self, sums: EvaluationSums, split: str, batch: Batch) -> None:
+        """Evaluate a batch and add its loss and its prediction."""
+        runner, metrics = self.runner, self.runner._parts.metrics
+        data = runner.to_device(batch.data)
+        weight, samples = runner._parts.loss.weigh(batch, data)
+        self.batch_weight = weight
         try:
-            yield
-        finally:
-            self._between = before
+            pred, loss = _as_pair(runner._run_evaluate_step(runner.evaluate_step, data))
+        except Exception as error:
+            note_batch(error, "evaluate_step", split, data)
+            raise
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise not_one_loss(loss)
+        if loss is not None and (isinstance(weight, Tensor) or weight):
+            if runner._parts.sums_loss:
+                sums.totals.add_totals("loss", loss, weight)
+            else:
+                sums.totals.update({"loss": loss}, weight)
+        if metrics and pred is not None:
+            metrics.update(prediction_of(pred), peek_target(data), samples)
+        sums.scored = sums.scored or loss is not None
+        sums.samples += samples if pred is not None or loss is not None else 0
 
-    def between(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the batches of a split, watched where somebody watches."""
-        return batches if self._between is None else self._between(split, batches)
+    def _pass_over(self, source: BatchSource) -> Iterator[Batch]:
+        source.rewind()
+        batches, placement = source.batches(), self.runner.placement
+        if self.runner.preparation.evaluates_together:
+            batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
+        yield from batches
+        source.rewind()
+
+    def _agreed(self, split: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; in training, all ranks agree before each one whether to continue."""
+        runner, session = self.runner, self.runner._session
+        if not session.running:
+            yield from batches
+            return
+
+        def seen(number: int) -> None:
+            runner._reporter.doing(f"{split} {number}")
+            session.beat(runner.state.train.global_step, runner.state.train.epoch)
+
+        with runner._reporter.aside():
+            pending = runner._parts.update.sync.take_pending_requests()
+            yield from session.between_batches(batches, domain=runner.placement.optimizer, pending=pending, seen=seen)
 
     @contextmanager
-    def mode(
-        self,
-        model: nn.Module,
-        bare: nn.Module,
-        *,
-        equalize: Callable[[], None],
-        averaged: Callable[[], AbstractContextManager[None]] | None = None,
-    ) -> Iterator[None]:
-        """Put the bare model into evaluation mode, with averaged weights where there are any; on exit both are what they were.
-
-        Args:
-            model: The model as training has it, in the wrapper of its stack.
-            bare: The model out of its wrapper, whose forward would be a collective that a rank with fewer batches misses.
-            equalize: Makes the buffers the same on all ranks.
-            averaged: Returns the context in which the model has its averaged weights.
-        """
-        was_training, modes = model.training, [(module, module.training) for module in model.modules()]
-        equalize()
+    def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
+        """Evaluation mode on the bare model, with averaged weights if there are any; on exit all is as it was."""
+        runner, preparation, session = self.runner, self.runner.preparation, self.runner._session
+        wrapped, bare = runner.model, runner.unwrap(runner.model)
+        before = wrapped, runner.mode, runner.carry
         with ExitStack() as stack:
-            if averaged is not None:
-                stack.enter_context(averaged())
+            if mode == "evaluate" and split:
+                stack.enter_context(session.evaluating(split))
+            stack.enter_context(runner._keys.evaluating())
+            stack.enter_context(preparation.evaluating(wrapped))
+            stack.enter_context(session.collecting())
+            stack.enter_context(evaluation_weights(runner.optimizer))
+            was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
+            runner.broadcast_buffers()
+            if runner.ema is not None:
+                self._say_averaged()
+                stack.enter_context(preparation.averaged(runner.ema))
                 # Averaged on each rank from buffers of its own, of which a checkpoint keeps rank 0's.
-                equalize()
+                runner.broadcast_buffers()
             bare.eval()
+            runner.model, runner.mode, runner.carry = bare, mode, None
             try:
                 yield
             finally:
-                model.train(was_training)
+                runner.model, runner.mode, runner.carry = before
+                wrapped.train(was_training)
                 for module, is_training in modes:
                     # Parts may have been in another mode than the whole.
                     module.training = is_training
 
-    def announce_averaged(self, decay: float | None) -> None:
-        """Say once in the log that the averaged weights are evaluated.
-
-        Args:
-            decay: Of the average; `None` where it has none.
-        """
-        if self._is_main and not self._announced:
+    def _say_averaged(self) -> None:
+        decay = getattr(self.runner.ema, "decay", None)
+        if self.runner.is_main_process and not self._has_said_averaged:
             logger.info("Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else "")
-        self._announced = True
+        self._has_said_averaged = True
 
+    # Before the first update
 
-class EvaluationSums:
-    """Sums and weights of the losses of one evaluation on this rank; metrics are updated beside them.
+    def try_once(self, splits: Iterable[str]) -> None:
+        """Evaluate one batch of each split, once in a run, so that an error in evaluation shows before training begins.
 
-    Args:
-        step: `(data) -> (prediction, loss)`, each of which may be `None`.
-        weigh: `(batch, data) -> (weight, samples)` of a batch, its data on the device.
-        to_device: Returns the data of a batch on the device.
-        metrics: What is computed beside the loss; it is reset.
-        sums_loss: Whether the loss is a sum over what its weight counts, instead of a mean.
-
-    Attributes:
-        totals: Sums and weights by figure.
-        scored: Whether the step gave a loss.
-        samples: Samples of this rank of which the step gave a loss or a prediction.
-        metrics: As given.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[Any], Any],
-        *,
-        weigh: Callable[[Batch, Any], tuple[float | Tensor, float]],
-        to_device: Callable[[Any], Any],
-        metrics: MetricSet,
-        sums_loss: bool = False,
-    ) -> None:
-        self.totals = Meters()
-        self.scored = False
-        self.samples = 0.0
-        self._step = step
-        self._weigh = weigh
-        self._to_device = to_device
-        self.metrics = metrics
-        self._sums_loss = sums_loss
-        metrics.reset()
-
-    def add(self, batch: Batch) -> None:
-        """Evaluate a batch and take in its loss and its prediction.
-
-        Raises:
-            ValueError: If the step returns no pair.
+        Loader, meters and buffers are restored. Splits whose loader can be iterated only once are left out.
         """
-        data = self._to_device(batch.data)
-        weight, samples = self._weigh(batch, data)
-        pred, loss = _as_pair(self._step(data))
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise not_one_loss(loss)
-        if loss is not None and (isinstance(weight, Tensor) or weight):
-            if self._sums_loss:
-                self.totals.add_totals("loss", loss, weight)
-            else:
-                self.totals.update({"loss": loss}, weight)
-        if self.metrics and pred is not None:
-            self.metrics.update(prediction_of(pred), peek_target(data), samples)
-        self.scored = self.scored or loss is not None
-        self.samples += samples if pred is not None or loss is not None else 0
+        if self._has_tried:
+            return
+        self._has_tried = True
+        for split in splits:
+            if split in self.runner.datasets or split not in self.runner.train_splits:
+                self._try(split)
 
-    def add_all(self, batches: Iterable[Batch]) -> None:
-        """Evaluate batches without gradients."""
-        with torch.no_grad():
-            for batch in batches:
-                self.add(batch)
+    def _try(self, split: str) -> None:
+        """Evaluate the first batch of a split.
+
+        Some metrics need more than one batch, so an error of `summarize` is a warning if it comes on all ranks. If only some ranks fail,
+        the others wait for them, and it is raised.
+        """
+        runner = self.runner
+        source = self._source(split)
+        if not source.can_restart:
+            return
+        with source.peek(), preserved_tensors(self._written()):
+            try:
+                # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
+                opened = source if source.kind == "position" else runner.sources.open(split, source.loader)
+                sums = self._sums(split, 1, opened)
+            except EvaluationUnsupported as error:
+                logger.warning("The evaluation of split %r was not tried: %s", split, error)
+                return
+            try:
+                metrics = self._summarized(split, sums)
+            except Exception as error:
+                if not all_arrive(f"tried/{split}", seconds=_PATIENCE_SECONDS):
+                    raise
+                logger.warning(
+                    "Of one batch, the metrics of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
+                    "else mend the metric or `summarize` now.",
+                    split,
+                    type(error).__name__,
+                    error,
+                )
+            else:
+                runner._parts.results.check_trial(split, metrics, scored=sums.scored)
+            finally:
+                runner._parts.metrics.reset()
+
+    def _written(self) -> list[Tensor]:
+        """Return the tensors that a forward may write to: buffers of model and criterion, and what is averaged of them."""
+        runner = self.runner
+        named, averaged = dict(runner.unwrapped_model.named_buffers()), getattr(runner.ema, "weights", {})
+        criterion = runner.criterion.buffers() if isinstance(runner.criterion, nn.Module) else ()
+        found = (averaged.get(canonical_name(name)) for name in named)
+        return [*named.values(), *criterion, *(tensor for tensor in found if tensor is not None)]
+
+    # A step that a user calls
+
+    def call(self, mode: EvaluationMode, step: Callable[[object], object], data: object) -> object:
+        """Run a step that a user calls directly, as in an evaluation: in evaluation mode, without gradients, on the device."""
+        runner = self.runner
+        with self._entered("", mode), torch.no_grad():
+            runner._keys.begin_batch(mode, "", (runner.placement.data.rank,))
+            moved = runner.to_device(data)
+            return runner._run_evaluate_step(step, moved) if mode == "evaluate" else step(moved)
+
+    # Predictions
+
+    def infer(self, split: str) -> list[Any]:
+        """Return the predictions of a split in the order of the dataset, the same on all ranks."""
+        runner, mine = self.runner, []
+        with self._entered(split, "infer"):
+            for batch in runner._session.paced(self._pass_over(self._source(split))):
+                mine.append(self._predict(split, batch))
+        return self.forward.shared(gather_predictions(mine, runner.placement.data))
+
+    def stream_batches(self, split: str) -> Iterator[list[Any]]:
+        """Yield the predictions of this rank by batch. Between two batches the caller may train or stop."""
+        batches = self._pass_over(self._source(split))
+        while True:
+            with self.runner._keys.evaluating():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            with self._entered(split, "infer"):
+                predictions = self._predict(split, batch)
+            yield predictions
+
+    def _predict(self, split: str, batch: Batch) -> list[object]:
+        runner = self.runner
+        runner._keys.begin_batch("infer", split, batch.place)
+        data = runner.to_device(batch.data)
+        try:
+            with torch.no_grad():
+                pred = runner.infer_step(data)
+        except Exception as error:
+            note_batch(error, "infer_step", split, data)
+            raise
+        samples = count_samples(data) if batch.samples is None else batch.samples
+        return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
 
 
 def even_out(
@@ -198,80 +372,65 @@ def even_out(
         yield chosen
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What one batch of a split came to before the first update.
+def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = None) -> list[object]:
+    """Return the prediction of a batch as a list with an item for each sample, on the CPU.
 
-    Attributes:
-        figures: The metrics; `None` where they are not defined on one batch.
-        scored: Whether the step gave a loss.
-    """
-
-    figures: dict[str, float] | None
-    scored: bool
-
-
-def try_one_batch(
-    source: BatchSource,
-    *,
-    reopen: Callable[[Any], BatchSource],
-    evaluate: Callable[[BatchSource], EvaluationSums],
-    summarize: Callable[[Meters], dict[str, float]],
-    written: Iterable[Tensor],
-) -> Trial | None:
-    """Evaluate the first batch of a split, so that an error in it comes before anything is trained; loader and buffers stay as they are.
-
-    Some metrics need more than one batch, so an error of `summarize` is a warning where it comes on all ranks. Where only some ranks
-    fail, the others wait for them, and it is raised.
+    A tensor is taken apart along its first dimension, into plain numbers where a sample has a single one; a list by its items; a tuple
+    of such, several outputs of a model, into a tuple for each sample; a mapping into one for each sample, of the entries that have as
+    many items as the batch has samples. Anything else is one item for the whole batch. Where each sample has several parts, as a graph
+    has nodes, a tensor with a row for each part is taken apart into a tensor for each sample, and one with as many rows as neither, such as
+    one for each edge, is left whole.
 
     Args:
-        source: The batches of the split.
-        reopen: Returns another source over the same loader. How a pass began is remembered with the place in a loader of the user's, so
-            its place in training is not moved.
-        evaluate: Evaluates the first batch of a source.
-        summarize: Returns the metrics of its sums.
-        written: Tensors that a forward may write to.
-
-    Returns:
-        `None` where batches are given once, and none was read, or the model cannot be run forward only, which is said.
+        pred: What the step returned.
+        samples: Samples of the batch; padding behind them is left out, and a batch without any has no predictions.
+        parts: How many parts each sample has, `None` where samples have none.
     """
-    if not source.can_restart:
-        return None
-    with source.peek(), preserved_tensors(written):
-        try:
-            sums = evaluate(source if source.kind == "position" else reopen(source.loader))
-        except EvaluationUnsupported as error:
-            logger.warning("The evaluation of split %r was not tried: %s", source.split, error)
-            return None
-        try:
-            return Trial(summarize(sums.totals), sums.scored)
-        except Exception as error:
-            if not all_arrive(f"tried/{source.split}", seconds=_PATIENCE_SECONDS):
-                raise
-            logger.warning(
-                "Of one batch, the metrics of split %r cannot be computed (%s: %s). Where those of the whole split can, all is well; "
-                "else mend the metric or `summarize` now.",
-                source.split,
-                type(error).__name__,
-                error,
-            )
-            return Trial(None, sums.scored)
-        finally:
-            sums.metrics.reset()
+    if not samples:
+        return []
+    if not isinstance(pred, (Mapping, tuple)):
+        pred = prediction_of(pred)
+    if isinstance(pred, Tensor) and parts is not None and pred.ndim and len(pred) == sum(parts) != len(parts):
+        whole = pred.detach().cpu()
+        of_samples: list[object] = [whole[end - count : end] for count, end in zip(parts, accumulate(parts))]
+        return of_samples[:samples]
+    if isinstance(pred, Tensor) and parts is not None and pred.ndim and len(pred) != len(parts):
+        return [pred.detach().cpu()]
+    if isinstance(pred, Tensor):
+        rows = pred.detach().cpu()[:samples]
+        has_single_number = rows.ndim == 1 or (rows.ndim == 2 and rows.shape[1] == 1)
+        return rows.flatten().tolist() if has_single_number else list(rows.unbind(0))
+    if isinstance(pred, Mapping):
+        columns = {
+            name: split_by_sample(value, samples, parts)
+            for name, value in pred.items()
+            if _has_rows(value, samples, parts)
+        }
+        return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [pred]
+    if isinstance(pred, tuple) and pred and all(_has_rows(part, samples, parts) for part in pred):
+        return list(zip(*(split_by_sample(part, samples, parts) for part in pred)))
+    return list(pred)[:samples] if isinstance(pred, list) else [pred]
 
 
-def written_by_forward(
-    model: nn.Module, others: Iterable[Tensor] = (), averaged: Mapping[str, Tensor] | None = None
-) -> list[Tensor]:
-    """Return the tensors that a forward may write to: the buffers of the model, and what is averaged of them.
+def gather_predictions(batches: Sequence[Sequence[object]], domain: ReductionDomain) -> list[object]:
+    """Return the predictions of all ranks in the order of the dataset, the same on all of them.
+
+    Ranks take the batches of a split in turn, so the first batches of all ranks come before the second ones.
 
     Args:
-        model: The bare model.
-        others: Buffers besides, such as those of a criterion.
-        averaged: Averaged parameters and buffers of the model by canonical name.
+        batches: The predictions of this rank, a sequence for each of its batches.
+        domain: The ranks that read different data.
     """
-    names = [canonical_name(name) for name, _ in model.named_buffers()]
-    return [*model.buffers(), *others, *((averaged or {})[name] for name in names if name in (averaged or {}))]
+    ranks: list[Sequence[Sequence[Any]]] = domain.gather_objects(batches)
+    rounds = max(map(len, ranks), default=0)
+    return [item for turn in range(rounds) for mine in ranks if turn < len(mine) for item in mine[turn]]
+
+
+def _has_rows(value: Any, samples: int, parts: Sequence[int] | None) -> bool:
+    is_rows = isinstance(value, Tensor) and value.ndim > 0
+    if not (is_rows or isinstance(value, list)):
+        return False
+    return len(value) == samples or (is_rows and parts is not None and len(value) == sum(parts))
 
 
 def checked_figures(hook: str, split: str, figures: object) -> dict[str, float]:

@@ -12,7 +12,6 @@ from danling.optim import needs_metric
 from danling.optim.schedulers import advance_by_epoch
 
 from .boundaries import Boundary, monitored_metric, patience_exhausted, schedule_advances, warning_of_score
-from .evaluation import Trial
 from .session import TrainingSession
 
 logger = logging.getLogger("danling")
@@ -151,13 +150,13 @@ class RunResults:
         """Go on with the metrics of an epoch or an evaluation that was under way."""
         self.open = dict(metrics)
 
-    def judge_trial(self, split: str, tried: Trial) -> None:
+    def check_trial(self, split: str, metrics: Mapping[str, float], *, scored: bool) -> None:
         """Refuse a split whose first batch shows that its metrics lack the score."""
         board = self.facts.board()
-        if tried.figures is None or board is None or board.split != split or self.facts.own:
+        if board is None or board.split != split or self.facts.own:
             return
-        if not (board.name == "loss" and tried.scored):
-            board.check({split: tried.figures})
+        if not (board.name == "loss" and scored):
+            board.check({split: dict(metrics)})
 
     def check(self) -> None:
         """Refuse metrics without the score before anything is counted by them."""

@@ -1,4 +1,4 @@
-"""What a torch runner hands to its evaluator, without a runner: the bare model in a mode of its own, and training as it was."""
+"""Evaluation and inference of a runner: the bare model in a mode of its own, exact metrics, and training as it was."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.held import Held
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from danling.data import build_dataloader
-from danling.metrics import Meters, MetricSet
+from danling import TorchRunner
 from danling.training import EMA
-from danling.training.evaluator import Evaluator
-from danling.training.forward import EvaluationForward
 
 INPUTS = torch.arange(6.0)[:, None]
 
@@ -33,23 +29,24 @@ class Wrapper(nn.Module):
         raise AssertionError("the wrapper's forward, which would be a collective")
 
 
-class Evaluated(Held):
-    """A model with a dropout in the wrapper of a stack, and a dataset to evaluate; what a step finds is written down."""
+class Evaluated(TorchRunner):
+    """A model with a dropout and a buffer in a wrapper, and datasets to evaluate; what a step finds is written down."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
-        super().__init__(directory, **settings)
-        self.bare = nn.Sequential(nn.Dropout(0.5), self.model)
-        self.model = Wrapper(self.bare)
-        self.meters, self.broadcasts = Meters(), 0
-        self.seen: list[tuple[Any, str, bool, bool]] = []
+        loader = {"batch_size": 4, "drop_last": False, "shuffle": False}
+        super().__init__({"dir": directory, "log": False, "steps": 2, "seed": 1, "dataloader": loader, **settings})
+        linear = nn.Linear(1, 1, bias=False)
+        self.bare = nn.Sequential(nn.Dropout(0.5), linear)
+        self.bare.register_buffer("calls", torch.zeros(()))
+        self.model, self.criterion = self.bare, nn.L1Loss()
+        self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.1)
+        self.datasets = {split: TensorDataset(INPUTS, 3 * INPUTS) for split in ("train", "val", "test")}
+        self.seen: list[tuple[bool, str, bool, bool]] = []
         self.drawn: list[float] = []
-        self.datasets["val"] = TensorDataset(INPUTS, 3 * INPUTS)
-        self.parts.metrics = MetricSet.wrap(None)
-        self.evaluator: Evaluator = self.parts.evaluator
+        self.broadcasts = 0
 
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        return self.bare
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        return Wrapper(model)
 
     def unwrap(self, model: Any) -> Any:
         return model.module if isinstance(model, Wrapper) else model
@@ -57,132 +54,176 @@ class Evaluated(Held):
     def broadcast_buffers(self) -> None:
         self.broadcasts += 1
 
-    def build_forward(self) -> EvaluationForward:
-        return EvaluationForward(
-            model=lambda: self.model,
-            bare=lambda: self.bare,
-            context=lambda: None,
-            loss=lambda pred, target: (pred - target).abs().mean() if target is not None else None,
-        )
-
-    def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
-        return step(data)
-
-    def source(self, split: str) -> Any:
-        return self.sources.of(split)
-
-    def build_dataloaders(self) -> None:
-        for split, dataset in self.datasets.items():
-            self.dataloaders.setdefault(split, self.build_dataloader(split, dataset))
-
-    def build_dataloader(self, split: str, dataset: Any) -> Any:
-        settings = {"batch_size": 4, "drop_last": False, "shuffle": False}
-        return build_dataloader(dataset, settings, split=split, train=False, seed=1, device=self.device)
-
-    def batch_weight(self, data: Any, target: Any) -> float:
-        return float(len(target))
+    def note(self) -> None:
+        self.seen.append((self.model is self.bare, self.mode, self.bare.training, torch.is_grad_enabled()))
+        self.drawn.append(torch.rand(()).item())
+        self.bare.calls += 1
 
     def evaluate_step(self, data: Any) -> Any:
-        self.seen.append((self.model, self.mode, self.bare.training, torch.is_grad_enabled()))
-        self.drawn.append(torch.rand(()).item())
-        return self.evaluator.forward.evaluate(data)
+        self.note()
+        self.meters.update({"seen": 1.0})
+        return super().evaluate_step(data)
 
     def infer_step(self, data: Any) -> Any:
-        self.seen.append((self.model, self.mode, self.bare.training, torch.is_grad_enabled()))
-        self.drawn.append(torch.rand(()).item())
-        return self.evaluator.forward.infer(data)
+        self.note()
+        return super().infer_step(data)
 
-    def summarize(self, split: str, totals: Meters) -> dict[str, float]:
-        return totals.averages()
-
-
-def loss_at(weight: float) -> float:
-    return ((weight - 3) * INPUTS).abs().mean().item()
+    def set_weight(self, weight: float) -> None:
+        with torch.no_grad():
+            self.bare[1].weight.fill_(weight)
 
 
-def set_weight(run: Evaluated, weight: float) -> None:
-    with torch.no_grad():
-        run.bare[1].weight.fill_(weight)
+def loss_at(weight: float, inputs: Tensor = INPUTS) -> Any:
+    return pytest.approx(((weight - 3) * inputs).abs().mean().item())
 
 
-def test_the_bare_model_is_evaluated_and_training_finds_everything_as_it_was(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    set_weight(run, 2.0)
-    wrapper, drawn = run.model, torch.random.get_rng_state()
-    assert run.evaluator.evaluate("val", None) == {"loss": pytest.approx(loss_at(2.0))}
-    assert run.seen == [(run.bare, "evaluate", False, False)] * 2
-    assert run.model is wrapper and run.mode == "train" and run.bare.training and run.broadcasts == 1
-    assert torch.equal(torch.random.get_rng_state(), drawn)
+def test_the_bare_model_is_evaluated_once_a_sample_and_training_is_as_it_was(tmp_path: Path) -> None:
+    with Evaluated(tmp_path) as run:
+        run.set_weight(2.0)
+        run.meters.update({"mine": 4.0})
+        wrapper, drawn = run.model, torch.random.get_rng_state()
+        assert run.evaluate_epoch("val") == {"loss": loss_at(2.0), "seen": 1.0}
+        assert run.seen == [(True, "evaluate", False, False)] * 2
+        assert run.model is wrapper and run.mode == "train" and run.bare.training
+        assert torch.equal(torch.random.get_rng_state(), drawn)
+        # The first batches only; what a step adds to `meters` belongs to the evaluation.
+        assert run.evaluate_steps("val", 1) == {"loss": loss_at(2.0, INPUTS[:4]), "seen": 1.0, "samples": 4.0}
+        assert run.meters.averages() == {"mine": 4.0}
+        # The loss may be a sum, and there may be none.
+        run.criterion = nn.L1Loss(reduction="sum")
+        assert run.evaluate_epoch("val")["loss"] == loss_at(2.0)
+        run.evaluate_step = lambda data: (data[0], None)  # type: ignore[method-assign, assignment]
+        assert run.evaluate_epoch("val") == {}
+        run.summarize = lambda split, totals: {"of": float(len(split))}  # type: ignore[method-assign]
+        assert run.evaluate_epoch("test") == {"of": 4.0}
 
 
-def test_a_step_that_raises_leaves_training_as_it_was(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    wrapper, drawn = run.model, torch.random.get_rng_state()
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (RuntimeError("out of order"), "out of order"),
+        (None, "Expected `evaluate_step` to return the prediction and the loss"),
+        (torch.ones(()), "Expected `evaluate_step` to return the prediction and the loss"),
+        ((1, 2, 3), "Received: 3 values"),
+        ((None, torch.ones(2)), "loss"),
+    ],
+)
+def test_a_step_that_fails_leaves_training_as_it_was(returned: Any, message: str, tmp_path: Path) -> None:
+    def step(data: Any) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
 
-    def fail(data: Any) -> Any:
-        raise RuntimeError("out of order")
-
-    run.evaluate_step = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="out of order"):
-        run.evaluator.evaluate("val", None)
-    assert run.model is wrapper and run.mode == "train" and run.bare.training
-    assert torch.equal(torch.random.get_rng_state(), drawn)
+    with Evaluated(tmp_path) as run:
+        wrapper, drawn = run.model, torch.random.get_rng_state()
+        run.evaluate_step = step  # type: ignore[method-assign]
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            run.evaluate_epoch("val")
+        assert run.model is wrapper and run.mode == "train" and run.bare.training
+        assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
 def test_averaged_weights_are_evaluated_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = Evaluated(tmp_path)
-    set_weight(run, 2.0)
-    run.ema = EMA(run.bare, decay=0.75)
-    set_weight(run, 1.0)
-    with caplog.at_level(logging.INFO, "danling"):
-        for _ in range(2):
-            assert run.evaluator.evaluate("val", None) == {"loss": pytest.approx(loss_at(2.0))}
-    assert [record.message for record in caplog.records] == ["Evaluating the averaged weights (decay 0.75)."]
-    # Its buffers are made the same on all ranks before and after the averaged ones are there.
-    assert run.broadcasts == 4 and run.bare[1].weight.item() == 1.0
+    with Evaluated(tmp_path) as run:
+        run.set_weight(2.0)
+        run.ema = EMA(run.bare, decay=0.75)
+        run.set_weight(1.0)
+        with caplog.at_level(logging.INFO, "danling"):
+            for _ in range(2):
+                assert run.evaluate_epoch("val")["loss"] == loss_at(2.0)
+        assert [r.message for r in caplog.records] == ["Evaluating the averaged weights (decay 0.75)."]
+        # Its buffers are made the same on all ranks before and after the averaged ones are there.
+        assert run.broadcasts == 4 and run.bare[1].weight.item() == 1.0
 
 
-def test_what_is_drawn_belongs_to_the_split_and_the_mode(tmp_path: Path) -> None:
-    def drawn(run: Evaluated, evaluate: Callable[..., object], *arguments: Any) -> list[float]:
-        torch.rand(3)
-        run.drawn.clear()
-        evaluate(*arguments)
-        return list(run.drawn)
+def test_what_is_drawn_belongs_to_the_split_and_the_verb(tmp_path: Path) -> None:
+    with Evaluated(tmp_path) as run:
 
-    run = Evaluated(tmp_path)
-    run.datasets["test"] = run.datasets["val"]
-    first = drawn(run, run.evaluator.evaluate, "val", None)
-    assert len(set(first)) == 2 and drawn(run, run.evaluator.evaluate, "val", None) == first
-    assert drawn(run, run.evaluator.evaluate, "test", None) != first
-    assert drawn(run, run.evaluator.infer, "val") != first
-    run.seed = 2
-    assert drawn(run, run.evaluator.evaluate, "val", None) != first
+        def drawn(evaluate: Callable[[str], object], split: str) -> list[float]:
+            torch.rand(3)
+            run.drawn.clear()
+            evaluate(split)
+            return list(run.drawn)
 
-
-def test_predictions_are_made_in_a_mode_of_their_own(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    set_weight(run, 2.0)
-    assert run.evaluator.infer("val") == [2.0 * number for number in range(6)]
-    assert run.seen == [(run.bare, "infer", False, False)] * 2 and run.mode == "train"
+        first = drawn(run.evaluate_epoch, "val")
+        assert len(set(first)) == 2 and drawn(run.evaluate_epoch, "val") == first
+        assert drawn(run.evaluate_epoch, "test") != first
+        assert drawn(run.infer, "val") != first
+        run.seed = 2
+        assert drawn(run.evaluate_epoch, "val") != first
 
 
-def test_what_was_replaced_since_is_what_is_evaluated(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    run.summarize = lambda split, totals: {"of": float(len(split))}  # type: ignore[method-assign]
-    run.meters = Meters()
-    run.meters.update({"mine": 4.0})
-    assert run.evaluator.evaluate("val", 1) == {"of": 3.0, "samples": 4.0} and len(run.seen) == 1
-    assert run.meters.averages() == {"mine": 4.0}
-    with pytest.raises(ValueError, match="nowhere"):
-        run.evaluator.evaluate("nowhere", None)
+def test_predictions_come_in_the_order_of_the_dataset_at_once_or_one_by_one(tmp_path: Path) -> None:
+    with Evaluated(tmp_path) as run:
+        run.set_weight(2.0)
+        expected = [2.0 * number for number in range(6)]
+        assert run.infer("val") == expected
+        assert run.seen == [(True, "infer", False, False)] * 2 and run.mode == "train"
+        stream = run.infer("val", stream=True)
+        assert next(stream) == 0.0
+        assert run.mode == "train" and run.bare.training  # the caller may train meanwhile
+        assert [0.0, *stream] == expected
 
 
 def test_a_split_to_train_on_is_evaluated_in_a_pass_of_its_own(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path)
-    run.datasets["train"] = run.datasets["val"]
-    set_weight(run, 2.0)
-    source = run.source("train")
-    source.commit([batch for batch, _ in zip(source.batches(), range(1))])
-    assert source.consumed == 4
-    assert run.evaluator.evaluate("train", None) == {"loss": pytest.approx(loss_at(2.0))}
-    assert run.source("train").consumed == 4
+    with Evaluated(tmp_path) as run:
+        run.set_weight(2.0)
+        source = run.source("train")
+        source.commit([next(source.batches())])
+        position = source.state_dict()
+        assert run.evaluate_epoch("train")["loss"] == loss_at(2.0)
+        assert source.state_dict() == position and source.consumed == 4
+        # A loader that the user gave can be read between passes only.
+        run.dataloaders["train_given"] = DataLoader(run.datasets["val"], batch_size=4)
+        assert run.evaluate_steps("train_given", 1)["samples"] == 4.0
+        given = run.source("train_given")
+        given.commit([next(given.batches())])
+        with pytest.raises(ValueError, match="a loader of its own to evaluate split 'train_given'"):
+            run.evaluate_epoch("train_given")
+        with pytest.raises(ValueError, match="nowhere"):
+            run.evaluate_epoch("nowhere")
+
+
+class Sampler:
+    """A sampler that counts its passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter(range(6))
+
+    def __len__(self) -> int:
+        return 6
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
+class Tried(Evaluated):
+    """Fails in its first update, so that only the trial of the evaluations was made before."""
+
+    def train_step(self, data: Any) -> Any:
+        raise InterruptedError
+
+
+def test_an_evaluation_is_tried_before_the_first_update_and_leaves_no_trace(tmp_path: Path, caplog: Any) -> None:
+    with Tried(tmp_path) as run:
+        del run.datasets["test"]
+        run.dataloaders["test"] = iter([INPUTS])  # can be read only once, so it is kept for the evaluation
+        sampler = Sampler()
+        run.dataloaders["val"] = DataLoader(run.datasets.pop("val"), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+        def summarize(split: str, totals: Any) -> dict[str, float]:
+            raise ZeroDivisionError("one class only")
+
+        run.summarize = summarize  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(InterruptedError):
+                run.train()
+        assert run.seen == [(True, "evaluate", False, False)] and sampler.passes == 0
+        assert run.bare.calls.item() == 0 and run.meters.averages() == {}
+        assert "ZeroDivisionError: one class only" in caplog.text

@@ -20,7 +20,7 @@ from danling.runners.state import RunnerState
 from danling.runners.watching import build_rank_watch
 from danling.supervision import RankWatch
 from danling.training.ending import TrainingEnd
-from danling.training.evaluator import Evaluator
+from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop
 from danling.training.saving import RunSaver
 
@@ -64,7 +64,7 @@ def test_what_of_a_training_is_what(tmp_path: Path) -> None:
     [
         (RunSaver.save, "checkpointing"),
         (RunSaver.export, "checkpointing"),
-        (Evaluator.sums, "evaluating"),
+        (Evaluator.evaluate, "evaluating"),
         (Evaluator.try_once, "evaluating"),
         (TrainingLoop._evaluate, "evaluating"),
         (TrainingLoop._save_if_due, "checkpointing"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from danling.training import gather_predictions, split_by_sample
+from danling.training.evaluation import gather_predictions, split_by_sample
 
 ROWS = torch.arange(6.0).reshape(3, 2)
 

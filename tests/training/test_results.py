@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from danling.metrics import ScoreBoard
 from danling.training import TrainingSession
-from danling.training.evaluation import Trial
 from danling.training.results import BoundarySchedule, RunResults, ScoreFacts
 
 
@@ -148,12 +147,11 @@ def test_a_schedule_by_epochs_advances_at_each_end_of_a_pass(interval: str, by_u
 def test_a_first_batch_without_the_score_is_refused() -> None:
     found = Recorded(board=ScoreBoard("accuracy", split="val"))
     with pytest.raises(ValueError, match="accuracy"):
-        found.run.judge_trial("val", Trial({"loss": 1.0}, True))
-    found.run.judge_trial("val", Trial({"accuracy": 1.0}, True))
-    found.run.judge_trial("test", Trial({"loss": 1.0}, True))  # which is not scored
-    found.run.judge_trial("val", Trial(None, True))  # which one batch does not define
+        found.run.check_trial("val", {"loss": 1.0}, scored=True)
+    found.run.check_trial("val", {"accuracy": 1.0}, scored=True)
+    found.run.check_trial("test", {"loss": 1.0}, scored=True)  # which is not scored
     # The loss of a split is there as soon as a batch has one.
     losses = Recorded(board=ScoreBoard("loss", split="val"))
-    losses.run.judge_trial("val", Trial({}, True))
+    losses.run.check_trial("val", {}, scored=True)
     with pytest.raises(ValueError, match="loss"):
-        losses.run.judge_trial("val", Trial({}, False))
+        losses.run.check_trial("val", {}, scored=False)
