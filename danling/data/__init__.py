@@ -10,11 +10,8 @@ from .keyed import KeyedDataset
 from .loader import DataLoader
 from .mixture import Mixture
 from .movement import move_to_device
-from .randomness import (
-    derive_seed,
-    mix_seed,
-    seed_streams,
-)
+from .packing import Packed, TokenBudget, cu_seqlens
+from .randomness import derive_seed, mix_seed, seed_streams
 from .sampler import PositionedBatchSampler
 from .shares import Division
 from .source import PLACEHOLDER, BatchSource, ProxySource
@@ -31,12 +28,15 @@ __all__ = [
     "KeyedDataset",
     "LoaderSettings",
     "Mixture",
+    "Packed",
     "PositionedBatchSampler",
     "ProxySource",
     "ReaderPlace",
     "Splits",
+    "TokenBudget",
     "WindowLoader",
     "build_dataloader",
+    "cu_seqlens",
     "derive_seed",
     "divide_updates",
     "from_datamodule",

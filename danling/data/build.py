@@ -17,7 +17,8 @@ from danling.utils.messages import did_you_mean
 from .batching import OWN, divide_updates
 from .keyed import KEYED
 from .loader import DataLoader, check_settings
-from .mixture import Mixture
+from .order import OrderedDataset
+from .packing import TokenBudget
 from .sampled import SampledLoader, yields_batches
 from .stream_loader import StreamLoader
 from .workers import WorkerInit, end_with_process, quiet_torchdata
@@ -76,8 +77,10 @@ def build_dataloader(
             return _build_iterable(dataset, options, placement, train=train)
         if options.get("sampler") is not None or options.get("batch_sampler") is not None:
             return _build_sampled(dataset, options, placement, train=train)
+        if isinstance(dataset, TokenBudget):
+            options = _take_batches(dataset, options, split, divided=division is not None)
         options = {
-            "shuffle": train and not isinstance(dataset, Mixture),
+            "shuffle": train and not isinstance(dataset, OrderedDataset),
             "drop_last": train and options.get("batch_size", 1) is not None,
             **_without_none(options),
         }
@@ -149,6 +152,18 @@ def _check_divisible(dataset: object, options: Mapping[str, object], split: str)
             f"divides every update over the ranks. Received: {received}, which divides itself. Set "
             "dataloader.batch_size, the samples of a batch on each rank, instead."
         )
+
+
+def _take_batches(dataset: TokenBudget, options: dict[str, Any], split: str, *, divided: bool) -> dict[str, Any]:
+    size = options.get("batch_size")
+    if divided or size is not None:
+        received = "dataloader.global_batch_size" if divided else f"dataloader.batch_size={size!r}"
+        raise ValueError(
+            f"Expected no batch size for split {split!r}: a TokenBudget makes batches of at most {dataset.limit} tokens. Received: "
+            f"{received}. Set dataloader.{split}.batch_size to None; accum_steps says how many batches of each rank make an update."
+        )
+    collate_fn = options.get("collate_fn") or dataset.collate
+    return {**options, "batch_size": None, "drop_last": False, "collate_fn": collate_fn}
 
 
 def _build_iterable(dataset: Any, options: dict[str, Any], placement: Mapping[str, Any], *, train: bool) -> object:

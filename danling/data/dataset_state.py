@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset, get_worker_info
 
-from .mixture import Mixture
+from .order import OrderedDataset
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
 _ARRAY, _SCALAR = "__numpy_array__", "__numpy_scalar__"
@@ -111,12 +111,14 @@ def check_savable(dataset: Any, split: str) -> None:
 
 
 def parts_of(dataset: Any) -> dict[str, object] | None:
-    """Return what one of torch's wrappers, or a `Mixture`, reads, by how it is reached; `None` for any other dataset."""
+    """Return what a dataset of torch or of the library that wraps others reads, by how it is reached; `None` for any other."""
     kind = type(dataset)
+    if isinstance(dataset, OrderedDataset):
+        return dataset.parts()
     if kind is Subset:
         return {".dataset": dataset.dataset}
-    if kind in (ConcatDataset, StackDataset, Mixture):
-        held = dataset.sources if kind is Mixture else dataset.datasets
+    if kind in (ConcatDataset, StackDataset):
+        held = dataset.datasets
         return {
             f".datasets[{key!r}]": part for key, part in (held.items() if isinstance(held, dict) else enumerate(held))
         }

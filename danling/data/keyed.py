@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from .collation import collate
 from .dataset_state import DatasetState, Stamped, parts_of, set_states, stateful_parts
 from .generators import Generators
-from .mixture import Mixture
+from .order import OrderedDataset
 from .randomness import derive_seed, mix_seed, seed_host_streams
 from .workers import WorkerInit, WorkersView, end_with_process, quiet_torchdata, shut_down_workers
 
@@ -261,7 +261,7 @@ class KeyedLoader(StatefulDataLoader[Any]):  # type: ignore[misc]
     def __iter__(self) -> Any:
         """Return an iterator over the batches from the position to the end of the pass."""
         told = hasattr(self.dataset, "set_epoch")
-        if isinstance(self.dataset, Mixture):
+        if isinstance(self.dataset, OrderedDataset):
             self.dataset.set_seed(self.seed)
         if told:
             self.dataset.set_epoch(self.epoch)

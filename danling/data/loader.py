@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .keyed import KeyedLoader
-from .mixture import Mixture
+from .order import OrderedDataset
 from .sampler import KeySampler, PositionedBatchSampler
 from .shares import Division
 
@@ -59,10 +59,10 @@ class DataLoader(KeyedLoader):
         **settings: Any,
     ) -> None:
         self.split = split
-        if shuffle and isinstance(dataset, Mixture):
+        if shuffle and isinstance(dataset, OrderedDataset):
             raise ValueError(
-                f"Expected no dataloader.shuffle for split {split!r}: a Mixture has an order of its own, in which every prefix has the "
-                "given proportions. Received: shuffle=True. Leave it out."
+                f"Expected no dataloader.shuffle for split {split!r}: a {type(dataset).__name__} has an order of its own. Received: "
+                "shuffle=True. Leave it out."
             )
         length = _checked_length(dataset, split)
         check_settings(settings, num_workers, split)
@@ -200,7 +200,7 @@ class DataLoader(KeyedLoader):
             "length": self.positions.length,
             "end": self.positions.end,
             "shuffle": self.positions.shuffle,
-            **({"mixture": self.dataset.fingerprint(self.epoch)} if isinstance(self.dataset, Mixture) else {}),
+            **({"order": self.dataset.fingerprint(self.epoch)} if isinstance(self.dataset, OrderedDataset) else {}),
             **self.held_state(),
         }
 
@@ -237,8 +237,8 @@ class DataLoader(KeyedLoader):
                 f"Received: {length} samples. Restore the dataset, or exclude 'dataloaders' from loading to start the "
                 "epoch anew."
             )
-        if isinstance(self.dataset, Mixture) and "mixture" in state:
-            self.dataset.check_fingerprint(state["mixture"], state["epoch"], self.split)
+        if isinstance(self.dataset, OrderedDataset) and "order" in state:
+            self.dataset.check_fingerprint(state["order"], state["epoch"], self.split)
         if not 0 <= state["consumed"] <= state["length"]:
             raise ValueError(
                 f"Expected a position of split {self.split!r} between 0 and {length}. Received: "

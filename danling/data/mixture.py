@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from .order import Order, epoch_order
+from .order import Order, OrderedDataset, epoch_order
 from .randomness import derive_seed
 
 Weights = Mapping[str, float]
@@ -37,7 +37,7 @@ class _Stage(NamedTuple):
     before: tuple[int, ...]
 
 
-class Mixture(Dataset[Any]):
+class Mixture(OrderedDataset):
     """Samples of several map-style datasets in given proportions.
 
     In every stretch from the beginning of the weights on, each source has its share of the samples to less than one. A source is
@@ -59,7 +59,7 @@ class Mixture(Dataset[Any]):
             decimal that reads the same. A common denominator of more than a million is rounded; see `shares`.
         length: Samples of an epoch: `"longest"` until every source was read through once, `"shortest"` until one of them would be read
             again, both with the weights of epoch 0, or a number.
-        shuffle: Read each pass of a source in a new order, else in its own.
+        shuffle: Read each pass of a source in a new order, else in its own. A `Mixture` or `Packed` among them keeps its order.
         labelled: Tell the number of its source with each sample: as the entry `source` of a mapping, or behind the last element of a
             tuple or list. See `by_source`.
 
@@ -86,8 +86,6 @@ class Mixture(Dataset[Any]):
         self.lengths = [_length_of(name, source) for name, source in self.sources.items()]
         self.shuffle = shuffle
         self.labelled = labelled
-        self.seed = 0
-        self.epoch = 0
         self._weights = weights
         self._orders: dict[int, tuple[int, Order]] = {}
         self._stages = [_Stage(0, self._turns_at(0), (0,) * len(self.names))]
@@ -110,14 +108,19 @@ class Mixture(Dataset[Any]):
         """Return the number of the source, in the order of `names`, and the index in it, at a position of the epoch."""
         number, taken = self._stage.turns.at(self._offset + position)
         passes, place = divmod(self._stage.before[number] + taken, self.lengths[number])
+        source = self.sources[self.names[number]]
+        if isinstance(source, OrderedDataset):
+            if source.epoch != passes:
+                source.set_epoch(passes)
+            return number, place
         return number, self._order(number, passes).indices(place, 1)[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; sources with `set_epoch` are told of it. The library's loader calls it."""
+        """Go to an epoch; sources with `set_epoch` are told of it, those with an order of their own of their own passes."""
         self.epoch = epoch
         self._begin()
         for source in self.sources.values():
-            if hasattr(source, "set_epoch"):
+            if hasattr(source, "set_epoch") and not isinstance(source, OrderedDataset):
                 source.set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
@@ -126,8 +129,12 @@ class Mixture(Dataset[Any]):
             self.seed = seed
             self._orders.clear()
         for name, source in self.sources.items():
-            if isinstance(source, Mixture):
+            if isinstance(source, OrderedDataset):
                 source.set_seed(derive_seed(seed, "mixture", name))
+
+    def parts(self) -> dict[str, object]:
+        """Return the sources."""
+        return {f".sources[{name!r}]": source for name, source in self.sources.items()}
 
     # Metrics
 
@@ -179,22 +186,8 @@ class Mixture(Dataset[Any]):
             "shuffle": str(self.shuffle),
         }
 
-    def check_fingerprint(self, saved: Mapping[str, str], epoch: int, split: str) -> None:
-        """Raise a `ValueError` if positions of another mixture mean something else here.
-
-        Args:
-            saved: What `fingerprint` returned.
-            epoch: The epoch of the position.
-            split: Name of the split, for the message.
-        """
-        own = self.fingerprint(epoch)
-        for key, value in own.items():
-            if value != saved.get(key):
-                raise ValueError(
-                    f"Expected the mixture of split {split!r} to have the {key} ({saved.get(key)}), as when its position in epoch {epoch} "
-                    f"was saved. Received: {key} ({value}). Restore them, and let new weights begin at a later epoch (weights by epoch, "
-                    f"with a key {epoch + 1}); or exclude 'dataloaders' from loading to start the epoch anew."
-                )
+    def _other_mend(self, epoch: int) -> str:
+        return f" New weights may begin at a later epoch: weights by epoch, with a key {epoch + 1}."
 
     # Weights by epoch
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import isqrt
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from .randomness import get_numpy, mix_seed
 
@@ -157,3 +158,53 @@ class KeyedPermutation(Order):
         high *= width
         high += low
         return high
+
+
+class OrderedDataset(Dataset[Any]):
+    """A map-style dataset with an order of its own, which a loader reads from its first position to its last and does not shuffle.
+
+    Attributes:
+        seed: What the order is drawn from; the loader sets it by `set_seed`.
+        epoch: The pass; the loader sets it by `set_epoch`.
+    """
+
+    seed = 0
+    epoch = 0
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def set_seed(self, seed: int) -> None:
+        """Take the order from another seed."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, object]:
+        """Return the datasets that it reads, by how they are reached from it."""
+        raise NotImplementedError
+
+    def fingerprint(self, epoch: int) -> dict[str, str]:
+        """Return what positions up to an epoch depend on, as text."""
+        raise NotImplementedError
+
+    def check_fingerprint(self, saved: Mapping[str, str], epoch: int, split: str) -> None:
+        """Raise a `ValueError` if positions mean something else here.
+
+        Args:
+            saved: What `fingerprint` returned.
+            epoch: The epoch of the position.
+            split: Name of the split, for the message.
+        """
+        for key, value in self.fingerprint(epoch).items():
+            if value != saved.get(key):
+                raise ValueError(
+                    f"Expected the {type(self).__name__} of split {split!r} to have the {key} ({saved.get(key)}), as when its position in "
+                    f"epoch {epoch} was saved. Received: {key} ({value}). Restore it, or exclude 'dataloaders' from loading to start the "
+                    f"epoch anew.{self._other_mend(epoch)}"
+                )
+
+    def _other_mend(self, epoch: int) -> str:
+        return ""

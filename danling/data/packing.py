@@ -1,0 +1,443 @@
+"""Makes blocks without padding, and batches of a number of tokens, of documents of many lengths."""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import abstractmethod
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
+
+from danling.distributed import LaunchEnvironment
+from danling.utils.files import write_atomically
+
+from .keyed import reads_batches
+from .order import OrderedDataset, epoch_order
+from .randomness import derive_seed
+
+Lengths = Tensor | Sequence[int] | Callable[[int], int] | str | os.PathLike[str] | None
+IGNORED = -100
+"""The label that no loss of torch counts."""
+FIELDS = ("position_ids", "labels", "document_ids")
+_CHUNK = 4096
+_GROUPS = 256
+"""Blocks or batches that a chunk has at least, so that the last one, which is not full, weighs little."""
+_KEPT_CHUNKS = 2
+_ROOM_BITS = 32
+
+
+class Piece(NamedTuple):
+    """A part of a document, mostly all of it.
+
+    Attributes:
+        document: Its index in the dataset.
+        start: The first token.
+        size: Number of tokens.
+    """
+
+    document: int
+    start: int
+    size: int
+
+
+class _Grouped(OrderedDataset):
+    """Groups of documents, made within chunks.
+
+    A chunk is a fixed set of documents, drawn from all of them. How many groups it makes depends on the lengths in it alone. So the
+    groups of all chunks are counted once, and in any epoch the chunk of a position is found by these counts and grouped when it is
+    needed. An epoch goes through the chunks, and through the groups of each, in an order keyed by the seed and the epoch; documents of
+    equal length change places.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        limit: int,
+        lengths: Lengths,
+        keys: Sequence[str],
+        *,
+        chunk: int | None,
+        shuffle: bool,
+        splits: bool,
+    ) -> None:
+        kind = type(self).__name__
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise ValueError(
+                f"Expected {kind} to get a map-style dataset, with __len__ and __getitem__. Received: {type(dataset).__name__}. Write a "
+                "stream to files first, and read these by index."
+            )
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ValueError(
+                f"Expected {kind} to get a positive number of tokens. Received: {limit!r} ({type(limit).__name__})."
+            )
+        self.dataset = dataset
+        self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
+        self.limit = limit
+        self.shuffle = shuffle
+        self.lengths = document_lengths(dataset, lengths, self.keys[0])
+        self._check_lengths(splits)
+        self.tokens_in_all = int(self.lengths.sum())
+        documents = len(self.lengths)
+        self.chunk = min(chunk or max(_CHUNK, _GROUPS * limit * documents // self.tokens_in_all), documents)
+        self._members = epoch_order(documents, derive_seed("chunks", documents) if shuffle else None)
+        self._counts, self._digest = [], 0
+        for number in range(-(-documents // self.chunk)):
+            _, _, sizes = self._pieces(number)
+            self._digest = crc32(array("Q", sizes).tobytes(), self._digest)
+            self._counts.append(len(self._grouped(sizes)))
+        self._plans: dict[int, tuple[list[int], list[int], list[int], list[list[int]]]] = {}
+        self._arrange()
+
+    def _check_lengths(self, splits: bool) -> None:
+        longest = int(self.lengths.max())
+        if not longest:
+            raise ValueError(f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0.")
+        if longest > self.limit and not splits:
+            index, more = int(self.lengths.argmax()), int((self.lengths > self.limit).sum())
+            mend = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
+            raise ValueError(
+                f"Expected documents of at most {self.limit} tokens. Received: {more} longer ones, the longest at index {index} with "
+                f"{longest} tokens. Shorten or leave them out, {mend}."
+            )
+
+    @abstractmethod
+    def _grouped(self, sizes: list[int]) -> list[list[int]]:
+        """Return the groups of pieces of these sizes, which fall, as lists of their numbers."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_plans": {}}  # made again where they are needed
+
+    def set_seed(self, seed: int) -> None:
+        """Take the order from another seed. The library's loader calls it with its own."""
+        self.seed = seed
+        self._arrange()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. The library's loader calls it."""
+        self.epoch = epoch
+        self._arrange()
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def parts(self) -> dict[str, object]:
+        """Return the dataset of the documents."""
+        return {".dataset": self.dataset}
+
+    def pieces(self, position: int) -> list[Piece]:
+        """Return what the item at a position of the epoch is made of."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"Expected a position between 0 and {len(self) - 1}. Received: position={position}.")
+        place = bisect_right(self._ends, position)
+        number = self._order[place]
+        if number not in self._plans:
+            while len(self._plans) >= _KEPT_CHUNKS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[number] = self._plan(number)
+        documents, starts, sizes, groups = self._plans[number]
+        group = groups[position - (self._ends[place - 1] if place else 0)]
+        return [Piece(documents[n], starts[n], sizes[n]) for n in group]
+
+    def fingerprint(self, epoch: int) -> dict[str, str]:
+        """Return what positions depend on, as text."""
+        return {
+            "documents": f"{len(self.lengths)}, checksum of their lengths {self._digest:08x}",
+            "tokens at most": str(self.limit),
+            "documents of a chunk": str(self.chunk),
+            "shuffle": str(self.shuffle),
+        }
+
+    def _arrange(self) -> None:
+        self._plans.clear()
+        chunks = len(self._counts)
+        self._order = epoch_order(chunks, self._derived("chunks")).indices(0, chunks)
+        self._ends = list(accumulate(self._counts[number] for number in self._order))
+
+    def _derived(self, purpose: str, *more: int) -> int | None:
+        return derive_seed(self.seed, purpose, self.epoch, *more) if self.shuffle else None
+
+    def _pieces(self, chunk: int, seed: int | None = None) -> tuple[list[int], list[int], list[int]]:
+        """Return document, start and size of the pieces in a chunk, the largest first."""
+        documents = torch.tensor(self._members.indices(chunk * self.chunk, self.chunk))
+        if seed is not None:
+            documents = documents[torch.tensor(epoch_order(len(documents), seed).indices(0, len(documents)))]
+        lengths = self.lengths[documents].long()
+        parts = (lengths + self.limit - 1) // self.limit  # none of an empty document
+        number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+        documents, starts = documents.repeat_interleave(parts), number * self.limit
+        sizes = (lengths.repeat_interleave(parts) - starts).clamp(max=self.limit)
+        sizes, falling = sizes.sort(descending=True, stable=True)
+        return documents[falling].tolist(), starts[falling].tolist(), sizes.tolist()
+
+    def _plan(self, chunk: int) -> tuple[list[int], list[int], list[int], list[list[int]]]:
+        documents, starts, sizes = self._pieces(chunk, self._derived("documents", chunk))
+        groups = self._grouped(sizes)
+        order = epoch_order(len(groups), self._derived("groups", chunk)).indices(0, len(groups))
+        return documents, starts, sizes, [groups[n] for n in order]
+
+    def _read(self, pieces: Sequence[Piece]) -> list[Any]:
+        indices = [piece.document for piece in pieces]
+        if reads_batches(self.dataset):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _tokens(self, sample: object, key: str, document: int) -> Tensor:
+        """Return the tokens of a document under a key, of the length that it was said to have."""
+        tokens = torch.as_tensor(sample[key] if isinstance(sample, Mapping) else sample)
+        if tokens.ndim != 1 or len(tokens) != self.lengths[document]:
+            raise ValueError(
+                f"Expected {key!r} of document {document} to have {int(self.lengths[document])} tokens, as `lengths` says. Received: shape "
+                f"{tuple(tokens.shape)}. Pass the lengths of this dataset, or delete the file that they are kept in."
+            )
+        return tokens
+
+
+class Packed(_Grouped):
+    """Blocks of `length` tokens, filled with whole documents.
+
+    An item is a mapping with a tensor of shape (length,) for each of `keys`, and what `fields` names: `position_ids`, which begin at 0
+    in each document; `labels`, the first key with -100 at the first token of each document and at padding; and `document_ids`, which
+    number the documents of the block, padding being the last. A transformers model that gets `position_ids` and no mask lets no
+    document attend to another one; for other models see `cu_seqlens`.
+
+    Documents are packed by best fit, the longest first, within chunks. Which block a position has follows from the seed, the epoch and the
+    position, so a run resumes exactly at any position, with any number of workers and processes. The order is the dataset's own: do not
+    set `dataloader.shuffle`. The number of blocks is the same in each epoch.
+
+    Args:
+        dataset: A map-style dataset of documents: mappings that hold their tokens under `keys`, or the tokens themselves.
+        length: Tokens of a block.
+        lengths: Tokens of each document: an array; a function of its index; a path, where the lengths are kept once they are counted;
+            `None` reads all documents to count them.
+        keys: What of a document is packed; the first one has the tokens.
+        fields: What is added, out of `position_ids`, `labels` and `document_ids`.
+        too_long: `"error"` refuses documents longer than a block, `"split"` cuts them into blocks and a rest.
+        pad: What fills the end of a block under `keys`.
+        chunk: Documents of a chunk; `None` takes 4,096, or more where these make less than 256 blocks.
+        shuffle: Draw chunks and their order; else documents are packed in the order of the dataset, chunk by chunk.
+
+    Raises:
+        ValueError: If the dataset is no map-style one, lengths do not fit it, or a document is too long.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int,
+        lengths: Lengths = None,
+        *,
+        keys: Sequence[str] = ("input_ids",),
+        fields: Sequence[str] = FIELDS[:2],
+        too_long: str = "error",
+        pad: int = 0,
+        chunk: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        if too_long not in ("error", "split"):
+            raise ValueError(f"Expected too_long to be 'error' or 'split'. Received: too_long={too_long!r}.")
+        if unknown := sorted(set(fields) - set(FIELDS)):
+            raise ValueError(f"Expected fields out of {list(FIELDS)}. Received: {unknown}.")
+        self.fields = tuple(fields)
+        self.pad = pad
+        super().__init__(dataset, length, lengths, keys, chunk=chunk, shuffle=shuffle, splits=too_long == "split")
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the tokens in the blocks that are no padding."""
+        return self.tokens_in_all / (len(self) * self.limit)
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        """Return the block at a position of the epoch."""
+        pieces = self.pieces(position)
+        documents = self._read(pieces)
+        sizes = [piece.size for piece in pieces]
+        rest = self.limit - sum(sizes)
+        block: dict[str, Tensor] = {}
+        for key in self.keys:
+            tokens = [
+                self._tokens(sample, key, piece.document)[piece.start : piece.start + piece.size]
+                for sample, piece in zip(documents, pieces, strict=True)
+            ]
+            filling = IGNORED if key == "labels" else self.pad
+            block[key] = torch.cat([*tokens, tokens[0].new_full((rest,), filling)])
+        stretches = [*sizes, rest] if rest else sizes
+        if "position_ids" in self.fields:
+            block["position_ids"] = torch.cat([torch.arange(size) for size in stretches])
+        if "labels" in self.fields:
+            labels = block.get("labels", block[self.keys[0]]).clone()
+            labels[[0, *accumulate(sizes[:-1])]] = IGNORED
+            labels[self.limit - rest :] = IGNORED
+            block["labels"] = labels
+        if "document_ids" in self.fields:
+            block["document_ids"] = torch.arange(len(stretches)).repeat_interleave(torch.tensor(stretches))
+        return block
+
+    def _grouped(self, sizes: list[int]) -> list[list[int]]:
+        return best_fit(sizes, self.limit)
+
+
+class TokenBudget(_Grouped):
+    """Batches of documents of similar length that hold at most `tokens` tokens, padding included.
+
+    An item is a whole batch: do not set `dataloader.batch_size`. It goes through `dataloader.collate_fn`, which gets the list of
+    documents, or is padded to its longest document: a tensor of shape (documents, longest) for each of `keys`, with `attention_mask`, and
+    `labels`, the first key with -100 at padding. The weight of a batch is the number of its labels that count.
+
+    Batches are cut within chunks, from documents sorted by length. Which batch a position has follows from the seed, the epoch and the
+    position, so a run resumes exactly, with any number of workers and processes; each process reads one batch at a time. The order is
+    the dataset's own: do not set `dataloader.shuffle`. The number of batches is the same in each epoch.
+
+    Args:
+        dataset: A map-style dataset of documents; see `Packed`.
+        tokens: Tokens of a batch at most: documents times the longest of them.
+        lengths: Tokens of each document; see `Packed`.
+        keys: What of a document is padded; the first one has the tokens.
+        pad: What fills the end of a document under `keys`.
+        chunk: Documents of a chunk; `None` takes 4,096, or more where these make less than 256 batches.
+        shuffle: Draw chunks and their order; else they are cut in the order of the dataset.
+
+    Raises:
+        ValueError: If the dataset is no map-style one, lengths do not fit it, or a document is longer than `tokens`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokens: int,
+        lengths: Lengths = None,
+        *,
+        keys: Sequence[str] = ("input_ids",),
+        pad: int = 0,
+        chunk: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        self.pad = pad
+        super().__init__(dataset, tokens, lengths, keys, chunk=chunk, shuffle=shuffle, splits=False)
+
+    def __getitem__(self, position: int) -> list[Any]:
+        """Return the documents of the batch at a position of the epoch."""
+        pieces = self.pieces(position)
+        documents = self._read(pieces)
+        for sample, piece in zip(documents, pieces, strict=True):
+            self._tokens(sample, self.keys[0], piece.document)
+        return documents
+
+    def collate(self, documents: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the batch of some documents, padded to the longest."""
+        batch: dict[str, Tensor] = {}
+        for key in self.keys:
+            tokens = [torch.as_tensor(each[key] if isinstance(each, Mapping) else each) for each in documents]
+            filling = IGNORED if key == "labels" else self.pad
+            batch[key] = pad_sequence(tokens, batch_first=True, padding_value=filling)
+        lengths = torch.tensor([len(each) for each in tokens])
+        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        if "labels" not in batch:
+            batch["labels"] = batch[self.keys[0]].masked_fill(batch["attention_mask"] == 0, IGNORED)
+        return batch
+
+    def _grouped(self, sizes: list[int]) -> list[list[int]]:
+        groups, first = [], 0
+        while first < len(sizes):
+            last = min(first + self.limit // sizes[first], len(sizes))
+            groups.append(list(range(first, last)))
+            first = last
+        return groups
+
+
+def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Return which sizes share a block of `length`, by their numbers: each goes where the least room is left that is enough for it.
+
+    Args:
+        sizes: At most `length` each; the largest first fills the blocks best.
+        length: What a block holds.
+    """
+    blocks: list[list[int]] = []
+    rooms: list[int] = []  # room and number of each block that is not full, as one integer, rising
+    for number, size in enumerate(sizes):
+        at = bisect_left(rooms, size << _ROOM_BITS)
+        if at < len(rooms):
+            found = rooms.pop(at)
+            room, block = found >> _ROOM_BITS, found & ((1 << _ROOM_BITS) - 1)
+            blocks[block].append(number)
+        else:
+            room, block = length, len(blocks)
+            blocks.append([number])
+        if room > size:
+            insort(rooms, (room - size) << _ROOM_BITS | block)
+    return blocks
+
+
+def cu_seqlens(document_ids: Tensor) -> Tensor:
+    """Return where documents begin in a flattened batch, and its end, as functions of attention for variable lengths take it.
+
+    Args:
+        document_ids: Of `Packed`, of shape (length,) or (blocks, length).
+
+    Returns:
+        Of dtype int32 and shape (documents + 1,), on the same device. On an accelerator the host waits for it.
+    """
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[..., 1:] = document_ids[..., 1:] != document_ids[..., :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([document_ids.numel()])]).int()
+
+
+def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
+    """Return the number of tokens of each document, in int32.
+
+    Args:
+        dataset: A map-style dataset.
+        lengths: An array, a function of the index, a path where they are kept, or `None` to count them.
+        key: What holds the tokens of a document that is a mapping.
+
+    Raises:
+        ValueError: If there are not as many as documents, or one is negative.
+    """
+    documents = len(dataset)
+    path = Path(lengths) if isinstance(lengths, (str, os.PathLike)) else None
+    if path is not None and path.exists():
+        found = torch.load(path, weights_only=True)
+    elif callable(lengths):
+        found = [lengths(index) for index in range(documents)]
+    elif lengths is None or path is not None:
+        found = _counted(dataset, documents, key)
+    else:
+        found = lengths
+    found = torch.as_tensor(found)
+    if tuple(found.shape) != (documents,) or found.is_floating_point() or not documents or int(found.min()) < 0:
+        raise ValueError(
+            f"Expected a length of at least 0 for each of the {documents} documents of {type(dataset).__name__}. Received: "
+            f"{found.dtype} of shape {tuple(found.shape)}{f' in {path}' if path else ''}. Pass the lengths of this dataset"
+            f"{', or delete the file' if path else ''}."
+        )
+    found = found.to(torch.int32)
+    if path is not None and not path.exists():
+        file = io.BytesIO()
+        torch.save(found, file)
+        write_atomically(path, file.getvalue())
+    return found
+
+
+def _counted(dataset: Any, documents: int, key: str) -> list[int]:
+    from tqdm import tqdm
+
+    shown = None if LaunchEnvironment.read().rank == 0 else True  # None: on a terminal
+    counted = []
+    for index in tqdm(range(documents), desc="lengths", unit=" documents", disable=shown, leave=False):
+        sample = dataset[index]
+        counted.append(len(sample[key] if isinstance(sample, Mapping) else sample))
+    return counted

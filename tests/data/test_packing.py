@@ -1,0 +1,368 @@
+"""Blocks without padding, and batches of a number of tokens: each document once, the same at any number of ranks, exact resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.datasets import drain
+from support.processes import run_outcomes, run_processes
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+import danling as dl
+from danling.data import Mixture, Packed, TokenBudget, build_dataloader, cu_seqlens, open_source
+from danling.data.packing import best_fit
+
+LENGTH, DOCUMENTS = 32, 300
+
+
+class Documents(Dataset[dict[str, Tensor]]):
+    """Documents of 1 to 30 tokens that begin with their index; a few are empty."""
+
+    def __init__(self, number: int = DOCUMENTS, longest: int = 30, offset: int = 0) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.lengths = torch.randint(1, longest + 1, (number,), generator=generator)
+        self.lengths[::50] = 0
+        self.offset = offset
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        size = int(self.lengths[index])
+        return {
+            "input_ids": torch.arange(size) + 1000 * (index + 1) + self.offset,
+            "kind": torch.full((size,), index % 3),
+        }
+
+
+def packed(data: Documents | None = None, **settings: Any) -> Packed:
+    data = Documents() if data is None else data
+    return Packed(data, LENGTH, data.lengths, **{"chunk": 64, **settings})
+
+
+def documents_of(dataset: Packed | TokenBudget, epoch: int = 0) -> list[int]:
+    dataset.set_epoch(epoch)
+    return [piece.document for position in range(len(dataset)) for piece in dataset.pieces(position)]
+
+
+@pytest.mark.parametrize(
+    "make", [packed, lambda **more: TokenBudget(Documents(), 64, Documents().lengths, chunk=64, **more)]
+)
+def test_each_document_comes_once_an_epoch_in_an_order_of_its_own(make: Any) -> None:
+    data, filled = make(), [index for index in range(DOCUMENTS) if index % 50]
+    orders = [documents_of(data, epoch) for epoch in range(3)]
+    data.set_seed(1)
+    orders.append(documents_of(data, 0))
+    assert all(sorted(order) == filled for order in orders)
+    assert len(set(map(tuple, orders))) == 4
+    in_turn = make(shuffle=False)
+    assert documents_of(in_turn, 1) == documents_of(in_turn, 0)
+    assert {index // 64 for index in documents_of(in_turn)[:40]} == {0}
+
+
+def test_a_position_is_found_without_those_before_it() -> None:
+    whole, lone = packed(), packed()
+    for position in reversed(range(0, len(whole), 7)):
+        assert lone.pieces(position) == packed().pieces(position)
+    with pytest.raises(IndexError, match="between 0 and"):
+        whole[len(whole)]
+
+
+def test_what_a_block_holds() -> None:
+    data = packed(keys=("input_ids", "kind"), fields=("position_ids", "labels", "document_ids"), pad=-7)
+    for position in range(len(data)):
+        block, at = data[position], 0
+        for number, piece in enumerate(data.pieces(position)):
+            part = slice(at, at + piece.size)
+            document = data.dataset[piece.document]
+            assert torch.equal(block["input_ids"][part], document["input_ids"])
+            assert torch.equal(block["kind"][part], document["kind"])
+            assert block["position_ids"][part].tolist() == list(range(piece.size))
+            assert block["labels"][part].tolist() == [-100, *document["input_ids"][1:].tolist()]
+            assert block["document_ids"][part].unique().tolist() == [number]
+            at += piece.size
+        rest = slice(at, LENGTH)
+        assert (block["input_ids"][rest] == -7).all() and (block["labels"][rest] == -100).all()
+        assert all(len(tensor) == LENGTH for tensor in block.values())
+        sizes = [piece.size for piece in data.pieces(position)]
+        ends = cu_seqlens(block["document_ids"]).tolist()
+        assert (
+            ends[: len(sizes) + 1] == [sum(sizes[:number]) for number in range(len(sizes) + 1)] and ends[-1] == LENGTH
+        )
+    rows = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    assert cu_seqlens(rows).tolist() == [0, 2, 3, 6] and cu_seqlens(rows).dtype == torch.int32
+
+
+def test_long_documents_are_split_into_blocks_and_a_rest() -> None:
+    data = Documents(40, longest=100)
+    blocks = Packed(data, LENGTH, data.lengths, too_long="split")
+    tokens = torch.cat(
+        [block["input_ids"][block["input_ids"] > 0] for block in map(blocks.__getitem__, range(len(blocks)))]
+    )
+    expected = torch.cat([data[index]["input_ids"] for index in range(40)])
+    assert torch.equal(tokens.sort().values, expected.sort().values)
+    assert blocks.efficiency == len(expected) / (len(blocks) * LENGTH)
+
+
+def test_best_fit_fills_better_than_first_fit_and_cannot_be_far_from_full() -> None:
+    """Against the least number of blocks that could hold the tokens, which no packing can be below."""
+    sizes = sorted(
+        (torch.rand(2000, generator=torch.Generator().manual_seed(0)).pow(2) * 31 + 1).int().tolist(), reverse=True
+    )
+    blocks = best_fit(sizes, LENGTH)
+    assert sorted(number for block in blocks for number in block) == list(range(2000))
+    assert max(sum(sizes[number] for number in block) for block in blocks) <= LENGTH
+    assert len(blocks) <= -(-sum(sizes) // LENGTH) * 1.01
+    assert best_fit([5, 5, 4, 3, 3], 10) == [[0, 1], [2, 3, 4]]
+
+
+def test_batches_of_a_number_of_tokens() -> None:
+    data = Documents()
+    batches = TokenBudget(data, 64, data.lengths, keys=("input_ids", "kind"), chunk=64)
+    spread = []
+    for position in range(len(batches)):
+        documents = batches[position]
+        sizes = [len(document["input_ids"]) for document in documents]
+        assert len(sizes) * max(sizes) <= 64
+        spread.append(max(sizes) - min(sizes))
+        batch = batches.collate(documents)
+        assert batch["attention_mask"].sum(1).tolist() == sizes
+        assert torch.equal(batch["labels"] == -100, batch["attention_mask"] == 0)
+        assert torch.equal(batch["input_ids"][0][: sizes[0]], documents[0]["input_ids"])
+        assert batch["kind"].shape == batch["input_ids"].shape == (len(sizes), max(sizes))
+    assert sum(spread) / len(spread) < 6, "of similar length: drawn at random it is more than 20"
+
+
+# Reading
+
+
+def source_of(data: Any, rank: int = 0, world_size: int = 1, **settings: Any) -> Any:
+    place = {"split": "train", "seed": 3}
+    loader = build_dataloader(data, settings, train=True, rank=rank, world_size=world_size, **place)  # type: ignore[arg-type]
+    return open_source(loader, share=(rank, world_size), **place)  # type: ignore[arg-type]
+
+
+def ids(batches: list[dict[str, Tensor]]) -> list[list[int]]:
+    return [row.tolist() for batch in batches for row in batch["input_ids"]]
+
+
+def mixed() -> Mixture:
+    return Mixture(
+        {"web": packed(), "code": packed(Documents(60, offset=500_000))}, {"web": 0.5, "code": 0.5}, length=150
+    )
+
+
+@pytest.mark.parametrize("make", [packed, mixed])
+def test_blocks_are_the_same_for_any_number_of_ranks_and_workers_and_after_a_resume(make: Any) -> None:
+    whole = source_of(make(), batch_size=6, drop_last=False)
+    expected = []
+    for _ in range(2):
+        expected += ids(drain(whole))
+        whole.finish_pass()
+    first = source_of(make(), batch_size=6, num_workers=2, drop_last=False)
+    taken = ids(drain(first))
+    first.finish_pass()
+    taken += ids(drain(first, 4))
+    state = first.state_dict()
+    first.close()
+    by_rank = []
+    for rank in range(2):
+        source = source_of(make(), rank, 2, batch_size=3, drop_last=False)
+        source.load_state_dict(state)
+        by_rank.append(ids(drain(source)))
+    for begin in range(0, len(by_rank[0]), 3):
+        taken += by_rank[0][begin : begin + 3] + by_rank[1][begin : begin + 3]
+    assert taken == expected
+
+
+def test_batches_of_a_budget_are_the_same_with_workers_and_after_a_resume() -> None:
+    def make(**settings: Any) -> Any:
+        data = Documents()
+        return source_of(TokenBudget(data, 64, data.lengths, chunk=64), **settings)
+
+    expected = [batch["input_ids"].tolist() for batch in drain(make())]
+    first = make(num_workers=2)
+    taken = [batch["input_ids"].tolist() for batch in drain(first, 9)]
+    second = make(batch_size=None, collate_fn=lambda documents: documents)
+    second.load_state_dict(first.state_dict())
+    first.close()
+    rest = drain(second)
+    assert taken == expected[:9]
+    collate = TokenBudget(Documents(), 64).collate
+    assert [collate(documents)["input_ids"].tolist() for documents in rest] == expected[9:]
+
+
+def test_lengths_come_as_a_function_or_are_counted_and_kept(tmp_path: Path) -> None:
+    data, path = Documents(), tmp_path / "lengths.pt"
+    for lengths in (
+        data.lengths.tolist(),
+        data.lengths.numpy(),
+        lambda index: int(data.lengths[index]),
+        None,
+        path,
+        str(path),
+    ):
+        assert torch.equal(Packed(data, LENGTH, lengths).lengths, data.lengths)  # type: ignore[arg-type]
+    assert torch.load(path, weights_only=True).dtype == torch.int32
+    assert len(Packed([[1, 2], [3]], 4)) == 1, "documents may be their tokens"
+    changed = Documents(20)
+    with pytest.raises(ValueError, match="for each of the 20 documents .* Received: .*300.* delete the file"):
+        Packed(changed, LENGTH, path)
+
+
+def test_another_packing_is_refused() -> None:
+    source = source_of(packed(), batch_size=4)
+    drain(source, 2)
+    state = source.state_dict()
+    other = Documents()
+    other.lengths = other.lengths.flip(0)
+    for data, what in (
+        (packed(other), "documents"),
+        (packed(chunk=65), "documents of a chunk"),
+        (packed(shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(ValueError, match=f"{what}|samples"):
+            source_of(data, batch_size=4).load_state_dict(state)
+
+
+class Endless(IterableDataset[Any]):
+    """Has no documents by index."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def _wrong(lengths: list[int]) -> Any:
+    return Packed([[1, 2], [3]], 4, lengths)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Packed(Endless(), 4), "map-style dataset"),
+        (lambda: Packed([[1]], 0), "a positive number of tokens. Received: 0"),
+        (
+            lambda: Packed([[1] * 9, [1] * 7, []], 4),
+            "at most 4 tokens. Received: 2 longer ones, the longest at index 0 with 9 .*'split'",
+        ),
+        (lambda: TokenBudget([[1] * 9], 4), "at most 4 tokens. Received: 1 longer ones.* raise tokens"),
+        (lambda: Packed([[1]], 4, too_long="cut"), "'error' or 'split'"),
+        (lambda: Packed([[1]], 4, fields=("mask",)), r"fields out of .* Received: \['mask'\]"),
+        (lambda: Packed([[]], 4), "documents with tokens"),
+        (lambda: Packed([[1]], 4, [1, 2]), "each of the 1 documents of list"),
+        (lambda: Packed([[1]], 4, [-1]), "at least 0"),
+        (lambda: _wrong([2, 2]), "document 1 to have 2 tokens, as `lengths` says"),
+        (
+            lambda: source_of(TokenBudget([[1]], 4), batch_size=2),
+            r"dataloader.batch_size=2. Set dataloader.train.batch_size to None",
+        ),
+        (lambda: source_of(TokenBudget([[1]], 4), global_batch_size=2), "Received: dataloader.global_batch_size"),
+        (lambda: source_of(packed(), batch_size=2, shuffle=True), "a Packed has an order of its own"),
+    ],
+)
+def test_mistakes_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Training
+
+
+def test_losses_of_packed_blocks_are_those_of_single_documents() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    data = Documents(40)
+    tokens = [data[index]["input_ids"] * 7 % 50 for index in range(40)]
+
+    def total(**batch: Tensor) -> tuple[float, int]:
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum", ignore_index=-100)
+        return float(loss), int((labels != -100).sum())
+
+    with torch.no_grad():
+        alone = [total(input_ids=each[None], labels=each[None]) for each in tokens if len(each) > 1]
+        blocks = Packed(tokens, LENGTH)
+        packs = [
+            total(**{name: value[None] for name, value in blocks[number].items()}) for number in range(len(blocks))
+        ]
+        budget = TokenBudget(tokens, 64)
+        batches = [total(**budget.collate(budget[number])) for number in range(len(budget))]
+    expected = [sum(column) for column in zip(*alone)]
+    for found in (packs, batches):
+        assert [sum(column) for column in zip(*found)] == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+class Words(dl.TorchRunner):
+    """Predicts the next token from the last one; writes down what it trains on, and kills a process where it is told."""
+
+    def __init__(self, config: dict[str, Any], kind: str, seen: Path, kill_at: int = -1) -> None:
+        super().__init__(config)
+        data = Documents()
+        self.datasets = {"train": packed() if kind == "packed" else TokenBudget(data, 64, data.lengths, chunk=64)}
+        self.model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)).double()
+        self.seen, self.kill_at = seen, kill_at
+
+    def train_step(self, data: dict[str, Tensor]) -> Any:
+        """Note the first token of each row, then train on the next tokens."""
+        step = self.state.train.global_step
+        with open(f"{self.seen}-{self.rank}", "a") as file:
+            print(json.dumps([step, data["input_ids"][:, 0].tolist()]), file=file)
+        if step == self.kill_at and self.rank == self.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        labels = torch.where(data["labels"] == -100, -100, data["labels"] % 50)[:, 1:]
+        loss = nn.functional.cross_entropy(self.model(data["input_ids"] % 50)[:, :-1].transpose(1, 2), labels)
+        self.backward(loss)
+        return None, loss
+
+    def batch_weight(self, data: dict[str, Tensor], target: object) -> Tensor:
+        """Weigh by the tokens that are predicted."""
+        return (data["labels"][:, 1:] != -100).sum()
+
+
+def train(root: Path, name: str, kind: str, loader: dict[str, Any], kill_at: int = -1) -> Tensor:
+    config = {"seed": 1, "steps": 7, "dir": str(root / name), "auto_resume": True, "log": False}
+    config |= {"dataloader": loader, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"interval": 2}}
+    with Words(config, kind, root / f"{name}.seen", kill_at) as runner:
+        runner.train()
+        return torch.cat([parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["packed", "budget"])
+def test_a_killed_run_ends_as_one_that_was_left_alone(kind: str, tmp_path: Path) -> None:
+    """Blocks also when the number of processes changes: then sums have another order. Batches of a budget are one a process."""
+    loader = {"global_batch_size": 6} if kind == "packed" else {}
+    (expected, *_) = run_processes(train, tmp_path, "alone", kind, loader, world_size=2)
+    outcomes = run_outcomes(train, tmp_path, "killed", kind, loader, 5, world_size=2, grace=0.5)
+    assert [outcome.exit_code for outcome in outcomes if outcome.rank == 1] == [-signal.SIGKILL]
+    size = 1 if kind == "packed" else 2
+    for found in run_processes(train, tmp_path, "killed", kind, {**loader, "num_workers": 2}, world_size=size):
+        assert torch.equal(found, expected) if size == 2 else (found - expected).abs().max() < 1e-12
+
+    def updates(name: str) -> dict[int, list[int]]:
+        lines = [
+            json.loads(line)
+            for rank in range(2)
+            for line in Path(f"{tmp_path / name}.seen-{rank}").read_text().splitlines()
+        ]
+        return {step: sorted(row for number, rows in lines if number == step for row in rows) for step in range(7)}
+
+    again = updates("killed")
+    assert [set(rows) for rows in updates("alone").values()] == [set(rows) for rows in again.values()]
