@@ -65,7 +65,7 @@ def test_no_module_of_the_core_imports_an_extension():
         named = {name.split(".")[1] for name in imported(path) if name.startswith("danling.")}
         wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in sorted(named & EXTENSIONS_OF_THE_LIBRARY)]
     assert seen > 100 and not wrong
-    assert {"danling.torchft.groups", "danling.mesh.axes"} <= imported(ROOT / "torchft" / "attach.py")
+    assert {"danling.torchft.member", "danling.mesh.axes"} <= imported(ROOT / "torchft" / "attach.py")
 
 
 def test_the_table_names_what_is_there():

@@ -67,7 +67,7 @@ from .extensions import load
 if TYPE_CHECKING:
     from danling.audit.layout_report import LayoutReport
     from danling.audit.rerun import AuditResult
-    from danling.torchft import ReplicaMember
+    from danling.torchft.member import ReplicaMember
 
 logger = logging.getLogger("danling")
 
@@ -630,7 +630,7 @@ class TorchRunner(BaseRunner):
         """
         if not self.config.ft.enabled:
             return
-        member: ReplicaMember = load("torchft").join_replica_groups(self, remember=self._parts.recompute.remember)
+        member: ReplicaMember = load("torchft").ReplicaMember(self)
         self.fault_tolerance = member
         self._closers.callback(member.close)
         # Every forward waits for the other groups.

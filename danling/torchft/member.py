@@ -1,179 +1,164 @@
-"""One replica group as a member of the groups that train a run together."""
+"""A runner's replica group among the others: it agrees on each update, heals, and shares one set of checkpoints with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from danling.distributed import Domain
-from danling.training.reduction import GradientReduction
+from danling.checkpoints.snapshot import convert
+from danling.distributed import StepTotals
+from danling.training.reduction import GradientReduction, normalization_statistics
 from danling.training.run_state import StatePart
+from danling.training.update import Window
 from danling.utils.locks import FileLock
+from danling.utils.tensors import is_sharded, local_part, with_local_part
 
-from .healing import Healing
-from .update import Quorum, ReplicatedReduction, ReplicatedUpdate
+from .groups import ReplicaGroups, ReplicaSettings
+from .positions import position_owner
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
 
 Totals = dict[str, tuple[float, float]]
 """Sums and weights by name."""
 
 
-class Groups(Quorum, Protocol):
-    """The replica groups; `ReplicaGroups` is the real one."""
-
-    @property
-    def num_participants(self) -> int:
-        """Groups that take part in the open update, or took part in the last one; 0 before the first."""
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the counts of a checkpoint."""
-
-    def sum_totals(self, totals: Mapping[str, tuple[float, float]]) -> Totals:
-        """Add sums and weights by name over the groups that took part in the last update."""
-
-    def leave(self) -> None:
-        """Leave the other groups."""
-
-
-class Checkpoints(Protocol):
-    """The full checkpoints of the run, which all groups share; see `danling.checkpoints.CheckpointManager`."""
-
-    def find_latest(self) -> Path | None:
-        """Return the newest checkpoint."""
-
-    def step_of(self, source: Path) -> int:
-        """Return the updates that a checkpoint has seen."""
-
-    def begin(self, source: Path) -> None:
-        """Go on from a checkpoint."""
-
-
 class ReplicaMember:
-    """Agrees on updates with the other replica groups, heals, and shares one set of checkpoints with them.
+    """The replica group of a runner with `ft.enabled`. Construct, and call every method, on all ranks of the group.
 
-    It is built only with `ft.enabled`. Call every method on all ranks of the group.
-
-    Args:
+    Attributes:
         groups: Communicates with the other groups.
-        healing: Takes over the state of another group.
-        world: All ranks of this group.
-        copies: Returns the tensors of which every rank of this group has a copy, in the same order on all ranks.
-        remember: Returns a function that undoes the micro-batches of the next update.
-        statistics: Returns the running means and variances of normalisation, which every forward changes.
-        resumes: Returns whether this group may resume from a checkpoint that another group wrote.
-        checkpoints: Returns the manager of the full checkpoints.
-        directory: Returns where they lie.
-        step: Returns how many updates were committed.
-        tried: Returns how many were committed or skipped.
-        load: Restores a full checkpoint.
+        healing: Sends the state of this rank, and takes over that of another group.
+
+    Raises:
+        ImportError: If torchft is not installed.
+        ValueError: If the environment does not name a lighthouse.
+        QuorumError: If nothing answers at its address.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        healing: Healing,
-        *,
-        world: Domain,
-        copies: Callable[[], Iterable[Tensor]],
-        remember: Callable[[], Callable[[], None]],
-        statistics: Callable[[], Sequence[Tensor]],
-        resumes: Callable[[], bool],
-        checkpoints: Callable[[], Any],
-        directory: Callable[[], Path],
-        step: Callable[[], int],
-        tried: Callable[[], int],
-        load: Callable[[Path], None],
-    ) -> None:
-        self.groups = groups
-        self.healing = healing
-        self.update = ReplicatedUpdate(
-            groups,
-            remember=remember,
-            statistics=statistics,
-            begin_alike=self._begin_alike,
-            catch_up=self._catch_up,
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self.healing = Healing(runner)
+        self.groups = ReplicaGroups(
+            ReplicaSettings.from_config(runner.config),
+            group=runner.world,
+            state_dict=lambda: self.healing.state(),
+            load_state_dict=lambda state: self.healing.take(state),
+            asked_to_stop=runner._session.asked_to_stop,
         )
-        self._world = world
-        self._copies = copies
-        self._resumes = resumes
-        self._checkpoints = checkpoints
-        self._directory = directory
-        self._step = step
-        self._tried = tried
-        self._load = load
+        self._is_open = self._has_joined = False
+        self._take_back: Callable[[], None] | None = None
         self._writer: FileLock | None = None
 
     # One update
 
     def begin_training(self) -> None:
         """Forget an update that an earlier training has left open."""
-        self.update.is_open = False
+        self._is_open = False
 
     def open_update(self) -> bool:
-        """Agree on the next update, once, before its forward; see `ReplicatedUpdate.open`."""
-        return self.update.open()
+        """Agree with the other groups on the next update, once, before its forward.
 
-    def around(self, reduction: GradientReduction) -> ReplicatedReduction:
-        """Return the reduction of this group's stack, extended by the sum over the groups."""
-        return self.update.around(reduction)
+        Returns:
+            Whether the state of this run was replaced by that of another group: batches read before do not count.
+
+        Raises:
+            QuorumError: If there is no agreement.
+        """
+        if self._is_open:
+            return False
+        begins = self.groups.state_dict()["step"] == 0
+        replaced = self.groups.open()
+        self._is_open = True
+        if begins:
+            replaced = self._begin_alike(replaced)
+        if not self._has_joined:
+            self._has_joined = True
+            replaced = self._catch_up() or replaced
+        self._take_back = self._runner._parts.recompute.remember()
+        return replaced
 
     def _begin_alike(self, healed: bool) -> bool:
         # At step 0 TorchFT lets each rank copy weights from any group, so ranks of one group may copy from different ones.
-        if not any(self._world.gather_objects(healed)):
+        runner = self._runner
+        if not any(runner.world.gather_objects(healed)):
             return False
+        averages = runner.ema.weights.values() if runner.ema is not None else ()
         with torch.no_grad():
-            for tensor in self._copies():
-                self._world.broadcast(tensor)
+            for tensor in runner.preparation.copies(runner.model, averages):
+                runner.world.broadcast(tensor)
         return True
 
     def _catch_up(self) -> bool:
         """Load a checkpoint that the others have written since this process started, if none of them is there when it joins."""
-        if not self._resumes() or self.groups.num_participants > 1:
+        runner, manager = self._runner, self._runner.checkpoint_manager
+        if not runner.config.auto_resume or self.groups.num_participants > 1:
             return False
-        manager: Checkpoints = self._checkpoints()
         source = manager.find_latest()
-        if source is None or manager.step_of(source) <= self._step():
+        if source is None or manager.step_of(source) <= runner.state.train.global_step:
             return False
-        self._load(source)
+        runner.load_checkpoint(source)
         return True
 
-    def sum_totals(self, totals: Totals) -> Totals:
-        """Add sums and weights by name over the groups that take part.
+    def around(self, reduction: GradientReduction) -> GradientReduction:
+        """Return the reduction of this group's stack, extended by the sum over the groups."""
+        return cast(GradientReduction, ReplicatedReduction(reduction, self))
+
+    def commit_update(self, step: int) -> bool:
+        """Return whether the open update may be made; if not, everything is as it was before it.
 
         Args:
-            totals: Those of this group.
+            step: Number of the update, for the log.
+
+        Raises:
+            QuorumError: If too many in a row may not.
         """
+        self._is_open, committed = False, False
+        try:
+            committed = self.groups.commit()
+        finally:
+            if not committed and self._take_back is not None:
+                self._take_back()
+        if not committed:
+            failures = self.groups.failures
+            logger.warning("The replica groups did not commit update %d (failure %d); again.", step, failures)
+        return committed
+
+    def sum_totals(self, totals: Totals) -> Totals:
+        """Add sums and weights by name over the groups that take part."""
         if not self.groups.num_participants:
             return totals
         # All ranks of the group use rank 0's result, since they may meet different errors.
-        shared: Totals = self._world.broadcast_object(self.groups.sum_totals(totals))
+        shared: Totals = self._runner.world.broadcast_object(self.groups.sum_totals(totals))
         return shared
 
     # Checkpoints
 
     def progress_part(self) -> StatePart:
-        """Return what a checkpoint of the run holds of the groups: how many updates they have made."""
-        return StatePart(
-            "replicas",
-            lambda: self.groups.state_dict(),
-            lambda state, _: self.groups.load_state_dict(state),
-            default=self._fresh_counts,
-        )
+        """Return what a checkpoint of the run has of the groups: how many updates they have made."""
 
-    def _fresh_counts(self) -> dict[str, int]:
-        # A run whose checkpoint was made without groups counts from there: at 0 all groups would copy the state of one of them.
-        tried = self._tried()
-        return {"step": tried, "batches_committed": tried}
+        def fresh() -> dict[str, int]:
+            # A run whose checkpoint was made without groups counts from there: at 0 all groups would copy the state of one of them.
+            train = self._runner.state.train
+            tried = train.global_step + train.skipped_updates
+            return {"step": tried, "batches_committed": tried}
+
+        groups = self.groups
+        return StatePart("replicas", groups.state_dict, lambda state, _: groups.load_state_dict(state), default=fresh)
 
     def writes(self) -> bool:
-        """Whether this group writes the full checkpoints: one of the participating groups does, until it fails."""
-        held, mine = self._world.on_first(self._acquire)
-        if mine and not held:
+        """Return whether this group writes the full checkpoints: one of the participating groups does, until it fails."""
+        had, mine = self._runner.world.on_first(self._acquire)
+        if mine and not had:
             # Continue the history of saves of the group that wrote before.
-            manager: Checkpoints = self._checkpoints()
+            manager = self._runner.checkpoint_manager
             source = manager.find_latest()
             if source is not None:
                 manager.begin(source)
@@ -182,10 +167,8 @@ class ReplicaMember:
     def _acquire(self) -> tuple[bool, bool]:
         if self._writer is None:
             # Groups that do not share the directory each have a lock of their own, and each write.
-            self._writer = FileLock(self._directory() / "writer.lock")
+            self._writer = FileLock(self._runner.workspace.checkpoints / "writer.lock")
         return self._writer.held, self._writer.acquire()
-
-    # Leaving
 
     def leave(self) -> None:
         """Leave the other groups, which continue without this one; the next update joins them again."""
@@ -196,3 +179,128 @@ class ReplicaMember:
         if self._writer is not None:
             self._writer.release()
         self.leave()
+
+
+class ReplicatedReduction:
+    """The gradient of a replica group, summed over the groups that take part; in all else the reduction of its stack."""
+
+    def __init__(self, inner: GradientReduction, member: ReplicaMember) -> None:
+        self.inner = inner
+        self.member = member
+        self._divides = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def agree(self, totals: StepTotals, window: Window, step: int) -> StepTotals | None:
+        """Add totals and gradients of the groups that take part, and ask whether the update may be made.
+
+        Args:
+            totals: Those of this group. Requests stay within it.
+            window: The open window, by whose reference this group has scaled its losses.
+            step: Number of the update.
+
+        Returns:
+            The totals over all groups; `None` where the update is not made and was taken back.
+
+        Raises:
+            QuorumError: If too many updates in a row were not made.
+        """
+        self._divides = not window.sum_reduced
+        groups, parameters = self.member.groups, self.inner.parameters
+        present = [float(parameter.grad is not None) for parameter in parameters]
+        mine = (totals.weight, totals.loss, totals.samples, totals.nonfinite)
+        shared = torch.tensor([*(float(value) for value in mine), *present], dtype=torch.float64)
+        weight, loss, samples, nonfinite, *holders = groups.all_reduce(shared).tolist()
+        # Each group has scaled by a reference of its own, and divided by its number of ranks: undone before the sum.
+        factor = window.gradient_factor(1.0, self.inner.mean_over)
+        groups.reduce_gradients(parameters, [count > 0 for count in holders], factor)
+        groups.average(normalization_statistics(self.member._runner.unwrapped_model))
+        # Asked before anything is decided: after an error between the groups these figures mean nothing.
+        if not self.member.commit_update(step):
+            return None
+        return StepTotals(weight, loss, samples, nonfinite, totals.requests)
+
+    def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
+        """Divide the gradient by the weight, whatever the factor of one group alone: groups can be added as plain sums only."""
+        return self.inner.unscale(1.0 / float(weight) if weight and self._divides else 1.0, weight)
+
+
+class Healing:
+    """Sends the state of this rank to the same rank of another replica group, and takes such a state over."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+
+    def state(self) -> dict[str, Any]:
+        """Return what another group heals from: the state of this rank, shards as plain tensors, without communication."""
+        runner = self._runner
+        progress = {**runner.state.state_dict(), **runner.run_state.progress()}
+        sources = runner.sources.among(runner.train_splits)
+        payload: dict[str, Any] = {
+            **runner.run_state.components(),
+            "state": {name: part for name, part in progress.items() if name != "rng"},
+            "dataloaders": {split: source.state_dict() for split, source in sources.items()},
+        }
+        return packed(payload, runner.unwrapped_model.buffers())
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of another group. Called on every rank of the group that heals."""
+        runner = self._runner
+        elastic, reference = copy(runner.state.elastic), runner.window.agreed_reference
+        runner.run_state.load_components(self._laid_out(state), frozenset())
+        sources = runner.sources.among(runner.train_splits)
+        for split, position in state["dataloaders"].items():
+            if not (sources[split].is_rank_local and position_owner(runner.config) is not None):
+                sources[split].load_state_dict(position)
+        runner.state.load_state_dict(state["state"])
+        runner.run_state.load_progress(state["state"])
+        # What the other group has counted is added by the other group.
+        runner.meters.reset()
+        # Those are of the group: ranks of one group may heal from different ones.
+        runner.state.elastic, runner.window.agreed_reference = elastic, reference
+        if runner.is_main_process:
+            logger.info("Healed from another replica group at step %d.", runner.state.train.global_step)
+
+    def _laid_out(self, state: Mapping[str, Any]) -> dict[str, object]:
+        """Return a state with tensors divided as this rank divides them."""
+        own, laid_out = self._runner.run_state.components(), dict(state)
+        laid_out["model"] = laid_out_like(state["model"], own["model"])
+        if "ema" in own:
+            weights = laid_out_like(state["ema"]["weights"], own["ema"]["weights"])
+            laid_out["ema"] = {**state["ema"], "weights": weights}
+        if "optimizer" in own:
+            laid_out["optimizer"] = sharded_optimizer_state(state["optimizer"], dict(self._runner.named_parameters()))
+        return laid_out
+
+
+def packed(payload: Mapping[str, object], buffers: Iterable[Tensor]) -> dict[str, object]:
+    """Return a state with the shards of this rank as plain tensors; buffers, which a forward changes, are copied."""
+    changing = {buffer.data_ptr() for buffer in buffers}
+
+    def plain(tensor: Tensor) -> Tensor:
+        local = local_part(tensor)
+        return local.clone() if local.data_ptr() in changing else local
+
+    converted: dict[str, Any] = convert(dict(payload), plain)
+    return converted
+
+
+def laid_out_like(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return plain tensors as tensors of the layout that this rank has under the same names."""
+    return {name: with_local_part(own[name], tensor) if name in own else tensor for name, tensor in state.items()}
+
+
+def sharded_optimizer_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
+    """Return the state of an optimizer by parameter name, with moments divided as the parameters of this rank are."""
+
+    def moment(value: Any, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or not isinstance(value, Tensor) or not is_sharded(parameter):
+            return value
+        return with_local_part(parameter.detach(), value) if value.shape == local_part(parameter).shape else value
+
+    entries = {
+        name: {key: moment(value, parameters.get(name)) for key, value in own.items()}
+        for name, own in state["state"].items()
+    }
+    return {**state, "state": entries}

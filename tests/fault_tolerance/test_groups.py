@@ -1,21 +1,26 @@
-"""Replica groups by themselves, with bare FSDP2 modules and no runner."""
+"""Replica groups with bare FSDP2 modules and no runner, and what a runner does around them without other groups."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.replicas import Lighthouse, ReplicaGroup
+from support.toys import TracingRunner
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import danling as dl
+from danling.config import RunnerConfig
 from danling.distributed import Domain
 from danling.mesh.fsdp import shard
 from danling.torchft import ReplicaGroups, ReplicaSettings
-from danling.torchft.lighthouse import (
+from danling.torchft.groups import (
     OtherSizeMet,
     ReplicaSizeError,
     address_towards,
@@ -147,3 +152,72 @@ def test_which_group_leaves_where_sizes_differ(
         return
     with pytest.raises(ending):
         check_sizes(names[own], ids, is_behind=behind, groups_ahead=ahead)
+
+
+# In a runner
+
+
+@pytest.fixture
+def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An address at which something listens: nothing more is asked of a lighthouse before the first update."""
+    pytest.importorskip("torchft", reason="torchft is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield
+
+
+def runner_of(root: Path, group: int = 0) -> dl.TorchRunner:
+    return TracingRunner(
+        {
+            "seed": 3 + group,
+            "steps": 4,
+            "dataloader": {"batch_size": 2},
+            "ema": {"enabled": True},
+            "ft": {"enabled": True, "group_size": 2, "replica_id": group},
+            "workspace_root": str(root),
+        }
+    )
+
+
+def test_a_group_that_heals_continues_as_the_other_one(
+    lighthouse: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with runner_of(tmp_path / "a") as ahead, runner_of(tmp_path / "b", 1) as behind:
+        source = ahead.sources["train"]
+        source.commit([batch for batch, _ in zip(source.batches(), range(3))])
+        ahead.state.train.global_step = 7
+        behind.window.agreed_reference = 2.0
+        behind.meters.update({"seen": 1.0})
+        attempts = behind.state.elastic
+        sender, healed = ahead.fault_tolerance, behind.fault_tolerance
+        assert sender is not None and healed is not None
+        assert not torch.equal(ahead.model[0].weight, behind.model[0].weight)
+        sent = sender.healing.state()
+        assert "rng" not in sent["state"]
+        healed.healing.take(sent)
+        for name, value in ahead.model_state_dict().items():
+            assert torch.equal(behind.model_state_dict()[name], value)
+            assert torch.equal(behind.ema.weights[name], ahead.ema.weights[name])
+        assert behind.sources["train"].consumed == source.consumed == 12 and behind.state.train.global_step == 7
+        # Its attempts and the scale of its losses are its own, and what the other group has counted is added there.
+        assert behind.state.elastic == attempts and behind.window.agreed_reference == 2.0
+        assert not behind.meters.averages()
+
+
+def test_one_of_two_groups_writes_until_it_closes(lighthouse: None, tmp_path: Path) -> None:
+    with runner_of(tmp_path) as second:
+        with runner_of(tmp_path, 1) as first:
+            assert first.fault_tolerance is not None and second.fault_tolerance is not None
+            shared = first.workspace.checkpoints
+            second.workspace = first.workspace
+            shared.mkdir(parents=True, exist_ok=True)
+            assert first.fault_tolerance.writes() and first.fault_tolerance.writes()
+            assert not second.fault_tolerance.writes()
+        assert second.fault_tolerance.writes()
+
+
+def test_settings_wait_for_groups_that_evaluate() -> None:
+    config = RunnerConfig({"ft": {"enabled": True, "group_size": 3, "process_group_timeout_ms": 500}})
+    read = ReplicaSettings.from_config(config)
+    assert (read.group_size, read.timeout) == (3, 0.5)
+    assert read.quorum_timeout == (config.comm.train_timeout_seconds or 60.0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.torchft import QuorumError
+from danling.torchft.groups import QuorumError
 from danling.utils.locks import FileLock
 
 needs_torchft = pytest.mark.usefixtures("_torchft")
@@ -179,11 +179,11 @@ class Uneven(dl.TorchRunner):
 
     not_saved = ("losses_seen",)
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], reduction: str) -> None:
         super().__init__(config)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        self.criterion = nn.CrossEntropyLoss()
+        self.criterion = nn.CrossEntropyLoss(reduction=reduction)
         inputs, targets = torch.randn(48, 5, dtype=torch.float64), torch.randint(3, (48,))
         targets[torch.rand(48) < 0.4] = -100
         self.datasets = {"train": TensorDataset(inputs, targets)}
@@ -202,10 +202,12 @@ class Uneven(dl.TorchRunner):
         return outcome
 
 
-def train_uneven(root: Path, group: int | None, batches: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], Any]:
+def train_uneven(
+    root: Path, group: int | None, batches: dict[str, Any], reduction: str
+) -> tuple[dict[str, Tensor], list[float], Any]:
     ft = {"enabled": group is not None, "replica_id": group or 0, "min_replica_size": 2}
-    config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.3}, scheduler={}, ft=ft, dataloader=batches)
-    with Uneven(config) as runner:
+    config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.1}, scheduler={}, ft=ft, dataloader=batches)
+    with Uneven(config, reduction) as runner:
         runner.train()
         weights = {name: value.clone() for name, value in runner.model_state_dict().items()}
         return weights, runner.losses_seen, runner.results
@@ -213,18 +215,21 @@ def train_uneven(root: Path, group: int | None, batches: dict[str, Any]) -> tupl
 
 @needs_torchft
 @pytest.mark.parametrize(
-    ("batches", "world_size"), [({"batch_size": 2}, 4), ({"global_batch_size": 13}, 1)], ids=["batch", "global batch"]
+    ("batches", "reduction", "world_size"),
+    [({"batch_size": 2}, "mean", 4), ({"batch_size": 2}, "sum", 4), ({"global_batch_size": 13}, "mean", 1)],
+    ids=["batch", "sum", "global batch"],
 )
-def test_groups_make_one_gradient(batches: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+def test_groups_make_one_gradient(batches: dict[str, Any], reduction: str, world_size: int, tmp_path: Path) -> None:
     """Two groups train as one run of all their ranks: sums over the global weight, and never a mean of means.
 
     With `global_batch_size` as one process, of whose 13 samples four ranks get 4, 3, 3 and 3.
     """
-    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, batches, world_size=world_size)[0]
+    asked = (batches, reduction)
+    expected, losses, figures = run_processes(train_uneven, tmp_path / "one", None, *asked, world_size=world_size)[0]
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train_uneven, tmp_path / "two", 0, batches, world_size=2, lighthouse=lighthouse) as first,
-        ReplicaGroup(train_uneven, tmp_path / "two", 1, batches, world_size=2, lighthouse=lighthouse) as second,
+        ReplicaGroup(train_uneven, tmp_path / "two", 0, *asked, world_size=2, lighthouse=lighthouse) as first,
+        ReplicaGroup(train_uneven, tmp_path / "two", 1, *asked, world_size=2, lighthouse=lighthouse) as second,
     ):
         ended = [*first.values(), *second.values()]
     for weights, seen, results in ended:

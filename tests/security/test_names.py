@@ -99,7 +99,7 @@ FUNCTIONS = {
     "supervision/hangs": ["HangWatch._dump"],
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
-    "torchft/healing": ["Healing.take"],
+    "torchft/member": ["Healing.take"],
     "utils/files": ["clear_places", "open_file", "read_text", "write_atomically"],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made"],
     "utils/process": ["first_failure"],

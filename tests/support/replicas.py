@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.torchft import ReplicaMember
+from danling.torchft.member import ReplicaMember
 
 from .job import Job
 from .patience import patience
