@@ -3,7 +3,7 @@
 Exit codes:
     0  done, and what was looked at is in order.
     1  done, and something is wrong: a checkpoint is damaged, a file of a run cannot be read, a check of `doctor` failed,
-       the runs of `diff` part, `audit` found another end, or `check-layout` other gradients.
+       the runs of `diff` differ, `audit` found another end, or `check-layout` other gradients.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
     4  an optional package is missing; the message names the extra to install.
@@ -31,10 +31,11 @@ SUBCOMMANDS = {
     "env": ("environment", "print what a bug report should say"),
     "doctor": ("doctor", "train, save, kill and resume on two local processes, and say what works here"),
     "runs": ("runs", "list runs: steps, best scores, and where their settings differ"),
+    "explain": ("explain", "say on one screen what a run trained, and what it keeps on disk"),
     "audit": ("audit", "train a stretch of a run again, and say whether its end is bitwise the stored one"),
     "check-layout": ("check_layout", "compare the gradients of a program on a layout with those in one process"),
-    "diff": ("diff", "say where two runs part: settings, versions, code, and the first step that differs"),
-    "ranks": ("ranks", "say what the ranks of a run spent their time with, and which held the others up"),
+    "diff": ("diff", "compare two runs: settings, versions, code, and the first step at which their figures differ"),
+    "ranks": ("ranks", "print the times of each rank of a run, the slowest rank first"),
     "plot": ("plot", "draw curves of runs as a PNG or as one HTML report"),
     "inspect": ("inspection", "show what is in a checkpoint without loading it"),
     "verify": ("verify", "compare checkpoints with their SHA-256 checksums"),

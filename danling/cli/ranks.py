@@ -13,7 +13,7 @@ from danling.workspace.plots import draw_ranks, png
 from danling.workspace.runs import Run
 
 from .output import add_drawing, add_json, check_drawing, name_problems, print_json, print_table, write_drawing
-from .source import runs_at
+from .source import one_run
 
 _HEAD = ("rank", "host", "lost (s)", "share", "by", *(f"{name} (s)" for name in ACTIVITIES))
 
@@ -28,18 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table, and draw it."""
     check_drawing(options.output)
-    with runs_at(options.path) as (found,):
-        return _print(options, _only(options.path, found))
-
-
-def _only(path: str, found: list[Run]) -> Run:
-    if not found:
-        raise FileNotFoundError(f"Expected a run at {path!r}. Received: none. Name one of `danling runs`.")
-    if len(found) > 1:
-        raise ValueError(
-            f"Expected one run. Received: {path!r}, below which there are {len(found)}: {found[0].name}, {found[1].name}, ... Name one."
-        )
-    return found[0]
+    with one_run(options.path) as found:
+        return _print(options, found)
 
 
 def _print(options: argparse.Namespace, run: Run) -> int:

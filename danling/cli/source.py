@@ -25,6 +25,19 @@ def runs_at(*roots: str) -> Iterator[list[list[Run]]]:
         yield [find_runs(root) if not is_url(root) else _brought(root, stack) for root in roots]
 
 
+@contextmanager
+def one_run(path: str) -> Iterator[Run]:
+    """Yield the one run at a directory or URL, for as long as it is read."""
+    with runs_at(path) as (found,):
+        if not found:
+            raise FileNotFoundError(f"Expected a run at {path!r}. Received: none. Name one of `danling runs`.")
+        if len(found) > 1:
+            raise ValueError(
+                f"Expected one run. Received: {path!r}, below which there are {len(found)}: {found[0].name}, {found[1].name}, ... Name one."
+            )
+        yield found[0]
+
+
 def _brought(url: str, stack: ExitStack) -> list[Run]:
     # Who looks at directories needs nothing of this.
     from danling.remote import open_store

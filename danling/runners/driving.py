@@ -19,6 +19,7 @@ from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
 from danling.reporting import Launch, describe_batches, describe_end, describe_parameters, describe_training
 from danling.reporting.rank_times import RankTimes
+from danling.reporting.record import RunRecorder
 from danling.supervision import Profiler, RankWatch, is_out_of_memory, write_memory_snapshot
 from danling.training import Boundaries, UpdateOutcome, updates_of_pass
 from danling.training.model_states import weights_to_export
@@ -81,6 +82,8 @@ class TrainingDriver:
         """Train inside: what is logged meanwhile is of this run, signals are watched, and the end is saved."""
         runner, parts = self.runner, self.parts
         session = runner._session
+        if not any(isinstance(each, RunRecorder) for each in runner.observers):
+            runner.observers.append(RunRecorder(runner))
         with runner._reporter.speaking(), session.collecting(), session.observed():
             parts.watch.begin(parts.scheduler_interval())
             self.begin_updates()

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
+from .explain import explain
 from .plots import draw_curves, png
 from .runs import Run, config_differences
 
@@ -15,7 +16,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid #ddd; vertical-align: top; }
+th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid #ddd; vertical-align: top; white-space: pre-line; }
 th { background: #f4f6f8; } td.number { text-align: right; }
 img { max-width: 100%; height: auto; } footer { margin-top: 2rem; color: #777; font-size: .8rem; }
 .wide { overflow-x: auto; }
@@ -35,6 +36,9 @@ def html_report(runs: Sequence[Run], *, title: str = "Runs", **drawing: Any) -> 
     if differences:
         rows = ([key, *values] for key, values in differences.items())
         parts.append("<h2>Settings that differ</h2>\n" + table(("setting", *names), rows))
+    for run in runs:
+        rows = ((name, "\n".join(lines)) for name, lines in explain(run).items())
+        parts.append(f"<h2>What {escape(run.name)} trained</h2>\n{table(('', ''), rows)}")
     for run in runs:
         parts.append(f"<h2>Results of {escape(run.name)}</h2>\n{_results(run)}")
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

@@ -100,6 +100,11 @@ class Run:
         return self._read("metadata/git.yaml", _parse_yaml)
 
     @cached_property
+    def record(self) -> dict[str, Any]:
+        """What the run recorded of itself when it began to train; empty for a run that has not, see `danling.reporting.record`."""
+        return self._read("metadata/run.json", _parse_record)
+
+    @cached_property
     def results(self) -> dict[int, dict[str, dict[str, float | None]]]:
         """Figures by completed epoch or global step, then by split."""
         return self._read("results.json", _parse_results)
@@ -318,6 +323,15 @@ def _mapping(value: object) -> dict[Any, Any]:
 
 def _parse_yaml(text: str) -> dict[str, Any]:
     return _mapping(parse_yaml(text) or {})
+
+
+def _parse_record(text: str) -> dict[str, Any]:
+    record = _mapping(parse_json(text))
+    kinds = {"model": dict, "data": dict, "update": dict, "layout": dict, "environment": dict, "checkpoints": dict}
+    for name, kind in kinds.items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"Expected a record with a section {name!r}.")
+    return record
 
 
 def _parse_result(result: object) -> dict[str, dict[str, float | None]]:

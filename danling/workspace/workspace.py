@@ -34,7 +34,7 @@ logger = logging.getLogger("danling")
 PathLike = str | os.PathLike[str]
 
 _CONFIGS = ("full", "canonical", "diff")
-_DESCRIPTION = (*(f"config.{name}.yaml" for name in _CONFIGS), "git.yaml", "git.diff")
+_DESCRIPTION = (*(f"config.{name}.yaml" for name in _CONFIGS), "git.yaml", "git.diff", "run.json")
 _UNFINISHED = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\.(metrics|digests)\.jsonl\.tmp|\.rank-.+\.trace\.json\.tmp")
 _YOUNG_SECONDS = 60.0
 
@@ -60,7 +60,7 @@ class Workspace:
         workspace_root/lineage[-code_id]/id/
           checkpoints/  logs/{timestamp}.log  tensorboard/{timestamp}/  wandb/
           metrics.jsonl  results.json  latest.json  best.json  [streams.json]
-          metadata/ config.full.yaml config.canonical.yaml config.diff.yaml git.yaml git.diff
+          metadata/ config.full.yaml config.canonical.yaml config.diff.yaml git.yaml git.diff run.json
 
     Constructing touches no file. Paths are absolute, so that a later change of the working directory moves nothing.
     Every rank may read the paths; only the main process creates and writes, and on the others these calls do nothing.
@@ -193,6 +193,16 @@ class Workspace:
             write_atomically(patch, text)
         else:
             patch.unlink(missing_ok=True)
+
+    def write_record(self, record: Mapping[str, object]) -> None:
+        """Write `metadata/run.json` on the main process: what a run records of itself when it begins to train.
+
+        Args:
+            record: Plain values; see `danling.reporting.record`.
+        """
+        if self.is_main:
+            self.metadata_dir.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.metadata_dir / "run.json", json_text(to_plain(record)))
 
     def write_results(
         self, results: Mapping[Any, Any], latest: Mapping[str, object] | None, best: Mapping[str, object] | None

@@ -1,0 +1,121 @@
+"""What a run records of itself when it begins to train, which its configuration does not say; `danling explain` reads it."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import danling
+from danling.training.observers import Observer
+from danling.utils.machine import arithmetic
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+_MOST_PARTS = 12
+"""So many parts of a model are named, the largest first."""
+
+
+class RunRecorder(Observer):
+    """Writes `metadata/run.json` when a training begins: model, data, update, layout, environment, and what is saved when."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+
+    def training_started(self) -> None:
+        """Write the record of this training over that of an earlier one."""
+        runner = self._runner
+        model = self._model()  # on all ranks
+        if runner.is_main_process:
+            division, optimizer, scheduler = runner._data.plan.division(), runner.optimizer, runner.scheduler
+            record = {
+                "model": model,
+                "criterion": _kind(runner.criterion),
+                "optimizer": {"kind": _kind(optimizer), "groups": [_options(group) for group in optimizer.param_groups]}
+                if optimizer is not None
+                else None,
+                "scheduler": _kind(scheduler),
+                "data": {split: self._split(split) for split in {**runner.datasets, **runner.dataloaders}},
+                "update": {
+                    "samples": division.samples if division is not None else None,
+                    "batch_size": runner.batch_size,
+                    "micro_batches": runner.accum_steps,
+                },
+                "layout": {
+                    "stack": runner.stack,
+                    "processes": runner.world_size,
+                    "data_replicas": runner.placement.data_replicas,
+                    "device": runner.device.type,
+                },
+                "environment": {
+                    "danling": danling.__version__,
+                    "python": platform.python_version(),
+                    "system": platform.platform(),
+                    **arithmetic(runner.device),
+                },
+                "checkpoints": {"manager": _kind(runner.checkpoint_manager), "interval": runner.checkpoint_interval},
+                "score": {"split": runner.score_split, "name": runner.config.score_name},
+                "seed": runner.seed,
+            }
+            runner.workspace.write_record(record)
+
+    def _model(self) -> dict[str, Any]:
+        """Describe the model. Ranks with other parameters, as the stages of a pipeline have, are added. One small collective."""
+        runner = self._runner
+        named = list(runner.named_parameters())
+        sizes = [p.numel() for _, p in named]
+        trained = [p.numel() for _, p in named if p.requires_grad]
+        size_in_bytes = sum(p.numel() * p.element_size() for _, p in named)
+        names = sha256("\n".join(name for name, _ in named).encode()).hexdigest()
+        mine = (names, sum(sizes), sum(trained), size_in_bytes)
+        of_ranks = dict.fromkeys(runner.placement.optimizer.gather_objects(mine))
+        by_part: Counter[str] = Counter()
+        for name, parameter in named:
+            by_part[name.partition(".")[0]] += parameter.numel()
+        children = dict(runner.unwrapped_model.named_children())
+        return {
+            "kind": _kind(runner.unwrapped_model),
+            "parameters": sum(each[1] for each in of_ranks),
+            "trained": sum(each[2] for each in of_ranks),
+            "bytes": sum(each[3] for each in of_ranks),
+            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in named}),
+            "averaged": runner.ema is not None,
+            "parts": [
+                {"name": name, "kind": _kind(children.get(name)), "parameters": count}
+                for name, count in by_part.most_common(_MOST_PARTS)
+            ],
+        }
+
+    def _split(self, split: str) -> dict[str, Any]:
+        """Describe the data of a split; its length is `None` where the dataset has none."""
+        runner = self._runner
+        dataset, loader = runner.datasets.get(split), runner.dataloaders.get(split)
+        data = dataset if dataset is not None else getattr(loader, "dataset", loader)
+        try:
+            samples: int | None = len(data)
+        except TypeError:
+            samples = None
+        settings = runner.config.get("dataloader", {})
+        shuffle = {**settings, **(settings.get(split) or {})}.get("shuffle", split in runner.train_splits)
+        return {
+            "kind": _kind(data),
+            "samples": samples,
+            "trained": split in runner.train_splits,
+            "evaluated": split in runner.evaluate_splits,
+            "loader": _kind(loader),
+            "shuffled": bool(shuffle) if dataset is not None else None,
+            "workers": getattr(loader, "num_workers", 0),
+        }
+
+
+def _kind(value: object) -> str | None:
+    return None if value is None else type(value).__name__ if not hasattr(value, "__qualname__") else value.__qualname__
+
+
+def _options(group: dict[str, Any]) -> dict[str, object]:
+    """Return the options of a parameter group that are plain, and how many tensors it has."""
+    plain = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
+    betas = {"betas": list(group["betas"])} if isinstance(group.get("betas"), (tuple, list)) else {}
+    return {**plain, **betas, "tensors": len(group["params"])}

@@ -1,0 +1,171 @@
+"""`danling explain` says what runs trained, from what they have written: one process, two, a killed one, one without a record."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_outcomes, run_processes
+from support.recorded import record_run
+from support.remote_runs import upload_run
+from support.toys import TracingRunner
+
+from danling.cli.main import main
+from danling.remote import RunLayout, open_store
+from danling.workspace.explain import explain, sparkline
+from danling.workspace.runs import Run
+
+MORE = {"scheduler": {"type": "cosine", "warmup_steps": 3}, "max_grad_norm": 0.5, "pretrained": None}
+
+
+class Killed(TracingRunner):
+    """Kills its process in the tenth update."""
+
+    def train_step(self, data: Any) -> tuple[Any, Any]:
+        if self.state.train.global_step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step(data)
+
+
+def recorded(root: Path) -> str:
+    return str(record_run(root, lineage="two", checkpoint={"backend": "dcp"}, **MORE))
+
+
+def killed(root: Path) -> None:
+    config = {"steps": 12, "dir": str(root), "seed": 3, "log_interval": 3, "dataloader": {"batch_size": 4}}
+    with Killed({**config, "optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"interval": 4}}) as runner:
+        runner.train()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("recorded"), **MORE)
+
+
+def sections(path: Path | str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    assert main(["explain", str(path), "--json"]) == 0
+    return {name: "\n".join(lines) for name, lines in json.loads(capsys.readouterr().out)["sections"].items()}
+
+
+def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = torch.load(run / "checkpoints" / "latest.pth", weights_only=True)["model"]
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    found = sections(run, capsys)
+    assert list(found) == [
+        *(
+            "run",
+            "model",
+            "data",
+            "update",
+            "optimizer",
+            "schedule",
+            "layout",
+            "environment",
+            "results",
+            "saved",
+            "disk",
+        ),
+    ]
+    assert found["run"].startswith("trained to step 12 of 12, 1 attempt")
+    assert found["model"].startswith(f"Sequential: {parameters:,} parameters, float32, {4 * parameters} B")
+    assert found["data"].splitlines() == [
+        "train (trained on): NoisyPoints, 26 samples, shuffled with seed 3",
+        "val (evaluated): NoisyPoints, 7 samples, in the order of the dataset",
+    ]
+    assert found["update"] == "4 samples, 1 micro-batch of 4, fp32, clipped at norm 0.5"
+    assert found["optimizer"].startswith("AdamW: lr 0.01, weight_decay 0.01")
+    head, curve, _ = found["schedule"].splitlines()
+    assert head == "cosine: warmup_steps 3" and curve.endswith("steps 1 to 12")
+    assert "█" in curve[1:4] and list(curve[3:12]) == sorted(curve[3:12], reverse=True)
+    assert found["layout"] == "ddp on 1 cpu process" and f"torch {torch.__version__}" in found["environment"]
+    best = json.loads((run / "best.json").read_text())
+    assert f"best val/acc {best['score']:.5g} at step {best['index']}" in found["results"]
+    assert found["saved"] == "the full state every 4 updates in single files; all are kept; the best by val/acc"
+    one = (run / "checkpoints" / "latest.pth").stat().st_size
+    assert (
+        f"the last one {one / 1000:.3g} kB; at the end of the budget about {3 * one / 1000:.3g} kB for 3"
+        in found["disk"]
+    )
+
+
+def test_the_text_is_one_screen_and_needs_no_torch(run: Path) -> None:
+    block = "import sys; sys.modules['torch'] = None; from danling.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", block, "explain", run], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == str(run) and len(lines) <= 30 and max(map(len, lines[1:])) <= 110
+    assert re.search(r"^model        Sequential", done.stdout, re.MULTILINE)
+
+
+def test_two_processes_with_sharded_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = run_processes(recorded, tmp_path, world_size=2)[0]
+    found = sections(place, capsys)
+    assert found["layout"] == "ddp on 2 cpu processes"
+    assert found["update"].startswith("8 samples, 1 micro-batch of 4 on each of 2 ranks")
+    assert "sharded directories (DCP)" in found["saved"]
+    used = sum(file.stat().st_size for file in Path(place, "checkpoints").rglob("*") if file.is_file())
+    assert f"checkpoints take {used / 1000:.3g} kB now" in found["disk"] and "for 3" in found["disk"]
+
+
+def test_a_killed_run_says_how_far_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (outcome,) = run_outcomes(killed, tmp_path / "run", world_size=1)
+    assert outcome.exit_code == -signal.SIGKILL
+    found = sections(tmp_path / "run", capsys)
+    assert found["run"].startswith("trained to step 9 of 12") and found["model"].startswith("Sequential: ")
+    assert "last, at step 9: train/loss" in found["results"] or "last, at 8" in found["results"]
+    assert "at the end of the budget" in found["disk"]
+
+
+def test_a_run_without_a_record_says_what_is_unknown(run: Path, tmp_path: Path) -> None:
+    names = ("metrics.jsonl", "results.json", "best.json", "metadata/config.full.yaml")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    found = explain(Run(tmp_path, "old"))
+    assert "metadata/run.json" in found["missing"][0] and "model" not in found
+    assert found["optimizer"] == ["adamw: lr 0.01"] and found["layout"] == ["stack auto"]
+    assert found["update"] == ["1 micro-batch of 4, fp32, clipped at norm 0.5"]
+    assert found["schedule"][0] == "cosine: warmup_steps 3" and "disk" not in found
+
+
+def test_the_report_has_it_and_a_url_names_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run), "-o", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert f"<h2>What {run.name} trained</h2>" in text and "shuffled with seed 3" in text
+    place = f"file://{tmp_path}/store"
+    upload_run(run, open_store(place), RunLayout("lin", "run"))
+    capsys.readouterr()
+    found = sections(place, capsys)
+    assert found["model"].startswith("Sequential: ") and found["disk"].startswith("no checkpoint here")
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"model": 3}', '{"model": {}, "data": {"a": 1}, "update": {}}'])
+def test_a_broken_record_is_named(run: Path, tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+    (tmp_path / "metadata" / "run.json").write_text(record)
+    assert main(["explain", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "trained to step 12" in out and "run.json" in err
+
+
+def test_values_that_no_run_writes_hide_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "config.full.yaml").write_text("steps: many\nepochs: {}\nmax_grad_norm: 1.0\n")
+    assert main(["explain", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert ("clipped at norm 1.0" in out and "section 'disk'" not in out + err) or "section" in err
+    assert main(["explain", str(tmp_path / "none")]) == 3
+
+
+def test_a_curve_of_bars() -> None:
+    assert sparkline([0.0, 7.0]) == "▁█" and sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([1.0] * 1000, 10) == "█" * 10
