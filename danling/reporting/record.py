@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import danling
 from danling.training.observers import Observer
-from danling.utils.machine import arithmetic
+from danling.utils.process import arithmetic
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -92,7 +92,7 @@ class RunRecorder(Observer):
         """Describe the data of a split; its length is `None` where the dataset has none."""
         runner = self._runner
         dataset, loader = runner.datasets.get(split), runner.dataloaders.get(split)
-        data = dataset if dataset is not None else getattr(loader, "dataset", loader)
+        data: Any = dataset if dataset is not None else getattr(loader, "dataset", loader)
         try:
             samples: int | None = len(data)
         except TypeError:

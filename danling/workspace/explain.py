@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from danling.utils.numbers import format_count
+from danling.utils.messages import format_count
 
 from .runs import Run
 
@@ -119,7 +119,9 @@ def _update(run: Run) -> list[str]:
     if batch:
         divided = f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''} of {batch}"
         parts.append(divided + (f" on each of {replicas} ranks" if replicas > 1 else ""))
-    pace = next((record for record in reversed(run.records) if record.get("train/tokens_per_second")), {})
+    pace: dict[str, Any] = next(
+        (record for record in reversed(run.records) if record.get("train/tokens_per_second")), {}
+    )
     if pace.get("train/step_seconds"):
         parts.append(f"about {format_count(pace['train/tokens_per_second'] * pace['train/step_seconds'])} tokens")
     parts.append(str(config.get("precision") or "fp32"))

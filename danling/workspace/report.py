@@ -37,7 +37,7 @@ def html_report(runs: Sequence[Run], *, title: str = "Runs", **drawing: Any) -> 
         rows = ([key, *values] for key, values in differences.items())
         parts.append("<h2>Settings that differ</h2>\n" + table(("setting", *names), rows))
     for run in runs:
-        rows = ((name, "\n".join(lines)) for name, lines in explain(run).items())
+        rows = ([name, "\n".join(lines)] for name, lines in explain(run).items())
         parts.append(f"<h2>What {escape(run.name)} trained</h2>\n{table(('', ''), rows)}")
     for run in runs:
         parts.append(f"<h2>Results of {escape(run.name)}</h2>\n{_results(run)}")

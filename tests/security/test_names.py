@@ -106,6 +106,7 @@ FUNCTIONS = {
     "workspace/run_directory": ["RunDirectoryLease.make", "RunDirectoryLease.release", "has_line", "make_directory"],
     "workspace/workspace": [
         "Workspace.write_metadata",
+        "Workspace.write_record",
         "Workspace.write_results",
         "Workspace.write_streams",
         "_write_changed",
