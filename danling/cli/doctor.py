@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from danling.config.stacks import BACKENDS
+from danling.config.names import BACKENDS
 from danling.graph.compiler import cxx_command, cxx_version
 from danling.utils.process import held_port
 

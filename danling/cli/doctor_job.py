@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.config.stacks import BACKENDS
+from danling.config.names import BACKENDS
 
 from .doctor import DIGEST, HALTED
 

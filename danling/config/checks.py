@@ -1,13 +1,15 @@
-"""Checks of values and of combinations of settings."""
+"""Checks of settings: values and combinations that no stack can use, and settings without an effect."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from .hints import ENGINE_KEYS, slip_of
+from danling.utils.plain import flatten
+
+from .names import STACKS
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
@@ -18,10 +20,25 @@ _SMALLEST_PART = 5 << 20
 
 def check_sections(config: RunnerConfig) -> None:
     """Refuse values and combinations that no stack can use."""
-    _check_axes(config)
-    _check_names(config)
-    _check_export(config)
-    _check_batches(config)
+    if config.steps is not None and config.epochs is not None:
+        raise ValueError(
+            f"Expected steps or epochs, not both. Received: steps={config.steps}, epochs={config.epochs}. Set one of them to none."
+        )
+    axes = {name: value for name, value in config.parallel.axes.items() if value != 1}
+    wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
+    if wrong or list(axes.values()).count(-1) > 1:
+        received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
+        raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
+    interval = config.scheduler.get("interval")
+    if interval not in (None, "step", "epoch", "validation"):
+        raise ValueError(
+            f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
+        )
+    if config.checkpoint.export_dtype is not None:
+        from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
+
+        floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
+    _check_batches(config.get("dataloader", None) or {})
     _check_remote(config)
     read_memory_policy(config.compile.memory_policy)
     if "fp8" in config and isinstance(config["fp8"], Mapping):
@@ -40,6 +57,16 @@ def check_sections(config: RunnerConfig) -> None:
         )
 
 
+def _check_batches(common: Mapping[str, Any]) -> None:
+    sections = {"dataloader": common}
+    sections |= {f"dataloader.{name}": own for name, own in common.items() if isinstance(own, Mapping)}
+    for place, section in sections.items():
+        if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
+            from danling.data.batching import check_sizes  # only here, since torch takes its time
+
+            check_sizes(section, place)
+
+
 def _check_remote(config: RunnerConfig) -> None:
     remote = config.checkpoint.remote
     if remote.part_size < _SMALLEST_PART:
@@ -52,45 +79,6 @@ def _check_remote(config: RunnerConfig) -> None:
             "Expected checkpoint.remote.url to be unset with ft.enabled: the files of several replica groups are not copied. Received: "
             f"checkpoint.remote.url={remote.url!r}. Unset one of them."
         )
-
-
-def _check_axes(config: RunnerConfig) -> None:
-    axes = {name: value for name, value in config.parallel.axes.items() if value != 1}
-    wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
-    if wrong or list(axes.values()).count(-1) > 1:
-        received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
-        raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
-
-
-def _check_names(config: RunnerConfig) -> None:
-    for name in config.deepspeed:
-        slip = slip_of(name, ENGINE_KEYS)
-        if slip:
-            raise ValueError(
-                f"Expected keys that DeepSpeed reads. Received: deepspeed.{name}. Did you mean 'deepspeed.{slip}'?"
-            )
-    interval = config.scheduler.get("interval")
-    if interval not in (None, "step", "epoch", "validation"):
-        raise ValueError(
-            f"Expected scheduler.interval to be 'step', 'epoch' or 'validation'. Received: scheduler.interval={interval!r}."
-        )
-
-
-def _check_export(config: RunnerConfig) -> None:
-    if config.checkpoint.export_dtype is not None:
-        from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
-
-        floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
-
-
-def _check_batches(config: RunnerConfig) -> None:
-    sections = {"dataloader": config.get("dataloader", None) or {}}
-    sections |= {f"dataloader.{name}": own for name, own in sections["dataloader"].items() if isinstance(own, Mapping)}
-    for place, section in sections.items():
-        if any(section.get(name, None) is not None for name in ("global_batch_size", "micro_batch_size")):
-            from danling.data.batching import check_sizes  # only here, since torch takes its time
-
-            check_sizes(section, place)
 
 
 _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")
@@ -137,3 +125,128 @@ def read_memory_policy(policy: str | None) -> tuple[str, float]:
         f"Expected compile.memory_policy to be 'default', 'budget:<x>' with 0 < x < 1, or 'recompute'. Received: "
         f"compile.memory_policy={policy!r}.{reason}"
     )
+
+
+# Settings that only one stack, or only one backend of checkpoints, reads.
+_READ_BY_STACK = {"graph": ("compile.precompile_artifact_dir", "compile.memory_policy")}
+_READ_BY_BACKEND = {"dcp": ("checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend")}
+
+_SWITCHES = {
+    "checkpoint.remote": "url",
+    "compile": "enable",
+    "ema": "enabled",
+    "ft": "enabled",
+    "heartbeat": "enabled",
+    "mlflow": "enabled",
+    "profiling": "enabled",
+    "trackio": "enabled",
+    "wandb": "enabled",
+}
+
+
+def settings_without_effect(settings: Mapping[str, Any], defaults: Mapping[str, object], stack: str) -> list[str]:
+    """Return the keys that were changed from their defaults and that a stack does not read."""
+    if stack not in STACKS:
+        return []
+    row, backend = STACKS[stack], settings["checkpoint"]["backend"]
+    if backend == "auto" or row.default_backend is None:
+        backend = row.default_backend
+    unread = list(row.unread)
+    for reader, table in ((stack, _READ_BY_STACK), (backend, _READ_BY_BACKEND)):
+        unread += [key for name, keys in table.items() if name != reader for key in keys]
+    usual = flatten(defaults)
+    changed = [key for key, value in flatten(settings).items() if value != usual.get(key)]
+    return [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in unread)]
+
+
+def idle_settings(
+    config: RunnerConfig,
+    *,
+    evaluates: bool,
+    step_mode: bool,
+    positioned: bool = False,
+    writes_files: bool = False,
+    divides_updates: bool = True,
+) -> list[str]:
+    """Return a sentence for every setting that another one leaves without effect.
+
+    Args:
+        config: The settings of a run.
+        evaluates: Whether there is a split to evaluate.
+        step_mode: Whether the budget is in steps.
+        positioned: Whether all loaders are restored by their position.
+        writes_files: Whether checkpoints are single files.
+        divides_updates: Whether the loaders to train on are made here, not by the user.
+    """
+    changed = list(flatten(config.changed()))
+    scheduler = config.get("scheduler", None) or {}
+    own_loaders = "the loaders to train on are your own, which make their batches themselves"
+    checks = {
+        "patience": ("patience" in changed and not evaluates, "there is no evaluation split, so nothing is scored"),
+        "evaluate_interval": (
+            config.evaluate_interval is not None and not step_mode,
+            "epoch mode evaluates each epoch",
+        ),
+        "checkpoint.export_dtype": (
+            config.checkpoint.export_dtype is not None and not config.checkpoint.last_save_model_only,
+            "checkpoint.last_save_model_only is not set",
+        ),
+        "max_skipped_updates": (
+            "max_skipped_updates" in changed and not config.skip_nonfinite_grad and config.precision != "fp16",
+            "no update may be skipped: skip_nonfinite_grad is not set",
+        ),
+        "scheduler.monitor": (
+            "monitor" in scheduler and "plateau" not in str(scheduler.get("type", "plateau")).lower(),
+            "the scheduler does not follow a metric",
+        ),
+        "gc.generation": (config.gc.generation != 1 and config.gc.interval is None, "gc.interval is not set"),
+        **{
+            f"checkpoint.{name}": (f"checkpoint.{name}" in changed and not config.ft.enabled, "ft.enabled is not set")
+            for name in ("enable_ft_dataloader_checkpoints", "ft_dataloader_checkpoint_prefix", "ft_replica_id")
+        },
+        "dataloader.snapshot_every_n_steps": (
+            positioned and any(key.endswith(".snapshot_every_n_steps") for key in changed),
+            "the loaders built here are restored by their position",
+        ),
+        "async_with_pinned_mem of checkpoint.async_mode": (
+            writes_files and config.checkpoint.async_mode == "async_with_pinned_mem",
+            "a thread of this process writes files, as with 'async'; checkpoint.backend='dcp' has a process do it",
+        ),
+        **{
+            key: (not divides_updates, own_loaders)
+            for key in changed
+            if key.startswith("dataloader.") and key.rpartition(".")[2] in ("global_batch_size", "micro_batch_size")
+        },
+        "dataloader.keyed": (
+            not divides_updates and not evaluates and "dataloader.keyed" in changed,
+            "the loaders are your own, which are seeded before each batch",
+        ),
+    }
+    for name, switch in _SWITCHES.items():
+        others = [key for key in changed if key.startswith(f"{name}.") and key != f"{name}.{switch}"]
+        checks[", ".join(others)] = (bool(others) and not config[name][switch], f"{name}.{switch} is not set")
+    return [f"{name} has no effect: {reason}." for name, (idle, reason) in checks.items() if idle]
+
+
+def idle_mesh_settings(config: RunnerConfig, degrees: Mapping[str, int]) -> list[str]:
+    """Return a sentence for every setting of the parallel stack that the degrees leave without effect."""
+    changed = list(flatten(config.changed()))
+    if config.parallel.activation_checkpointing or config.compile.enable:
+        # Blocks are also what is computed again, and compiled.
+        changed = [key for key in changed if key != "fsdp.blocks"]
+    return [
+        f"{key} has no effect: parallel.axes.{axis} is 1."
+        for prefix, axis in (("fsdp.", "shard"), ("parallel.pipeline_", "pipeline"))
+        for key in changed
+        if key.startswith(prefix) and degrees[axis] == 1
+    ]
+
+
+def endless_streams(splits: Iterable[str], lengths: Mapping[str, int | None]) -> list[str]:
+    """Return a sentence for every split to train on by epochs whose length is not known."""
+    return [
+        f"Split {split!r} is a stream of unknown length: an epoch ends when it does. For one that does not end, set `steps` instead "
+        "of `epochs`."
+        for split in splits
+        if lengths.get(split) is None
+    ]

@@ -29,7 +29,9 @@ _INTERNAL = frozenset(
         "frozen",
         "parser",
         "default_factory",
-        "_own_keys",
+        "_received",
+        "_given",
+        "_file",
         "_command_line",
         "_purpose",
     }

@@ -19,8 +19,8 @@ from danling.utils.process import ERROR_FILE, first_failure
 
 from .fields import MISSING, Config, Field, conform, describe, fields_of, help_texts, members_of, of_chanfig
 from .files import SettingsLoader
+from .names import has_file_section
 from .node import ClosedSection, Section
-from .stacks import has_file_section
 
 _OPTION = re.compile(r"--?[A-Za-z_]")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")

@@ -10,37 +10,49 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from danling.utils.messages import warn_user
+from danling.utils.plain import flatten as flattened
 from danling.utils.process import in_notebook
 from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
-from .checks import check_sections, seconds_of
-from .effects import settings_without_effect
+from .checks import check_sections, seconds_of, settings_without_effect
 from .fields import Null, fields_of
 from .files import as_mapping, read_settings, strict_json
-from .foreign import describe_received, place_of, refusal
-from .hints import slip_of
+from .names import (
+    OLDER_KEYS,
+    describe_received,
+    has_file_section,
+    place_of,
+    read_older,
+    read_precision,
+    refusal,
+    slip_of,
+    stack_named,
+    warn_older,
+)
 from .node import Section, fresh
-from .own import OwnKeys
 from .parse import help_text, parse_into, usage_errors
-from .stacks import OLDER_KEYS, has_file_section, read_older, read_precision, stack_named, warn_older
-from .top_level import TopLevelConfig
+from .schema import TopLevelConfig
 
 
 class RunnerConfig(TopLevelConfig):
     """All settings of a run: the library's own keys, and any of the user's beside them.
 
     The library's sections are closed: an unknown key in them, or a top-level key one slip away from a known one, is an error that
-    names the nearest. Everything else is the user's and open: `config.model.width = 64` makes the section `model`.
+    names the nearest. Other top-level keys that are set in code are the user's: `config.model.width = 64` makes the section `model`.
+    In files and on the command line a top-level key must be declared by a class, or set in code before. A name that means a key of
+    the library to other trainers, or a key of `optim`, `scheduler`, `ema` or `dataloader` (`lr`), is refused with its place unless a
+    class declares it.
 
     Subclasses declare keys with annotations and defaults, or set them in `__init__` after `super().__init__(...)`; a docstring
     under an annotated key is its help text. What is passed to the constructor wins over what `__init__` sets.
 
     Args:
-        settings: A mapping, another configuration, or the path of a YAML, JSON or TOML file; nothing is shared with it.
+        settings: A mapping, another configuration, the path of a YAML, JSON or TOML file, or what `argparse` returns, whose parser
+            declares its keys; nothing is shared with it.
         **kwargs: More settings; keys may be dotted in a mapping.
 
     Raises:
@@ -54,14 +66,14 @@ class RunnerConfig(TopLevelConfig):
         (5, 64)
     """
 
-    _given: ClassVar[Any] = None
-
     if TYPE_CHECKING:
         # Any key may be the user's own.
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, settings: object = None, /, **kwargs: Any) -> None:
-        own = self.__dict__["_own_keys"] = OwnKeys()
+        # While it is there, keys are taken as they come; `__post_init__` asks who declares those that are left in it.
+        received: dict[str, str] = {}
+        self.__dict__["_received"] = received
         given = as_mapping(settings)
         super().__init__()
         file = settings if isinstance(settings, (str, os.PathLike)) else None
@@ -69,26 +81,25 @@ class RunnerConfig(TopLevelConfig):
         self.merge(**kwargs)
         if type(self).__init__ is not RunnerConfig.__init__:
             self.__dict__["_given"] = ({name: fresh(value) for name, value in given.items()}, kwargs)
-        own.set.clear()
-        if isinstance(settings, Namespace):
-            own.declared.update(given)  # the program's own parser declares them
-        if file is not None:
-            own.file = {name: f"{describe_received(name, value)} in {file}" for name, value in given.items()}
+        named = kwargs if isinstance(settings, (Namespace, RunnerConfig)) else {**given, **kwargs}
+        received.update({str(name).partition(".")[0]: describe_received(name, value) for name, value in named.items()})
+        self.__dict__["_file"] = file
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         """Put what was passed to the constructor above what a subclass's `__init__` set after `super().__init__(...)`.
 
         Raises:
-            ValueError: If a file has a key that neither the library nor the class declares.
+            ValueError: If a file has a key that neither the library nor the class declares, or a key has another place.
         """
-        own: OwnKeys = self.__dict__["_own_keys"]
-        # What the `__init__` of a subclass has set is declared by that class.
-        own.declared |= own.set
-        given = self.__dict__.pop("_given", None)
-        self._refuse_undeclared(own.file, dict(self.items()))
-        own.file = {}
-        if given is not None:
-            self.merge(given[0], **given[1])
+        received, file = self.__dict__["_received"], self.__dict__.pop("_file")
+        settings, more = self.__dict__.pop("_given", ({}, {}))
+        if file is not None:
+            received = {name: f"{text} in {file}" for name, text in received.items()}
+            self._refuse_undeclared(received, dict(self.items()), present=False)
+        for name, text in received.items():
+            self._refuse_misplaced(name, text)
+        self.merge(settings, **more)
+        del self.__dict__["_received"]
 
     # Keys: the library's are declared, the user's are any other
 
@@ -100,17 +111,16 @@ class RunnerConfig(TopLevelConfig):
             return super()._assign(name, read_precision(value) if name == "precision" else value)
         if name in OLDER_KEYS:
             return self.set(OLDER_KEYS[name], read_older(name, value))
-        self._refuse_slip(name, f"={value!r}")
         field = fields_of(type(self)).get(name)
+        self._check_name(name, f"={value!r}")
         if field is not None:
             return self._store(name, self._adopt(self._fit(field, value)))
-        self.__dict__["_own_keys"].set.add(name)
         Section._assign(self, name, value)
 
     def _assign_nested(self, head: str, rest: str, value: object) -> None:
         if head in fields_of(RunnerConfig):
             return super()._assign_nested(head, rest, value)
-        self._refuse_slip(head, f".{rest}={value!r}")
+        self._check_name(head, f".{rest}={value!r}")
         Section._assign_nested(self, head, rest, value)
 
     def __missing__(self, name: Any, default: object = Null) -> Any:
@@ -122,61 +132,54 @@ class RunnerConfig(TopLevelConfig):
         slip = slip_of(name, fields_of(RunnerConfig))
         if slip:
             raise KeyError(f"no key {name!r}. Did you mean {slip!r}?")
-        field = fields_of(type(self)).get(name)
-        if field is not None:
+        if name in fields_of(type(self)):
             raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
+        place = place_of(str(name), RunnerConfig, in_code=True)
+        if place is not None and default is Null and "_received" not in self.__dict__:
+            raise KeyError(f"no key {name!r}. Its place is {place}.")
         return Section.__missing__(self, name, default)
 
-    def _refuse_undeclared(
-        self, received: Mapping[str, str], settings: Mapping[Any, Any] = MappingProxyType({})
-    ) -> None:
-        """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
-
-        Args:
-            received: How each key was received, by key.
-            settings: Values of a file: one that is a mapping makes an open section.
-        """
-        own: OwnKeys = self.__dict__["_own_keys"]
-        known = {*fields_of(type(self)), *OLDER_KEYS, *own.declared, *(name for name in self if name not in own.file)}
-        listed = [*(self.secret_keys or ()), *(settings.get("secret_keys") or ())]
-        for name, text in received.items():
-            head, dot, _ = str(name).partition(".")
-            if head in known:
-                continue
-            if not dot and not isinstance(settings.get(name), Mapping):
-                raise ValueError(refusal(head, text, RunnerConfig, known, secret_keys=listed))
-            slip = slip_of(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
-            if slip:
-                shown = hide_secrets(text, listed)
-                raise ValueError(f"Expected keys that are read. Received: {shown}. Did you mean {slip!r}?")
-
-    def refuse_unread(self, names: Iterable[str], *, may_be_read: bool = False) -> None:
-        """Refuse top-level keys that were set and that nothing reads.
-
-        Args:
-            names: The keys, of `unread`.
-            may_be_read: Whether a program may read them from the mapping that it made this configuration of. Then there is only a
-                warning of a key that looks like none of the library's.
-
-        Raises:
-            ValueError: If there is one, with its place in the library's configuration.
-        """
-        for name in sorted(names):
-            received = describe_received(name, dict.get(self, name))
-            mend = f"Read config.{name} in __init__, declare it in a class derived from RunnerConfig, or leave it out."
-            known = fields_of(type(self))
-            problem = refusal(name, received, RunnerConfig, known, mend=mend, secret_keys=self.secret_keys or ())
-            if not may_be_read or place_of(name, RunnerConfig) is not None:
-                raise ValueError(problem)
-            warn_user(problem, UserWarning)
-
-    def _refuse_slip(self, name: object, received: str) -> None:
+    def _check_name(self, name: object, received: str) -> None:
         slip = slip_of(name, fields_of(RunnerConfig))
         if slip:
             raise ValueError(
                 f"Expected a key of the configuration, or one of your own that is not so near to {slip!r}. Received: "
                 f"{name}{received}. Did you mean {slip!r}?"
             )
+        if "_received" in self.__dict__:
+            self.__dict__["_received"].pop(name, None)  # set by the `__init__` of a subclass, which declares it
+        elif not dict.__contains__(self, name):
+            self._refuse_misplaced(name, f"{name}{received}")
+
+    def _refuse_misplaced(self, name: object, received: str) -> None:
+        known = {*fields_of(type(self)), *OLDER_KEYS}
+        if name not in known and place_of(str(name), RunnerConfig, in_code=True) is not None:
+            raise ValueError(refusal(str(name), received, RunnerConfig, known, self._secrets()))
+
+    def _refuse_undeclared(
+        self, received: Mapping[str, str], settings: Mapping[Any, Any] = MappingProxyType({}), *, present: bool = True
+    ) -> None:
+        """Refuse what the command line or a file sets at the top level, where neither a class nor the code before it does.
+
+        Args:
+            received: How each key was received, by key.
+            settings: Values of a file: one that is a mapping makes an open section.
+            present: Whether keys that are there were set in code.
+        """
+        known = {*fields_of(type(self)), *OLDER_KEYS, *(name for name in self if present or name not in received)}
+        for name, text in received.items():
+            head, dot, _ = str(name).partition(".")
+            if head in known:
+                continue
+            if not dot and not isinstance(settings.get(name), Mapping):
+                raise ValueError(refusal(head, text, RunnerConfig, known, self._secrets(settings)))
+            slip = slip_of(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
+            if slip:
+                shown = hide_secrets(text, self._secrets(settings))
+                raise ValueError(f"Expected keys that are read. Received: {shown}. Did you mean {slip!r}?")
+
+    def _secrets(self, settings: Mapping[Any, Any] = MappingProxyType({})) -> list[str]:
+        return [*(dict.get(self, "secret_keys") or ()), *(settings.get("secret_keys") or ())]
 
     # Checks
 
@@ -190,10 +193,6 @@ class RunnerConfig(TopLevelConfig):
         super().validate()
         self.stack_name()
         self.max_time_seconds()
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(
-                f"Expected steps or epochs, not both. Received: steps={self.steps}, epochs={self.epochs}. Set one of them to none."
-            )
         check_sections(self)
 
     def stack_name(self) -> str:
@@ -336,6 +335,14 @@ class RunnerConfig(TopLevelConfig):
         kwargs.setdefault("indent", 2)
         return json.dumps(strict_json(self.plain()), *args, allow_nan=False, **kwargs)
 
+    def dict(self, flatten: bool = False) -> Any:
+        """Return the contents as plain values; `flatten` joins the keys of nested sections by dots."""
+        return flattened(self.plain()) if flatten else self.plain()
+
+    def to_dict(self, flatten: bool = False) -> Any:
+        """Return the same as `dict`."""
+        return self.dict(flatten)
+
     # Identity
 
     def public(self) -> Any:
@@ -434,9 +441,10 @@ def continued(
     known = without_secrets(stored, stored.get("secret_keys") or ())
     if isinstance(given, RunnerConfig):
         own = copy.deepcopy(given)
+        own.__dict__["_received"] = {}  # the run has trained with these keys: they are taken as they are
         own.merge(known)
+        del own.__dict__["_received"]
     else:
-        own = config_class(known)
-    own.claim(known)  # the resumed run has trained with these keys
+        own = config_class(Namespace(**known))
     own.merge(given.changed() if isinstance(given, RunnerConfig) else dict(given or {}))
     return own

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.config import RunnerConfig
-from danling.config.effects import idle_mesh_settings
+from danling.config.checks import idle_mesh_settings
 from danling.distributed import Domain
 from danling.training.preparation import ModelPreparation, NamedParameters
 from danling.utils.tensors import is_sharded, shard_like, whole

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import FileCheckpointManager
-from danling.config.effects import endless_streams, idle_settings
+from danling.config.checks import endless_streams, idle_settings
 from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport

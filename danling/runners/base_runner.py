@@ -166,7 +166,6 @@ class BaseRunner(metaclass=MetaRunner):
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         self._closers = Closers()
         self._was_given_config = config is not None
-        self._made_of_mapping = isinstance(config, Mapping) and not isinstance(config, RunnerConfig)
         self.config: RunnerConfig = self.adopt_config(config)
         self.state = RunnerState()
         self.datasets: dict[str, Any] = {}

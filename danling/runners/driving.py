@@ -12,8 +12,8 @@ import torch
 
 from danling.checkpoints import CheckpointManager
 from danling.checkpoints.torch_files import FORMAT_VERSION
+from danling.config.names import counts_flops
 from danling.config.parse import command_line_of
-from danling.config.stacks import counts_flops
 from danling.distributed import set_collective_timeout
 from danling.optim.modes import enter_training
 from danling.optim.schedulers import is_told_its_place
@@ -26,7 +26,6 @@ from danling.training.model_states import weights_to_export
 from danling.utils.messages import Paced
 from danling.utils.secrets import hide_secret_words, secret_values
 
-from .meta import check_settings_are_read
 from .watching import build_rank_watch
 
 if TYPE_CHECKING:
@@ -63,14 +62,13 @@ class TrainingDriver:
         return to_train, runner._data.splits.choose(evaluate_splits, runner.evaluate_splits, "evaluate")
 
     def check_trainable(self) -> None:
-        """Refuse settings that nobody has read, and an optimizer that does not take the gradient as it is. Called on all ranks."""
+        """Refuse an optimizer that does not take the gradient as it is. Called on all ranks."""
         runner = self.runner
         if runner._closers.closed:
             raise ValueError(
                 "Expected a runner that is open. Received: train() after close(), or after its `with` block. Construct it anew; "
                 "auto_resume goes on from its last checkpoint."
             )
-        check_settings_are_read(type(runner), runner.config, runner.world, made_of_mapping=runner._made_of_mapping)
         self.parts.readiness.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())

@@ -5,18 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from danling.checkpoints.errors import CheckpointError
 
 from .alone import make_standalone
 from .names import GUARDED, check_class, is_library, noting
-
-if TYPE_CHECKING:
-    from danling.config import RunnerConfig
-    from danling.distributed import Domain
 
 logger = logging.getLogger("danling")
 
@@ -93,29 +88,3 @@ def close_after_error(runner: Any) -> None:
         logger.error("Closing failed as well: %s", error)
     except Exception:
         logger.exception("Closing after a failure failed as well; the failure itself follows.")
-
-
-def check_settings_are_read(runner_class: type, config: RunnerConfig, world: Domain, *, made_of_mapping: bool) -> None:
-    """Refuse a key at the top level of the configuration that does nothing: no class declares it, and no rank has read it.
-
-    Called on all ranks, when training begins: by then a program has read its own keys.
-    """
-    unread = config.unread() - (strings_in_methods(runner_class) if made_of_mapping else set())
-    if world.size > 1:
-        unread = set.intersection(*world.gather_objects(unread))
-    config.refuse_unread(unread, may_be_read=made_of_mapping)
-
-
-def strings_in_methods(runner_class: type) -> set[str]:
-    """Return the strings that stand in the methods of a user's runner class, such as the keys that it reads from a mapping."""
-    own = [kind for kind in runner_class.__mro__ if not kind.__module__.startswith("danling.") and kind is not object]
-    methods = [value for kind in own for value in vars(kind).values() if isinstance(value, FunctionType)]
-    return {text for method in methods for text in _strings(inspect.unwrap(method).__code__)}
-
-
-def _strings(code: CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _strings(constant)

@@ -11,46 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from danling.config.hints import slip_of
+from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 
 logger = logging.getLogger("danling")
 
-_ELSEWHERE = {
-    "training_step": "train_step",
-    "validation_step": "evaluate_step",
-    "test_step": "evaluate_step",
-    "eval_step": "evaluate_step",
-    "prediction_step": "infer_step",
-    "predict_step": "infer_step",
-    "configure_optimizers": "build_optimizer",
-    "create_optimizer": "build_optimizer",
-    "create_scheduler": "build_scheduler",
-    "training_epoch_end": "train_epoch",
-    "on_train_epoch_end": "train_epoch",
-    "on_train_epoch_start": "train_epoch",
-    "on_validation_epoch_end": "evaluate_epoch",
-    "on_train_start": "train",
-    "on_train_end": "train",
-    "optimizer_zero_grad": "zero_gradients",
-    "configure_gradient_clipping": "clip_gradients",
-}
-"""Methods that other trainers call, and what is overridden here for the same."""
-
 _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
-_NAMED_ELSEWHERE = {
-    "net": "model",
-    "network": "model",
-    "loss": "criterion",
-    "loss_fn": "criterion",
-    "loss_function": "criterion",
-    "optim": "optimizer",
-    "optimizers": "optimizer",
-    "lr_scheduler": "scheduler",
-    "train_dataset": "datasets",
-    "train_dataloader": "dataloaders",
-    "train_loader": "dataloaders",
-    "data_loader": "dataloaders",
-}
 
 
 def check_model(model: object, present: Iterable[str]) -> None:
@@ -153,7 +118,7 @@ def misnamed_overrides(runner_class: type, assigned: Iterable[str], unset: Itera
     own, known = _methods(runner_class, of_library=False), _methods(runner_class, of_library=True)
     sentences = []
     for name in sorted(own - known):
-        meant = _ELSEWHERE.get(name) or slip_of(name, sorted(known))
+        meant = METHODS_ELSEWHERE.get(name) or slip_of(name, sorted(known))
         made_anyway = meant in ("build_optimizer", "build_scheduler") and meant.removeprefix("build_") not in unset
         if meant is not None and meant not in own and not made_anyway:
             sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
@@ -177,7 +142,7 @@ def _did_you_mean(component: str, present: Iterable[str]) -> str:
     for name in present:
         if name in _ASSIGNED or name == "mode" or name.startswith("_"):
             continue
-        if _NAMED_ELSEWHERE.get(name) == component or slip_of(name, [component]) == component:
+        if ATTRIBUTES_ELSEWHERE.get(name) == component or slip_of(name, [component]) == component:
             return f" You have set `self.{name}`: did you mean `self.{component}`?"
     return ""
 

@@ -1,4 +1,4 @@
-"""Top-level keys of a program's own: declared, read, or refused with their place in the library's configuration."""
+"""Top-level keys of a program's own: declared, set in code, or refused with their place in the library's configuration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.processes import run_processes
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.config.foreign import place_of
-from danling.config.own import OwnKeys, WatchedSection
+from danling.config.names import place_of
+from danling.config.runner_config import continued
 
 # What was tried on a runner and passed without a word, and the key that each of them meant.
 TRIED = {
@@ -58,37 +54,6 @@ TRIED = {
     "keep_latest_k": "checkpoint.keep_latest_k or checkpoint.remote.keep_latest_k",
     "shard": "parallel.axes.shard",
 }
-
-
-class Own(dl.Runner):
-    """A linear model; `reads` is what it asks its configuration for."""
-
-    def __init__(self, config: Any, reads: Callable[[Any], Any] | None = None) -> None:
-        super().__init__(config)
-        if reads is not None:
-            reads(self.config)
-        self.model = nn.Linear(4, 2)
-        self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))}
-
-
-def settings(root: Path, **more: Any) -> dict[str, Any]:
-    optim = {"type": "sgd", "lr": 0.1}
-    base = {"steps": 1, "seed": 1, "log": False, "workspace_root": str(root), "optim": optim}
-    return {**base, "dataloader": {"batch_size": 4}, **more}
-
-
-def trained(config: Any, reads: Callable[[Any], Any] | None = None) -> int:
-    with Own(config, reads) as runner:
-        runner.train()
-        return runner.state.train.global_step
-
-
-def in_code(root: Path, **keys: Any) -> dl.RunnerConfig:
-    config = dl.RunnerConfig(settings(root))
-    for name, value in keys.items():
-        setattr(config, name, value)
-    return config
 
 
 # The command line and files
@@ -133,106 +98,56 @@ def test_what_a_program_declares_is_its_own(tmp_path: Path) -> None:
     parsed = Declared().parse(["--width", "4", "--depth", "5", "--net.kind", "b", "--net.size", "3"])
     assert (parsed.width, parsed.depth, parsed.net.kind) == (4, 5, "b")
     before = dl.RunnerConfig()
-    before.lr = 0.1
-    assert before.parse(["--lr", "0.2"]).lr == 0.2
-    assert trained(Declared({**settings(tmp_path), "depth": 9})) == 1
-    # The program's own parser has declared it.
-    assert trained(dl.RunnerConfig(Namespace(lr=0.1, **settings(tmp_path)))) == 1
+    before.rate = 0.1
+    assert before.parse(["--rate", "0.2"]).rate == 0.2
+    assert Declared({"depth": 9}).depth == 9
 
 
-# Code
+class Rate(dl.RunnerConfig):
+    lr: float = 0.1
 
 
-def test_a_value_that_nothing_has_read_is_refused_when_training_begins(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Received: lr=0.5. Its place is optim.lr"):
-        trained(in_code(tmp_path, lr=0.5))
-    with pytest.raises(ValueError, match=r"Received: width=3, which neither.*Read config.width in __init__"):
-        trained(in_code(tmp_path, width=3))
-    with pytest.raises(ValueError, match=r"Received: network="):
-        trained(in_code(tmp_path, network={"width": 3}))
-    with Own(in_code(tmp_path, lr=0.5)) as runner:  # not before
-        assert runner.config.lr == 0.5
+class RateInCode(dl.RunnerConfig):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lr = 0.1
+        self.optimizer.name = "mine"
 
 
-READS: dict[str, Callable[[Any], Any]] = {
-    "attribute": lambda config: config.lr,
-    "item": lambda config: config["lr"],
-    "get": lambda config: config.get("lr", 0.1),
-    "getattr": lambda config: getattr(config, "lr", 0.1),
-    "items": lambda config: list(config.items()),
-    "values": lambda config: list(config.values()),
-    "iteration": list,
-    "keyword arguments": lambda config: (lambda **keys: keys)(**config),
-    "a copy as a dictionary": dict,
-    "plain values": lambda config: config.dict(),
+SET: dict[str, Callable[[], Any]] = {
+    "attribute": lambda: setattr(dl.RunnerConfig(), "lr", 0.5),
+    "item": lambda: dl.RunnerConfig().set("lr", 0.5),
+    "nested": lambda: dl.RunnerConfig().set("lr.first", 0.5),
+    "read as a section": lambda: dl.RunnerConfig().lr,
+    "mapping": lambda: dl.RunnerConfig({"lr": 0.5}),
+    "nested mapping": lambda: dl.RunnerConfig({"lr.first": 0.5}),
+    "argument": lambda: dl.RunnerConfig(lr=0.5),
+    "merge": lambda: dl.RunnerConfig().merge({"lr": 0.5}),
+    "another class": lambda: Rate(momentum=0.5, lr=0.1),
+    "runner": lambda: dl.Runner({"lr": 0.5}),
 }
 
 
-@pytest.mark.parametrize("reads", READS.values(), ids=READS)
-def test_any_reading_keeps_it(reads: Callable[[Any], Any], tmp_path: Path) -> None:
-    assert trained(in_code(tmp_path, lr=0.5), reads) == 1
-    outside = in_code(tmp_path, lr=0.5)
-    reads(outside)  # by the program, on its own object
-    assert trained(outside) == 1
-    assert trained(pickle.loads(pickle.dumps(outside))) == 1
-    original = in_code(tmp_path, lr=0.5)
-    handed_on = copy.deepcopy(original)
-    reads(original)
-    assert trained(handed_on) == 1
+@pytest.mark.parametrize("way", SET.values(), ids=SET)
+def test_a_name_of_other_trainers_is_refused_in_code_too(way: Callable[[], Any]) -> None:
+    with pytest.raises((ValueError, AttributeError), match=r"Its place is optim\.(lr|momentum)"):
+        way()
 
 
-def test_a_mapping_may_be_read_itself(tmp_path: Path) -> None:
-    class Reads(Own):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.rate = config["lr"]
-
-    with Reads(settings(tmp_path, lr=0.5)) as runner:
-        assert runner.train() is runner.results
-    with pytest.raises(ValueError, match=r"Received: lr=0.5. Its place is optim.lr"):
-        trained(settings(tmp_path, lr=0.5))
-    with pytest.warns(UserWarning, match=r"Received: width=3, which neither"):
-        trained(settings(tmp_path, width=3))
+def test_a_name_that_a_class_or_a_parser_declares_is_the_programs() -> None:
+    assert Rate().parse(["--lr", "0.2"]).lr == 0.2
+    assert (RateInCode().lr, RateInCode(lr=0.5).lr, RateInCode({"lr": 0.5}).lr) == (0.1, 0.5, 0.5)
+    parsed = dl.RunnerConfig(Namespace(lr=0.5))
+    for config in (parsed, copy.deepcopy(parsed), pickle.loads(pickle.dumps(parsed)), dl.RunnerConfig(parsed)):
+        assert config.lr == 0.5
+        config.lr = 0.25
+        assert config.lr == 0.25
+    assert continued({"lr": 0.5}, None, dl.RunnerConfig).lr == 0.5, "a run that goes on keeps its keys"
+    assert continued({"lr": 0.5}, dl.RunnerConfig(seed=1), dl.RunnerConfig).lr == 0.5
 
 
-def test_a_run_that_goes_on_keeps_its_keys(tmp_path: Path) -> None:
-    config = in_code(tmp_path, width=3)
-    with Own(config, lambda config: config.width) as runner:
-        runner.train()
-        latest = runner.workspace.checkpoints / "latest.pth"
-    with Own.from_checkpoint(latest, {"steps": 2}) as runner:
-        runner.train()
-        assert runner.state.train.global_step == 2
-
-
-def on_one_rank(root: Path) -> int:
-    return trained(in_code(root, note="x"), lambda config: config.note if torch.distributed.get_rank() == 0 else None)
-
-
-def test_what_one_rank_reads_is_read(tmp_path: Path) -> None:
-    assert run_processes(on_one_rank, tmp_path, world_size=2) == [1, 1]
-
-
-def test_a_section_notes_what_is_read_of_it_and_copies_share_the_notes() -> None:
-    class Watched(WatchedSection):
-        width: int = 3
-
-        def _assign(self, name: Any, value: object) -> None:
-            self._store(name, value)  # what is closed otherwise takes any key here
-
-    section = Watched()
-    section.__dict__["_own_keys"] = OwnKeys(declared={"named"})
-    for name in ("width", "depth", "named", "off", "twin"):
-        section.set(name, False if name == "off" else 1)
-    assert section.unread() == {"depth", "twin"}
-    assert "depth" not in vars(section) and section.depth == 1 and vars(section)["depth"] == 1
-    assert section.unread() == {"twin"}
-    assert section.copy().twin == 1 and section.unread() == set()
-    section.set("later", 1)
-    assert section.get("later.part") is None and section.unread() == set()
-    section.set("last", 2)
-    assert section.dict()["last"] == 2, "a program that takes all keys reads them"
-    assert section.unread() == set()
-    section.set("given", 2)
-    section.claim(["given"])
-    assert section.unread() == set()
+def test_other_names_in_code_are_the_users() -> None:
+    config = dl.RunnerConfig({"width": 3, "net.depth": 2})
+    config.note = "x"
+    config.model.layers = 4
+    assert (config.width, config.net.depth, config.note, config.model.layers) == (3, 2, "x", 4)

@@ -13,9 +13,8 @@ import danling
 from danling.config.checks import seconds_of
 from danling.config.files import as_mapping
 from danling.config.identity import overlay
-from danling.config.own import OwnKeys
+from danling.config.names import BACKENDS, STACKS, counts_flops, stack_named
 from danling.config.schema import CheckpointConfig
-from danling.config.stacks import BACKENDS, STACKS, counts_flops, stack_named
 
 
 @pytest.mark.parametrize(
@@ -47,12 +46,6 @@ def test_stacks_say_what_they_write_and_where_flops_are_counted() -> None:
     assert {"auto", *BACKENDS} <= set(get_args(get_type_hints(CheckpointConfig)["backend"]))
     assert [name for name in STACKS if counts_flops(name)] == ["ddp", "accelerate"]
     assert not counts_flops("one of a user's own")
-
-
-def test_keys_that_ask_for_something_and_that_nothing_reads() -> None:
-    own = OwnKeys(declared={"said"}, read={"used"})
-    values = {"said": 1, "used": 2, "left": 3, "none": None, "off": False, "empty": {}, "zero": 0, "section": {"a": 1}}
-    assert own.unread(values, declared=["zero"]) == {"left", "section"}
 
 
 def test_settings_are_a_mapping_a_file_or_parsed_words(tmp_path: Path) -> None:

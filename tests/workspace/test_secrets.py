@@ -164,13 +164,9 @@ def test_a_message_shows_no_text_of_usual_and_of_listed_keys(text: str, shown: s
 
 
 def test_a_refused_key_that_is_listed_as_a_secret_is_not_shown() -> None:
-    class Reading(dl.RunnerConfig):
-        pass
-
-    config = Reading(secret_keys=["phrase"], phrase="open sesame")
     with pytest.raises(ValueError, match="Expected keys that are read") as caught:
-        config.refuse_unread(["phrase"])
-    assert "phrase='...'" in str(caught.value)
+        dl.RunnerConfig({"secret_keys": ["optimizer"], "optimizer": "open sesame"})
+    assert "optimizer='...'" in str(caught.value)
     assert "sesame" not in str(caught.value)
     with pytest.raises(ValueError, match="Expected keys that are read") as caught:
         dl.RunnerConfig(secret_keys=["phrase"]).parse(["--phrase", "open", "sesame"])

@@ -1,0 +1,286 @@
+"""What a name means: stacks and their aliases, older keys, names of other trainers, and slips of the pen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+from danling.utils.messages import did_you_mean, warn_user
+from danling.utils.secrets import hide_secrets
+
+from .fields import Config, fields_of
+
+# Stacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackTraits:
+    """What a configuration has to know of a stack.
+
+    Attributes:
+        aliases: Other values of `stack` that mean this one.
+        default_backend: What `checkpoint.backend="auto"` means on it; `None` where the stack writes a kind of its own.
+        unread: Sections and dotted keys that have no effect on it.
+        file_section: Whether the section named after the stack may be given as the path of a file of that library's.
+        counts_flops: Whether torch sees the operations of a whole update on it, so that they can be counted: no rank computes a part of
+            the model, and nothing is compiled.
+    """
+
+    aliases: tuple[str, ...] = ()
+    default_backend: str | None = "file"
+    unread: tuple[str, ...] = ()
+    file_section: bool = False
+    counts_flops: bool = False
+
+
+STACKS: Mapping[str, StackTraits] = {
+    "ddp": StackTraits(
+        aliases=("auto", "torch"), unread=("parallel", "fsdp", "deepspeed", "accelerate"), counts_flops=True
+    ),
+    "parallel": StackTraits(default_backend="dcp", unread=("deepspeed", "accelerate", "compile.optimize_ddp")),
+    "deepspeed": StackTraits(
+        aliases=("ds",),
+        default_backend=None,
+        unread=("parallel", "fsdp", "accelerate", "compile.optimize_ddp", "checkpoint.backend"),
+        file_section=True,
+    ),
+    "accelerate": StackTraits(unread=("parallel", "fsdp", "deepspeed"), file_section=True, counts_flops=True),
+    "graph": StackTraits(unread=("parallel", "fsdp", "deepspeed", "accelerate")),
+}
+"""The stacks by name. `danling.runners.extensions` names the class of each."""
+
+ALIASES: Mapping[str, str] = {alias: name for name, row in STACKS.items() for alias in (name, *row.aliases)}
+"""Every accepted value of `stack`, and the stack that it means."""
+
+BACKENDS: tuple[str, ...] = tuple(dict.fromkeys(row.default_backend for row in STACKS.values() if row.default_backend))
+"""The values of `checkpoint.backend` that `auto` may mean, that of the first stack first."""
+
+
+def stack_named(stack: object) -> str:
+    """Return the name of a stack without aliases; case, `-` and `_` do not matter."""
+    name = str(stack).lower().replace("-", "").replace("_", "")
+    if name not in ALIASES:
+        raise ValueError(
+            f"Expected stack to be one of {', '.join(map(repr, ALIASES))}. Received: stack={stack!r}.{did_you_mean(name, ALIASES)}"
+        )
+    return ALIASES[name]
+
+
+def has_file_section(key: str) -> bool:
+    """Return whether a key is a section that may be given as the path of a file, such as a DeepSpeed configuration."""
+    return key in STACKS and STACKS[key].file_section
+
+
+def counts_flops(stack: str) -> bool:
+    """Return whether the operations of an update can be counted on a stack; not on one of a user's own name."""
+    return stack in STACKS and STACKS[stack].counts_flops
+
+
+# Older keys and other names of values
+
+OLDER_KEYS = {
+    "platform": "stack",
+    "checkpoint_async": "checkpoint.async_enabled",
+    "checkpoint_interval": "checkpoint.interval",
+}
+_PLATFORMS = ("auto", "torch", "deepspeed", "accelerate")
+_PRECISIONS: dict[str, str | None] = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "fp32": None,
+    "float32": None,
+    "no": None,
+}
+
+
+def read_precision(value: object) -> object:
+    """Return the name of a precision that torch or another trainer calls otherwise."""
+    name = str(value).removeprefix("torch.").lower()
+    return _PRECISIONS.get(name, value)
+
+
+def read_older(name: str, value: object) -> object:
+    """Return what an older key's value means for the key that replaces it, with a warning."""
+    warn_older(name)
+    platform = str(value).lower()
+    if name == "platform" and platform not in (*_PLATFORMS, *ALIASES):
+        raise ValueError(
+            f"Expected platform to be one of {', '.join(map(repr, _PLATFORMS))}. Received: platform={value!r}."
+            f"{did_you_mean(platform, _PLATFORMS)}"
+        )
+    return value
+
+
+def warn_older(name: str) -> None:
+    """Warn that a key is an older one, with the one that replaces it."""
+    warn_user(f"{name!r} is an older key: use {OLDER_KEYS[name]!r}.", DeprecationWarning)
+
+
+# Other trainers
+
+_SETTINGS_ELSEWHERE = {
+    "accum_steps": "accumulate_grad_batches gradient_accumulation_steps grad_accum_steps gradient_accumulation grad_accum "
+    "accumulation_steps",
+    "auto_resume": "resume_from_checkpoint",
+    "checkpoint.interval": "save_steps save_every save_interval checkpoint_every every_n_epochs",
+    "checkpoint.keep_latest_k": "save_total_limit save_top_k keep_last",
+    "compile.enable": "torch_compile compile_model",
+    "dataloader.batch_size": "per_device_train_batch_size train_batch_size bs",
+    "dataloader.num_workers": "dataloader_num_workers workers",
+    "dataloader.pin_memory": "dataloader_pin_memory",
+    "dataloader.val.batch_size": "per_device_eval_batch_size eval_batch_size val_batch_size",
+    "ema.decay": "ema_decay",
+    "ema.enabled": "use_ema",
+    "epochs": "max_epochs num_epochs num_train_epochs n_epochs total_epochs",
+    "evaluate_interval": "eval_steps eval_interval eval_every val_check_interval check_val_every_n_epoch",
+    "log_interval": "logging_steps log_every_n_steps log_every print_freq",
+    "max_grad_norm": "gradient_clip_val grad_clip clip_grad clip_grad_norm gradient_clipping",
+    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optim.eps": "eps adam_epsilon",
+    "optim.lr": "learning_rate base_lr",
+    "optim.momentum": "momentum",
+    "optim.type": "optimizer_type optim_type optimizer opt",
+    "optim.weight_decay": "wd",
+    "parallel.activation_checkpointing": "gradient_checkpointing",
+    "patience": "early_stopping early_stopping_patience",
+    "precision": "mixed_precision amp fp16 bf16 dtype use_amp",
+    "scheduler.type": "lr_scheduler_type lr_scheduler sched",
+    "scheduler.warmup_steps": "warmup warmup_steps warmup_ratio num_warmup_steps",
+    "score_mode": "greater_is_better",
+    "score_name": "metric_for_best_model",
+    "seed": "random_seed manual_seed",
+    "steps": "max_steps total_steps num_steps max_iters num_iters",
+    "try_evaluation": "num_sanity_val_steps",
+    "wandb.enabled": "report_to use_wandb",
+    "workspace_root or dir": "output_dir default_root_dir save_dir out_dir log_dir logging_dir",
+}
+_NO_SETTINGS = {
+    "torchrun --nproc-per-node N": "devices gpus nproc_per_node num_processes",
+    "torchrun --nnodes N": "num_nodes nnodes",
+    "the variable CUDA_VISIBLE_DEVICES": "accelerator device",
+    "torchrun, which tells each process": "local_rank rank world_size",
+    "stack and parallel.axes": "strategy",
+}
+_DECIDING = ("optim", "scheduler", "ema", "dataloader")
+"""Sections that decide what is trained: their keys are refused at the top level."""
+METHODS_ELSEWHERE = {
+    "training_step": "train_step",
+    "validation_step": "evaluate_step",
+    "test_step": "evaluate_step",
+    "eval_step": "evaluate_step",
+    "prediction_step": "infer_step",
+    "predict_step": "infer_step",
+    "configure_optimizers": "build_optimizer",
+    "create_optimizer": "build_optimizer",
+    "create_scheduler": "build_scheduler",
+    "training_epoch_end": "train_epoch",
+    "on_train_epoch_end": "train_epoch",
+    "on_train_epoch_start": "train_epoch",
+    "on_validation_epoch_end": "evaluate_epoch",
+    "on_train_start": "train",
+    "on_train_end": "train",
+    "optimizer_zero_grad": "zero_gradients",
+    "configure_gradient_clipping": "clip_gradients",
+}
+"""Methods that other trainers call, and what is overridden here for the same."""
+ATTRIBUTES_ELSEWHERE = {
+    "net": "model",
+    "network": "model",
+    "loss": "criterion",
+    "loss_fn": "criterion",
+    "loss_function": "criterion",
+    "optim": "optimizer",
+    "optimizers": "optimizer",
+    "lr_scheduler": "scheduler",
+    "train_dataset": "datasets",
+    "train_dataloader": "dataloaders",
+    "train_loader": "dataloaders",
+    "data_loader": "dataloaders",
+}
+"""Attributes of other trainers, and the component that is assigned here for the same."""
+
+
+def place_of(name: str, root: type[Config], *, in_code: bool = False) -> str | None:
+    """Return where a top-level name belongs in the library's configuration, `None` when it is not known.
+
+    Known are names of other trainers, and the keys of the library's own sections; in code only of those that decide what is trained.
+    """
+    plain = name.replace("-", "_")
+    leaves = _leaves(root).get(plain, ())
+    places = [place for place in leaves if not in_code or place.partition(".")[0] in _DECIDING]
+    # A key of several sections, such as `warmup`, is most likely what other trainers mean by it.
+    return _by_name(_SETTINGS_ELSEWHERE).get(plain) or " or ".join(places) or None
+
+
+def refusal(name: str, received: str, root: type[Config], known: Iterable[str], secret_keys: Iterable[str]) -> str:
+    """Return why a top-level key that is not declared is refused, and what to do."""
+    expected = f"Expected keys that are read. Received: {hide_secrets(received, list(secret_keys))}"
+    place, elsewhere = place_of(name, root), _by_name(_NO_SETTINGS).get(name)
+    if place is not None or elsewhere is not None:
+        advice = f"Its place is {place}." if place is not None else f"That is said by {elsewhere}."
+        return f"{expected}. {advice} To use the name for a key of your own, declare it in a class derived from RunnerConfig."
+    return (
+        f"{expected}, which neither the library nor the program knows.{did_you_mean(name, [*fields_of(root), *known])} A key of your own "
+        "is declared in a class derived from RunnerConfig, or set in code before parse()."
+    )
+
+
+def describe_received(name: str, value: object) -> str:
+    """Return a key and its value as one writes them in code; a long value is cut."""
+    text = repr(value)
+    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {name: place for place, names in table.items() for name in names.split()}
+
+
+@cache
+def _leaves(root: type[Config], prefix: str = "") -> Mapping[str, list[str]]:
+    """Return the dotted places of every key below the sections of a class, by the key."""
+    places: dict[str, list[str]] = {}
+    for field in fields_of(root).values():
+        if field.section is not None:
+            for name, deeper in _leaves(field.section, f"{prefix}{field.name}.").items():
+                places.setdefault(name, []).extend(deeper)
+        elif prefix:
+            places.setdefault(field.name, []).append(f"{prefix}{field.name}")
+    return places
+
+
+# Slips
+
+
+def slip_of(name: object, known: Iterable[str]) -> str | None:
+    """Return the known key that `name` is one slip away from, `None` for a known key or a truly different name.
+
+    A slip is one letter more, less or other, two letters swapped, or other capitals, dashes or underscores. Very short keys
+    are near to too many words (`dir` to `dim`, `ft` to `fft`): in three letters no letter may be other, in two none may differ.
+    """
+    options = list(known)
+    if not isinstance(name, str) or name in options:
+        return None
+    plain = _plain(name)
+    return next((option for option in options if _is_slip(plain, _plain(option))), None)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _is_slip(name: str, option: str) -> bool:
+    if name == option:
+        return True
+    if len(option) <= 2 or abs(len(name) - len(option)) > 1:
+        return False
+    if len(name) != len(option):
+        longer, shorter = (name, option) if len(name) > len(option) else (option, name)
+        return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))
+    swapped = (
+        name[:left] + name[right] + name[left + 1 : right] + name[left] + name[right + 1 :]
+        for left, right in combinations(range(len(name)), 2)
+    )
+    return option in swapped or (len(option) > 3 and sum(map(str.__ne__, name, option)) == 1)
