@@ -2,6 +2,7 @@
 #   make train   set up .venv (about two minutes) and train a small GPT (about three)
 #   make test    set up .venv and run the tests; make test-all the slow ones too
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints
+#   make release   build sdist and wheel, install the wheel into a fresh environment and try it there
 #   make chaos   kill runs N times and compare their ends (figures in build/chaos.txt); make bench measures what the library costs (figures in build/bench)
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: train test test-all test-system chaos fuzz bench lint format docs clean
+.PHONY: train test test-all test-system release chaos fuzz bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # Threads that spin while they wait are quick on an idle machine and starve each other on a busy one: let them spin briefly.
@@ -30,6 +31,10 @@ test-all: $(VENV)/.dev
 # The tests of checkpoints with the system's own Python, where that is another release.
 test-system: $(VENV)/.dev
 	scripts/test_system_python.sh $(BIN)/python build/venv-system $(TORCH)
+
+# dist/ has the files afterwards; README's program and `danling doctor` have run from the installed wheel.
+release: $(VENV)/.dev
+	scripts/release.sh $(BIN)/python dist
 
 # N kills or more in all: half of them at random instants, and one at every system call of a restart and a save (where strace is installed).
 N ?= 50

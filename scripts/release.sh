@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Build the sdist and the wheel, install the wheel into a fresh environment outside of the clone, and try it there as a user would.
+#   scripts/release.sh PYTHON DIST
+# PYTHON has hatchling, and its release makes the fresh environment; DIST is where the files go. They are removed from there first.
+set -euo pipefail
+trap 'echo "release: failed; what went wrong stands above (line $LINENO of $0)" >&2' ERR
+
+python=$1
+dist=$2
+clone=$PWD
+if [ -n "$(git status --porcelain)" ]; then
+  echo "release: warning: the files contain changes that are not committed" >&2
+fi
+rm -rf "$dist"
+"$python" -m hatchling build -d "$dist"
+for file in "$dist"/*; do
+  echo "$(wc -c <"$file") bytes  $file  sha256 $(sha256sum "$file" | cut -d ' ' -f 1)"
+done
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+"$python" -m venv "$scratch/environment"
+fresh=$scratch/environment/bin
+torch=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
+scripts/install_torch.sh "$fresh/python" "$torch"
+"$fresh/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(ls "$clone/$dist"/*.whl)[examples]"
+
+# README's first program, from a directory that knows nothing of the clone.
+awk '/^```python title="digits.py"/ { on = 1; next } /^```/ { on = 0 } on' README.md >"$scratch/digits.py"
+cd "$scratch"
+run() {
+  echo "\$ $*"
+  env -u PYTHONPATH PATH="$fresh:$PATH" OMP_NUM_THREADS=1 "$@"
+}
+run python digits.py --epochs 2 --dir run
+run python digits.py --epochs 3 --dir run --auto_resume true
+run torchrun --nproc-per-node 2 digits.py --epochs 1 --dir two
+run danling verify run
+run danling doctor
+echo "release: $(ls "$clone/$dist" | tr '\n' ' ')work"
