@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from danling.training.coverage import GradientWatch
 from danling.training.reduction import LocalReduction, NamedParameters, scale_gradients
 from danling.training.update import NonFiniteError
 from danling.utils.protocols import ReductionDomain, SteppedOptimizer
 
 from . import engine as engines
+
+
+class GradientWatch:
+    """Notes which parameters get a gradient, for stacks that remove gradients before they can be examined.
+
+    Args:
+        named: The parameters. Each is watched until it gets its first gradient, or the watch is closed.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._missing: dict[int, str] = {}
+        self._handles: list[Any] = []
+        for name, parameter in named:
+            if parameter.requires_grad and id(parameter) not in self._missing:
+                self._missing[id(parameter)] = name
+                hook = partial(self._note, id(parameter))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _note(self, key: int, _: object) -> None:
+        self._missing.pop(key, None)
+
+    def close(self) -> list[str]:
+        """Stop watching, and return the names of the parameters that got no gradient."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return list(self._missing.values())
 
 
 class _Holders:

@@ -17,9 +17,8 @@ from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.training import PassAgreement, criterion_setting
-from danling.training.component_checks import misnamed_overrides
+from danling.training.component_checks import misnamed_overrides, ungraded, ungraded_names
 from danling.training.component_watch import ComponentWatch
-from danling.training.coverage import ungraded, ungraded_names
 from danling.training.ending import TrainingEnd
 from danling.training.evaluation import Evaluator
 from danling.training.loop import TrainingLoop

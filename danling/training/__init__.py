@@ -22,7 +22,7 @@ from .boundaries import (
     warning_of_score,
 )
 from .compilation import Compilation
-from .coverage import Coverage, GradientWatch, ungraded
+from .component_checks import Coverage
 from .ema import EMA
 from .evaluation import checked_figures
 from .passes import PassAgreement, updates_of_pass
@@ -57,7 +57,6 @@ __all__ = [
     "DDPReduction",
     "EvaluationStopped",
     "GradientReduction",
-    "GradientWatch",
     "LocalReduction",
     "MemoryRetry",
     "NonFiniteError",
@@ -93,7 +92,6 @@ __all__ = [
     "schedule_advances",
     "shifts_labels",
     "total_norm",
-    "ungraded",
     "unpack_batch",
     "unweighed",
     "updates_of_pass",

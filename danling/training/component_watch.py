@@ -13,7 +13,7 @@ from danling.optim.schedulers import OneCycleSchedule
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.tensors import canonical_name
 
-from .coverage import listed
+from .component_checks import listed
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

@@ -13,6 +13,7 @@ from danling.distributed import Domain
 from danling.optim.building import check_metric_of_schedule
 
 from .component_checks import (
+    Coverage,
     check_criterion,
     check_mapping,
     check_metrics,
@@ -21,7 +22,6 @@ from .component_checks import (
     check_passes,
     check_scheduler,
 )
-from .coverage import Coverage
 from .preparation import ModelPreparation
 
 logger = logging.getLogger("danling")

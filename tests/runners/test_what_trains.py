@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.training import Coverage, GradientWatch
+from danling.deepspeed.reduction import GradientWatch
+from danling.training import Coverage
 
 
 class Net(nn.Module):
