@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .joint import JointOptimizer
+from .joint import JointOptimizer, JointScheduler
 from .optimizers import OPTIMIZERS
 from .param_groups import build_param_groups
 from .schedulers import SCHEDULERS, needs_metric
@@ -14,6 +14,7 @@ __all__ = [
     "ConstantSchedule",
     "CosineSchedule",
     "JointOptimizer",
+    "JointScheduler",
     "LinearSchedule",
     "WSDSchedule",
     "WarmupScheduler",

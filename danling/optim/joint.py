@@ -1,36 +1,54 @@
-"""Several optimizers as one."""
+"""Several optimizers as one, and their schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
+from .schedulers import is_told_its_place, needs_metric
+
 
 class JointOptimizer(Optimizer):
-    """Holds several optimizers as one, so that a runner steps, skips, clips, saves and restores them together.
+    """Several optimizers as one, so that a runner steps, skips, clips, saves and restores them together.
 
     Its groups are those of the optimizers, one after another, and are the very same mappings: a schedule over this optimizer sets the
     rates of all of them, and one over a single member sets that member's. No communication: construct it on all ranks.
 
+    Optimizers by name, as in `self.optimizer = {"critic": ..., "actor": ...}`, can also be stepped one after the other: see
+    `TorchRunner.optimizing`. `joint["critic"]` is one of them.
+
     Args:
         optimizers: The members, over different parameters.
+        named: Members by name, in place of `optimizers`.
 
     Raises:
-        ValueError: If there is no member, or two of them hold the same parameter.
+        ValueError: If there is no member, or two of them have the same parameter.
 
     Examples:
         >>> JointOptimizer(Adam(generator.parameters(), lr=1e-3), SGD(critic.parameters(), lr=1e-2))  # doctest: +SKIP
     """
 
-    def __init__(self, *optimizers: Optimizer) -> None:
-        if not optimizers:
-            raise ValueError("Expected at least one optimizer. Received: none. Pass the optimizers to hold together.")
-        _check_apart(optimizers)
-        self.optimizers = optimizers
-        super().__init__([group for member in optimizers for group in member.param_groups], {})
+    def __init__(self, *optimizers: Optimizer, **named: Optimizer) -> None:
+        if bool(optimizers) == bool(named):
+            raise ValueError(
+                f"Expected optimizers, or optimizers by name. Received: {len(optimizers)} without a name and {len(named)} by name. Pass "
+                "either JointOptimizer(first, second) or JointOptimizer(first=..., second=...)."
+            )
+        self.named = named
+        self.optimizers = optimizers or tuple(named.values())
+        for member in self.optimizers:
+            if not isinstance(member, Optimizer):
+                raise ValueError(
+                    f"Expected every member to be a torch.optim.Optimizer. Received: {member!r}. Make one over the parameters of its part."
+                )
+        _check_different(self.optimizers)
+        super().__init__([group for member in self.optimizers for group in member.param_groups], {})
         self._share()
+
+    def __getitem__(self, name: str) -> Optimizer:
+        return self.named[name]
 
     def _share(self) -> None:
         # Loading replaces a member's groups and state by new objects.
@@ -61,10 +79,12 @@ class JointOptimizer(Optimizer):
         """Return the state of all members in the form of one optimizer: parameters are numbered through."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for member, offset in zip(self.optimizers, self._offsets()):
+        offset = 0
+        for member in self.optimizers:
             own = member.state_dict()
             state.update({offset + index: entry for index, entry in own["state"].items()})
             groups += [{**group, "params": [offset + i for i in group["params"]]} for group in own["param_groups"]]
+            offset += sum(len(group["params"]) for group in member.param_groups)
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,21 +102,69 @@ class JointOptimizer(Optimizer):
             member.load_state_dict({"state": entries, "param_groups": numbered})
         self._share()
 
-    def _offsets(self) -> list[int]:
-        offsets = [0]
-        for member in self.optimizers:
-            offsets.append(offsets[-1] + sum(len(group["params"]) for group in member.param_groups))
-        return offsets[:-1]
 
-
-def _check_apart(optimizers: tuple[Optimizer, ...]) -> None:
-    held: dict[int, int] = {}
+def _check_different(optimizers: tuple[Optimizer, ...]) -> None:
+    owners: dict[int, int] = {}
     for number, member in enumerate(optimizers):
         for group in member.param_groups:
             for parameter in group["params"]:
-                other = held.setdefault(id(parameter), number)
+                other = owners.setdefault(id(parameter), number)
                 if other != number:
                     raise ValueError(
-                        f"Expected optimizers over different parameters. Received: optimizers {other} and {number} both hold a "
+                        f"Expected optimizers over different parameters. Received: optimizers {other} and {number} both with a "
                         f"parameter of shape {tuple(parameter.shape)}. Leave it out of one of them."
                     )
+
+
+class JointScheduler:
+    """Schedules by the name of their optimizer: each advances with the updates of its optimizer, or all of them by epochs.
+
+    Args:
+        schedules: The schedules, each over one member of a `JointOptimizer`.
+
+    Raises:
+        ValueError: If one of them follows a metric, or is told its place.
+    """
+
+    def __init__(self, **schedules: Any) -> None:
+        for name, schedule in schedules.items():
+            if needs_metric(schedule) or is_told_its_place(schedule) or not callable(getattr(schedule, "step", None)):
+                raise ValueError(
+                    f"Expected schedules with a method step() that takes nothing. Received: {name!r}: {type(schedule).__name__}. Take "
+                    "another one, or one schedule over all optimizers."
+                )
+        self.schedules: Mapping[str, Any] = schedules
+
+    def __getitem__(self, name: str) -> Any:
+        return self.schedules[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.schedules.values())
+
+    def step(self) -> None:
+        """Advance all schedules."""
+        for schedule in self:
+            schedule.step()
+
+    def step_of(self, name: str) -> None:
+        """Advance the schedule of one optimizer, if it has one."""
+        if name in self.schedules:
+            self.schedules[name].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by name."""
+        return {name: schedule.state_dict() for name, schedule in self.schedules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: If it has other names.
+        """
+        if state.keys() != self.schedules.keys():
+            raise ValueError(
+                f"Expected the state of the schedules {', '.join(self.schedules)}. Received: that of {', '.join(state)}. Give the "
+                "optimizers the names of the checkpoint, or add 'scheduler' to checkpoint.exclude_from_loading."
+            )
+        for name, schedule in self.schedules.items():
+            schedule.load_state_dict(state[name])

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .joint import JointScheduler
 from .stored_kind import HOW, OF_SCHEDULES
 
 logger = logging.getLogger("danling")
@@ -74,10 +75,13 @@ def _adopt_rates(optimizer: Optimizer, scheduler: object, rates: list[Any]) -> N
         group["lr"] = rate * (group["lr"] / before) if before else rate
         if "initial_lr" in group:
             group["initial_lr"] = rate
-    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+    rate_of = {id(group): rate for group, rate in zip(optimizer.param_groups, rates)}
+    schedules = list(scheduler) if isinstance(scheduler, JointScheduler) else [scheduler]
+    for part in [part for each in schedules for part in (each, *getattr(each, "_schedulers", ()))]:
         if hasattr(part, "base_lrs"):
-            part.base_lrs = list(rates)
-            part._last_lr = [group["lr"] for group in optimizer.param_groups]
+            groups = part.optimizer.param_groups
+            part.base_lrs = [rate_of.get(id(group), base) for group, base in zip(groups, part.base_lrs)]
+            part._last_lr = [group["lr"] for group in groups]
 
 
 def _is_plain(value: object) -> bool:

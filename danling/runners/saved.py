@@ -110,6 +110,7 @@ class SavedParts:
             StatePart.stateful("losses", lambda: parts.losses, resets=True),
             StatePart.stateful("scores", lambda: runner.standing.board),
             StatePart.stateful("scaler", lambda: runner.precision.scaler),
+            StatePart.stateful("phases", lambda: runner._phases),
         ]
 
     def carry_of_all(self) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -26,6 +26,7 @@ from danling.config import RunnerConfig
 from danling.data import move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters, MetricSet, TrainMetrics
+from danling.optim import JointOptimizer, JointScheduler
 from danling.optim.building import build_optimizer, build_scheduler
 from danling.optim.modes import enter_training, evaluation_weights, modal
 from danling.optim.options import adopt_options, given_names, options_of, say_replaced
@@ -54,6 +55,7 @@ from danling.training.component_parts import component_parts
 from danling.training.component_watch import untied
 from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
+from danling.training.phases import PhasedModel, Phases, phases_of
 from danling.training.preparation import ModelPreparation
 from danling.training.readiness import check_components
 from danling.training.run_state import StatePart
@@ -101,6 +103,7 @@ class TorchRunner(BaseRunner):
     window: Window
     preparation: ModelPreparation
     _parts: TorchParts
+    _phases: Phases | None = None
 
     def __init__(self, config: RunnerConfig | Mapping[str, object] | None = None) -> None:
         # Before `super().__init__`, which asks for the parts of a checkpoint.
@@ -121,6 +124,10 @@ class TorchRunner(BaseRunner):
         """
         self._parts.saved.check_saving()
         self.preparation = self.build_preparation()
+        if isinstance(self.optimizer, Mapping):
+            self.optimizer = JointOptimizer(**self.optimizer)
+        if isinstance(self.scheduler, Mapping):
+            self.scheduler = JointScheduler(**self.scheduler)
         check_components(self, vars(self), reserved=RESERVED_FIGURES)
         recorder = None if self._parts.audits is None else self._parts.audits.recorder
         if recorder is not None:
@@ -176,7 +183,8 @@ class TorchRunner(BaseRunner):
         asked = self.config.get("scheduler", None) or self._overrides("build_scheduler")
         if self.scheduler is None and self.optimizer is not None and asked:
             self.scheduler = self.build_scheduler()
-        refuse_early_steps(self.optimizer, self._session)
+        self._phases = phases_of(self)
+        refuse_early_steps(self.optimizer, lambda: self._session.in_step and not self._keys.in_update)
         self._keys.see_early_steps(self._closers)
         if modal(self.optimizer) and not self.model_states.keeps_modes:
             raise ValueError(
@@ -228,6 +236,8 @@ class TorchRunner(BaseRunner):
         """
         several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
         options = self.ddp_kwargs() if several else {}
+        if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
+            self.preparation.wrapper = PhasedModel
         return self.preparation.wrap(model, options, reduces_later=self._data.plan.finds_micro_batch_size)
 
     def ddp_kwargs(self) -> dict[str, Any]:
@@ -585,15 +595,50 @@ class TorchRunner(BaseRunner):
         """
         if self.window.count == 0 and not self._session.running:
             self.window.check_open()
+        if self._phases is not None and not self._phases.takes_loss():
+            return
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise ValueError(
                 "Expected a loss that depends on parameters that are trained. Received: one without a gradient. Look for .detach(), "
                 ".item(), torch.no_grad() or a frozen model on the way to it."
             )
         scaled = self.window.scale(loss)
-        if self.precision.scaler is not None:
-            scaled = self.precision.scaler.scale(scaled)
+        if self.reduction.scaler is not None:
+            scaled = self.reduction.scaler.scale(scaled)
         self._back_propagate(scaled)
+
+    def optimizing(
+        self, name: str, *, every: int = 1, weight: float | Tensor | None = None
+    ) -> AbstractContextManager[bool]:
+        """Make an update of one of several optimizers: a block of `train_step` that calls `self.backward(loss)`. Called on all ranks.
+
+        For `self.optimizer = {"critic": ..., "actor": ...}`. The update is made at the end of the block, in the last micro-batch of a
+        window, so that the next block computes with the new weights. It has a norm, a clipping, a decision and, in float16, a scale of its
+        own. Gradients for parameters of the other optimizers are dropped. `global_step` counts the call of `train_step` once.
+
+            with self.optimizing("critic"):
+                self.backward(critic_loss(...))
+            with self.optimizing("actor", every=2) as due:
+                if due:
+                    self.backward(actor_loss(...))
+
+        Args:
+            name: Name of the optimizer.
+            every: Make the update in each n-th pass through `train_step` only. In the others `self.backward` does nothing.
+            weight: What the loss of the block is averaged over, if that is not the weight of the batch.
+
+        Returns:
+            A context, whose value is whether the update is due in this pass.
+
+        Raises:
+            ValueError: If there is no optimizer of this name, or the block ends without a call of `self.backward`.
+        """
+        if self._phases is None:
+            raise ValueError(
+                f"Expected optimizers by name for optimizing({name!r}). Received: a {type(self.optimizer).__name__}. Assign "
+                f"self.optimizer = {{{name!r}: ..., ...}} in __init__."
+            )
+        return self._phases.optimizing(name, every=every, weight=weight)
 
     def _back_propagate(self, scaled: Tensor) -> None:
         self.reduction.backward(scaled, last=self.window.reduces)
@@ -649,6 +694,8 @@ class TorchRunner(BaseRunner):
         """Make the reduction again for the present model and optimizer. Called on all ranks, between updates."""
         self._parts.wrapping.rewrap_if_trainables_changed()
         self.reduction = self._chosen_reduction()
+        if self._phases is not None:
+            self._phases.bind()
 
     def _chosen_reduction(self) -> GradientReduction:
         self._parts.readiness.check_optimizer_given()
@@ -665,7 +712,7 @@ class TorchRunner(BaseRunner):
             self.precision.scaler,
             model=self.model,
             domain=self.data_domain,
-            unreduced=self._parts.wrapping.unreduced,
+            unreduced=partial(self._parts.wrapping.unreduced, self.optimizer),
         )
 
     def train_context(self) -> AbstractContextManager[object]:
@@ -715,7 +762,8 @@ class TorchRunner(BaseRunner):
         Raises:
             ValueError: If there is no optimizer; in float16, if it is called alone, since `step` takes the scale out of the gradient.
         """
-        if self.reduction.optimizer is not self.optimizer:
+        in_phase = self._phases is not None and self._phases.current is not None
+        if self.reduction.optimizer is not self.optimizer and not in_phase:
             self.reduction = self._chosen_reduction()
         if self.precision.scaler is not None and not self._session.running:
             self.window.check_open()

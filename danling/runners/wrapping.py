@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from danling.training.phases import PhasedModel
+
 if TYPE_CHECKING:
+    from danling.utils.protocols import SteppedOptimizer
+
     from .torch_runner import TorchRunner
 
 
@@ -60,8 +64,11 @@ class ModelWrapping:
         criterion = self.runner.criterion
         return list(getattr(criterion, kind)()) if isinstance(criterion, nn.Module) else []
 
-    def unreduced(self) -> Sequence[Tensor]:
-        """Return what DistributedDataParallel does not reduce: the criterion's, and everything where memory may run out in the backward."""
+    def unreduced(self, optimizer: SteppedOptimizer) -> Sequence[Tensor]:
+        """Return what DistributedDataParallel does not reduce: the criterion's; everything, where memory may run out in the backward or the
+        optimizer is one of several."""
+        if isinstance(self.runner.model, PhasedModel):
+            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self.runner._data.plan.finds_micro_batch_size:
             return self.criterion_tensors("parameters")
         return [parameter for _, parameter in self.runner.named_parameters()]

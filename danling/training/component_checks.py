@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,9 +13,6 @@ from torch.optim import Optimizer
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, slip_of
 from danling.utils.protocols import ReductionDomain
-
-if TYPE_CHECKING:
-    from .session import TrainingSession
 
 logger = logging.getLogger("danling")
 
@@ -68,7 +64,7 @@ def check_optimizer(optimizer: object, named_parameters: Iterable[tuple[str, nn.
     if isinstance(optimizer, (list, tuple, Mapping)):
         raise ValueError(
             f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
-            "together: danling.optim.JointOptimizer(first, second)."
+            'together, danling.optim.JointOptimizer(first, second), or by name, {"first": first, "second": second}.'
         )
     if isinstance(optimizer, (str, type)) or not hasattr(optimizer, "param_groups"):
         raise ValueError(
@@ -163,15 +159,16 @@ def warn_of(messages: Callable[[], Iterable[str]]) -> None:
         logger.warning("%s", message)
 
 
-def refuse_early_steps(optimizer: object, session: TrainingSession) -> None:
+def refuse_early_steps(optimizer: object, is_early: Callable[[], bool]) -> None:
     """Refuse from now on a step of an optimizer within `train_step`, which would apply what is not weighed yet."""
 
     def refuse(stepped: Optimizer, *_: object) -> None:
-        if session.in_step:
+        if is_early():
             raise RuntimeError(
                 "Expected `train_step` to leave the update to the runner, which weighs, checks and clips the gradient. Received: a "
                 f"step of {type(stepped).__name__} inside of it. Remove optimizer.step() or self.step(), which follows by "
-                "itself; an update of your own goes into `optimizer_step`."
+                "itself; `with self.optimizing(name)` steps one of several optimizers, and an update of your own goes into "
+                "`optimizer_step`."
             )
 
     for each in (optimizer, *getattr(optimizer, "optimizers", ())):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from danling.optim import JointScheduler
 from danling.optim.schedulers import OneCycleSchedule
 from danling.optim.warmup import WarmupScheduler
 from danling.utils.tensors import canonical_name
@@ -137,6 +138,8 @@ def _is_trained(module: nn.Module) -> bool:
 
 def _moves(scheduler: Any, optimizer: Any) -> bool:
     """Whether a schedule is over an optimizer, or over what it is made of."""
+    if isinstance(scheduler, JointScheduler):
+        return all(_moves(each, optimizer) for each in scheduler)
     own = getattr(scheduler, "optimizer", None)
     return own is None or not _identities(own).isdisjoint(_identities(optimizer))
 

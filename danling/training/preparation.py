@@ -28,6 +28,7 @@ class ModelPreparation:
     def __init__(self, world: Domain, *, communication: str | None = None) -> None:
         self.world = world
         self.communication = communication
+        self.wrapper = DistributedDataParallel
         self.broadcasts_buffers = False
         """Whether the buffers of the first rank go to the others before an update, where the wrapper must not do it."""
         self._trained_when_wrapped: int | None = None
@@ -39,7 +40,7 @@ class ModelPreparation:
         """Return the model in DistributedDataParallel when there are several ranks and something to train."""
         if self.world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        return DistributedDataParallel(model, **self.wrapper_options(options, reduces_later=reduces_later))
+        return self.wrapper(model, **self.wrapper_options(options, reduces_later=reduces_later))
 
     def wrapper_options(self, options: Mapping[str, Any], *, reduces_later: bool) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel, as `wrap` is to use them."""

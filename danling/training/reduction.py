@@ -32,10 +32,12 @@ class GradientReduction(Protocol):
 
     Attributes:
         optimizer: The optimizer that the update steps.
+        scaler: The gradient scaler of float16, else `None`.
         mean_over: Number of ranks over which the reduction takes a mean; 1 where it takes a sum.
     """
 
     optimizer: Any
+    scaler: torch.amp.GradScaler | None
     mean_over: int
 
     @property

@@ -19,6 +19,7 @@ from torch import Tensor
 from danling.data import Batch, BatchSource
 from danling.distributed import GradientNorms, StepSync, StepTotals
 from danling.metrics import TrainMetrics
+from danling.optim import JointScheduler
 from danling.utils.protocols import ReductionDomain
 
 from .batches import not_one_loss, note_batch, peek_target, prediction_of
@@ -99,6 +100,7 @@ class Window:
         self.samples = 0.0
         self.nonfinite: float | Tensor = 0.0
         self.current: float | Tensor = 0.0
+        self.current_samples = 0.0
         self._reference: float | Tensor = 1.0
         self._scaled = True
         self.unscaled = 0
@@ -121,7 +123,7 @@ class Window:
         self.end_microbatch()
         self.count += 1
         self._scaled = isinstance(weight, float) and weight == 0.0
-        self.current = weight
+        self.current, self.current_samples = weight, samples
         self.weight = self.weight + weight
         self.samples += samples
 
@@ -356,20 +358,36 @@ class UpdateStep:
         window.end_microbatch()
         if window.unscaled and not self._own_backward:
             window.check_scaled()
-        totals = self.sync.reduce(
+        of_phases = runner._phases.close() if runner._phases is not None else None
+        outcome, requests = of_phases or self.decide()
+        if outcome.reason == UNCOMMITTED:
+            # The update is made again with the same batches, and the requests with it.
+            session.request(*requests)
+            return outcome
+        self._conclude(outcome, steps_schedule=of_phases is None or not isinstance(runner.scheduler, JointScheduler))
+        if requests:
+            session.apply_requests(requests)
+        return outcome
+
+    def agree(self, window: Window) -> StepTotals:
+        """Return the sums of a window over all ranks: the one collective of an update."""
+        return self.sync.reduce(
             weight=window.weight,
             loss=window.loss,
             samples=window.samples,
             nonfinite=window.nonfinite,
-            requests=session.local_requests(),
+            requests=self._session.local_requests(),
         )
+
+    def decide(self) -> tuple[UpdateOutcome, frozenset[str]]:
+        """Make or skip the update of the open window, and drop its gradient; return what the ranks have asked for, too."""
+        runner, window, session = self._runner, self._runner.window, self._session
+        totals = self.agree(window)
         runner.complete_gradients()
         step = runner.state.train.global_step + 1
         agreed = runner.reduction.agree(totals, window, step)
         if agreed is None:
-            # The update is made again with the same batches, and the requests with it.
-            session.request(*totals.requests)
-            return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED)
+            return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED), totals.requests
         gradients = runner.unscale_gradients(agreed)
         if not gradients and self._own_backward and runner.reduction.parameters and float(agreed.weight):
             raise ValueError(
@@ -387,11 +405,12 @@ class UpdateStep:
             runner.clip_gradients(grad_norm)
             with self._keys.updating():
                 runner.optimizer_step()
+        runner.zero_gradients()
+        if runner.reduction.scaler is not None and reason != "weightless":
+            runner.reduction.scaler.update()
+        window.reset()
         outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
-        self._conclude(outcome)
-        if agreed.requests:
-            session.apply_requests(agreed.requests)
-        return outcome
+        return outcome, agreed.requests
 
     def _objection(self, totals: StepTotals, grad_norm: Tensor, step: int) -> str | None:
         """Return why the update must not be made, `None` if it is made.
@@ -402,7 +421,7 @@ class UpdateStep:
         runner, window, device = self._runner, self._runner.window, self._runner.device
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
-        scales, may_skip = runner.precision.scaler is not None, runner.config.skip_nonfinite_grad
+        scales, may_skip = runner.reduction.scaler is not None, runner.config.skip_nonfinite_grad
         if device.type == "cpu":
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
@@ -437,12 +456,9 @@ class UpdateStep:
             f"{where}. Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         )
 
-    def _conclude(self, outcome: UpdateOutcome) -> None:
+    def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
         runner, train = self._runner, self._runner.state.train
-        runner.zero_gradients()
-        if runner.precision.scaler is not None and outcome.reason != "weightless":
-            runner.precision.scaler.update()
         if not isinstance(outcome.samples, Tensor):
             train.samples += int(outcome.samples)
         else:
@@ -454,7 +470,7 @@ class UpdateStep:
             train.consecutive_skips = 0
             if train.global_step % self.log_every == 0:
                 self.rates = [float(group["lr"]) for group in runner.optimizer.param_groups]
-            if runner.scheduler is not None and self.steps_scheduler:
+            if runner.scheduler is not None and self.steps_scheduler and steps_schedule:
                 if self.tells_place:
                     runner.scheduler.step_update(train.global_step)
                 else:
@@ -466,7 +482,6 @@ class UpdateStep:
                 self.norms.note(train.global_step, outcome.grad_norm)
         else:
             self._count_skip(outcome.reason)
-        runner.window.reset()
 
     def _count_skip(self, reason: str | None) -> None:
         train, limit = self._runner.state.train, self._runner.config.max_skipped_updates

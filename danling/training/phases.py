@@ -1,0 +1,265 @@
+"""Several optimizers that are stepped one after the other within one `train_step`: each phase is an update of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from danling.optim import JointOptimizer, JointScheduler
+from danling.utils.messages import did_you_mean
+
+from .reduction import GradientReduction
+from .update import NonFiniteError, UpdateOutcome, UpdateStep, Window, logger
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+
+class PhasedModel(DistributedDataParallel):
+    """A model whose phases average their gradients themselves: attributes and calls go to the module.
+
+    The wrapper makes the weights of all ranks equal and marks the model as copied. Its own reduction, which takes one forward and one
+    backward of everything, is not used.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+class Phase:
+    """One optimizer of several: its window, its reduction and scaler, and the gradient of its micro-batches so far."""
+
+    def __init__(self, name: str, optimizer: Optimizer, runner: TorchRunner) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.window = Window(runner.placement.optimizer, runner.device)
+        self.window.is_first = False
+        self.scaler = torch.amp.GradScaler(runner.device.type) if runner.precision.scaler is not None else None
+        self.reduction: GradientReduction
+        self.outcome: UpdateOutcome | None = None
+        self.is_due = True
+        self.skips = 0
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    def keep_gradients(self) -> None:
+        """Set the gradient aside, so that no other phase adds to it."""
+        self._gradients = [(parameter, parameter.grad) for parameter in self.reduction.parameters]
+        self.reduction.zero()
+
+    def put_gradients_back(self) -> None:
+        """Continue to add to the gradient that was set aside."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+
+
+class Phases:
+    """The phases of a runner whose `optimizer` is a mapping.
+
+    Within a phase, `runner.window` and `runner.reduction` are those of the phase, so that `backward` and the hooks of an update work on
+    it. The update of a phase is made at the end of its block in the last micro-batch of a window. `step` then closes the window.
+
+    Args:
+        runner: The runner, after its optimizer is made.
+        optimizer: Its optimizers by name.
+    """
+
+    def __init__(self, runner: TorchRunner, optimizer: JointOptimizer) -> None:
+        self._runner = runner
+        self._phases = {name: Phase(name, member, runner) for name, member in optimizer.named.items()}
+        self.current: Phase | None = None
+        self._used: list[Phase] = []
+        self._requests: frozenset[str] = frozenset()
+        self._has_plain_loss = False
+
+    def bind(self) -> None:
+        """Make the reductions for the present model. Called on all ranks, between updates."""
+        runner = self._runner
+        joint, scaler = runner.optimizer, runner.precision.scaler
+        try:
+            for phase in self._phases.values():
+                runner.optimizer, runner.precision.scaler = phase.optimizer, phase.scaler
+                phase.reduction = runner.build_reduction()
+        finally:
+            runner.optimizer, runner.precision.scaler = joint, scaler
+
+    @contextmanager
+    def optimizing(self, name: str, *, every: int, weight: float | Tensor | None) -> Iterator[bool]:
+        """See `TorchRunner.optimizing`."""
+        runner, window = self._runner, self._runner.window
+        phase = self._checked(name, every)
+        if not self._used and isinstance(runner.model, PhasedModel) and runner.model.broadcast_buffers:
+            runner.broadcast_buffers()
+        if phase not in self._used:
+            self._used.append(phase)
+        phase.is_due = (runner.state.train.attempted + 1) % every == 0
+        window.expect_no_loss()
+        phase.window.agreed_reference, phase.window.sum_reduced = window.agreed_reference, window.sum_reduced
+        if phase.is_due:
+            phase.put_gradients_back()
+            phase.window.begin_microbatch(window.current if weight is None else weight, window.current_samples)
+        whole, self.current = runner.reduction, phase
+        runner.window, runner.reduction = phase.window, phase.reduction
+        try:
+            # Each backward reduces: a gradient that FSDP2 adds up by itself could not be set aside.
+            with runner.train_context():
+                yield phase.is_due
+            if phase.is_due:
+                self._end(phase, last=window.reduces)
+        finally:
+            self.current = None
+            runner.window, runner.reduction = window, whole
+
+    def _checked(self, name: str, every: int) -> Phase:
+        if name not in self._phases:
+            raise ValueError(
+                f"Expected the name of an optimizer, one of {', '.join(self._phases)}. Received: optimizing({name!r})."
+                f"{did_you_mean(name, list(self._phases))}"
+            )
+        if every < 1:
+            raise ValueError(f"Expected every to be at least 1. Received: optimizing({name!r}, every={every}).")
+        if self.current is not None or not self._runner._session.in_step:
+            where = f"inside of optimizing({self.current.name!r})" if self.current else "outside of train_step"
+            raise ValueError(
+                f"optimizing({name!r}) was called {where}. Call it in train_step, one block after another."
+            )
+        if self._has_plain_loss:
+            raise self._error_of_plain_loss()
+        return self._phases[name]
+
+    def takes_loss(self) -> bool:
+        """Return whether a loss is back-propagated here, which it is not in a phase that is not due."""
+        if self.current is None:
+            self._has_plain_loss = True
+            if self._used:
+                raise self._error_of_plain_loss()
+        return self.current is None or self.current.is_due
+
+    def _error_of_plain_loss(self) -> ValueError:
+        self._has_plain_loss = False
+        return ValueError(
+            "backward(loss) was called outside of optimizing(name) in a train_step that has phases. Call it inside of the block of the "
+            "optimizer that the loss is for."
+        )
+
+    def _end(self, phase: Phase, *, last: bool) -> None:
+        """End a block that is due: make the update of the phase in the last micro-batch, else keep its gradient."""
+        runner, window = self._runner, phase.window
+        window.end_microbatch()
+        if window.unscaled:
+            window.reset()
+            raise ValueError(
+                f"Expected the block of optimizing({phase.name!r}) to call self.backward(loss). Received: a block without. Call it there, "
+                "or leave the block out; every=n makes an update in each n-th pass only."
+            )
+        if not last:
+            phase.keep_gradients()
+            return
+        update: UpdateStep = runner._parts.update
+        phase.outcome, requests = update.decide()
+        self._requests |= requests
+        outcome = phase.outcome
+        if outcome.committed:
+            phase.skips = 0
+            update.losses.add_totals(f"{phase.name}_loss", outcome.loss_sum, outcome.weight)
+            if isinstance(runner.scheduler, JointScheduler) and update.steps_scheduler:
+                runner.scheduler.step_of(phase.name)
+            return
+        phase.skips += 1
+        step, limit = runner.state.train.global_step + 1, runner.config.max_skipped_updates
+        logger.warning("Update %d of the optimizer %r was skipped (%s).", step, phase.name, outcome.reason)
+        if limit is not None and phase.skips > limit:
+            raise NonFiniteError(
+                f"Expected at most {limit} skipped updates in a row. Received: {phase.skips} of the optimizer {phase.name!r} before step "
+                f"{step} (the last one: {outcome.reason}). Look at the data and the learning rate, or raise max_skipped_updates."
+            )
+
+    def close(self) -> tuple[UpdateOutcome, frozenset[str]] | None:
+        """Close the window: return what its phases come to together, and the requests of the ranks; `None` where it had no phases.
+
+        The loss is the sum of the mean losses. The outcome is committed unless every phase was skipped.
+        """
+        used, requests, self._has_plain_loss = self._used, self._requests, False
+        self._used, self._requests = [], frozenset()
+        if not used:
+            return None
+        window, update = self._runner.window, self._runner._parts.update
+        made = [phase.outcome for phase in used if phase.outcome is not None]
+        for phase in used:
+            phase.outcome = None
+        if made:
+            first = made[0]
+            losses = [outcome.loss for outcome in made]
+            norms = [torch.as_tensor(outcome.grad_norm) for outcome in made if outcome.grad_norm is not None]
+            committed = any(outcome.committed for outcome in made)
+            outcome = UpdateOutcome(
+                committed,
+                first.weight,
+                sum(losses[1:], losses[0]) * first.weight,
+                first.samples,
+                torch.stack(norms).norm() if norms else None,
+                None if committed else first.reason,
+            )
+        else:  # no phase was due: the ranks agree on samples and requests all the same
+            totals = update.agree(window)
+            requests = totals.requests
+            outcome = UpdateOutcome(True, totals.weight, totals.loss, totals.samples)
+        window.reset()
+        return outcome, requests
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return skips in a row and the scaler of each phase."""
+        return {
+            name: {"skips": phase.skips, "scaler": {} if phase.scaler is None else phase.scaler.state_dict()}
+            for name, phase in self._phases.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, stored in state.items():
+            phase = self._phases[name]
+            phase.skips = int(stored["skips"])
+            if phase.scaler is not None and stored["scaler"]:
+                phase.scaler.load_state_dict(stored["scaler"])
+
+
+def phases_of(runner: TorchRunner) -> Phases | None:
+    """Return the phases of a runner whose optimizers have names, `None` for any other.
+
+    Raises:
+        ValueError: If the stack, or a setting, cannot make the updates of phases.
+    """
+    optimizer = runner.optimizer
+    if not isinstance(optimizer, JointOptimizer) or not optimizer.named:
+        return None
+    config = runner.config
+    refused = {
+        f"stack={runner.stack!r}": runner.stack not in ("ddp", "parallel"),
+        "parallel.axes.pipeline": config.parallel.axes.pipeline > 1,
+        "ft.enabled=true": config.ft.enabled,
+        "dataloader.micro_batch_size='auto'": runner._data.plan.finds_micro_batch_size,
+        "audit.replay_interval": config.audit.replay_interval is not None,
+    }
+    found = next((name for name, is_set in refused.items() if is_set), None)
+    if found is not None:
+        raise ValueError(
+            "Expected a run whose micro-batches are computed once, on `ddp` or `parallel` without a pipeline, for optimizers by name. "
+            f"Received: {found} with the optimizers {', '.join(optimizer.named)}. Change it, or step them together in one "
+            "dl.optim.JointOptimizer(first, second)."
+        )
+    return Phases(runner, optimizer)
