@@ -38,6 +38,7 @@ from danling.mesh.preparation import MeshPreparation
 from danling.mesh.recomputation import recompute_blocks, recomputes
 from danling.mesh.reduction import MeshReduction, loss_context
 from danling.mesh.stages import V_SCHEDULES, StagePlan, check_resharding, check_schedule
+from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batches import call_model, count_samples
 from danling.training.model_states import ModelStates
@@ -199,12 +200,22 @@ class ParallelRunner(TorchRunner):
         if self.degree("shard") > 1:
             mesh = self.topology.view("replicate", "shard")
             assert mesh is not None
-            shard(part, mesh, find_blocks(part, self._blocks_here(part)).values(), **(self.fsdp_kwargs() or {}))
+            blocks = find_blocks(part, self._blocks_here(part)).values()
+            for root in self._sharded_roots(part):
+                inner = set(root.modules()) - {root}
+                shard(root, mesh, [block for block in blocks if block in inner], **(self.fsdp_kwargs() or {}))
         if is_meta(part):
             ties = tied_names(part)
             part.to_empty(device=self.device)
             tie(part, ties)
             self.initialize_part(part)
+
+    def _sharded_roots(self, part: nn.Module) -> list[nn.Module]:
+        """Return what is gathered apart: the whole model, or, for optimizers by name, each network of it, which is called by itself."""
+        of_phases = isinstance(self.optimizer, JointOptimizer) and self.optimizer.named
+        if not of_phases or any(True for _ in part.parameters(recurse=False)):
+            return [part]
+        return [child for child in part.children() if any(True for _ in child.parameters())]
 
     def _blocks_here(self, part: nn.Module) -> Sequence[str] | None:
         # Other stages hold blocks of their own.

@@ -99,7 +99,7 @@ def test_refuses_a_shared_parameter_no_member_and_a_closure() -> None:
     model = Pair()
     with pytest.raises(ValueError, match="different parameters"):
         JointOptimizer(Adam(model.parameters()), SGD(model.second.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="at least one optimizer"):
+    with pytest.raises(ValueError, match="0 without a name and 0 by name"):
         JointOptimizer()
     with pytest.raises(ValueError, match="no closure"):
         JointOptimizer(*members(model)).step(lambda: 0.0)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import danling as dl
+from danling.training import NonFiniteError
+from danling.utils.tensors import whole
 
 
 class GAN(nn.Module):
     """Two small networks; a batch norm, so that there are buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, norm: bool = True) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+        hidden = nn.BatchNorm1d(8) if norm else nn.Tanh()
+        self.generator = nn.Sequential(nn.Linear(3, 8), hidden, nn.Tanh(), nn.Linear(8, 4))
         self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def made(dtype: torch.dtype = torch.float64) -> tuple[GAN, list[tuple[Tensor, Tensor]]]:
+def made(*, norm: bool = True) -> tuple[GAN, list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(5)
-    data = [
-        (torch.randn(n, 4, generator=generator).to(dtype), torch.randn(n, 3, generator=generator).to(dtype))
-        for n in (6,) * 12
-    ]
-    return GAN().to(dtype), data
+    data = [(torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(12)]
+    return GAN(norm=norm).double(), [(real.double(), noise.double()) for real, noise in data]
 
 
 def optimizers(gan: Any) -> dict[str, torch.optim.Optimizer]:
@@ -50,13 +53,15 @@ class Run(dl.Runner):
     """Alternating updates."""
 
     every = 1
+    norm = True
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         super().__init__({"log": False, "seed": 1, "dir": str(directory), "max_grad_norm": 0.5, "steps": 6, **settings})
-        self.model, data = made()
+        self.model, data = made(norm=self.norm)
         self.optimizer = optimizers(self.model)
         self.scheduler = schedules(self.optimizer)
-        self.dataloaders = {"train": data}
+        share = slice(self.rank, None, self.world_size)
+        self.dataloaders = {"train": [tuple(part[share] for part in batch) for batch in data]}
 
     def train_step(self, data: Any) -> Any:
         real, noise = data
@@ -70,9 +75,9 @@ class Run(dl.Runner):
         return None, None
 
 
-def by_hand(steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.5) -> GAN:
+def by_hand(steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.5, norm: bool = True) -> GAN:
     """Train as people do: alternating updates, each with its norm."""
-    gan, data = made()
+    gan, data = made(norm=norm)
     optimizer = optimizers(gan)
     schedule = schedules(optimizer)
     batches = iter(data)
@@ -122,10 +127,181 @@ def test_phases_are_the_loop_by_hand_bit_for_bit(tmp_path: Path, settings: Any, 
     with kind(tmp_path, **settings) as runner:
         runner.train()
         assert same(runner.model, by_hand(**hand))
-        assert (
-            runner.train_state.global_step == hand["steps"]
-            and runner.train_state.samples == len(range(hand["steps"] * hand.get("accumulate", 1))) * 6
-        )
+        assert runner.train_state.global_step == hand["steps"]
+        assert runner.train_state.samples == 6 * hand["steps"] * hand.get("accumulate", 1)
         rates = [group["lr"] for group in runner.optimizer.param_groups]
         assert rates[0] == 2e-2 * 0.5 ** (hand["steps"] // 2)
         assert all(parameter.grad is None for parameter in runner.model.parameters())
+
+
+class Plain(Run):
+    """Without a batch norm, which each rank computes for itself; killed where it is said."""
+
+    norm = False
+    killed_at: int | None = None
+
+    def step(self) -> Any:
+        if self.train_state.global_step == self.killed_at:
+            self.checkpoint_manager.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step()
+
+
+def trained(directory: str, settings: dict[str, Any], killed_at: int | None = None) -> tuple[dict[str, Tensor], Any]:
+    """Train, and return whole weights and the state of the optimizers."""
+    with Plain(Path(directory), **settings) as runner:
+        runner.killed_at = killed_at
+        runner.train()
+        with runner.whole_weights():
+            weights = {name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()}
+        state = runner.optimizer_state_dict()["state"]
+        return {name: whole(value).clone() for name, value in weights.items()}, {
+            (name, key): whole(value).clone() for name, entry in state.items() for key, value in entry.items()
+        }
+
+
+FSDP = {"stack": "parallel", "parallel.axes.shard": 2}
+
+
+@pytest.mark.parametrize("layout", [{}, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_make_the_updates_of_the_whole_batch(tmp_path: Path, layout: Any, accumulate: int) -> None:
+    settings = {**layout, "steps": 4, "accum_steps": accumulate}
+    ranks = run_processes(trained, str(tmp_path / "run"), settings, world_size=2)
+    expected = by_hand(4, accumulate=accumulate, norm=False).state_dict()
+    for weights, state in ranks:
+        assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+        assert all(torch.equal(value, ranks[0][1][key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("layout", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, layout: Any) -> None:
+    settings = {**layout, "checkpoint.interval": 1, "auto_resume": True}
+    whole_run = run_processes(trained, str(tmp_path / "whole"), settings, world_size=2)
+    ends = run_outcomes(trained, str(tmp_path / "killed"), settings, 3, world_size=2)
+    assert {end.exit_code for end in ends} == {-signal.SIGKILL}
+    again = run_processes(trained, str(tmp_path / "killed"), settings, world_size=2)
+    for (weights, state), (others, other_state) in zip(whole_run, again, strict=True):
+        assert all(torch.equal(value, others[name]) for name, value in weights.items())
+        assert state.keys() == other_state.keys()
+        assert all(torch.equal(value, other_state[key]) for key, value in state.items())
+
+
+def test_a_phase_that_is_not_finite_is_skipped_alone_and_has_a_scale_of_its_own(tmp_path: Path) -> None:
+    class Spoilt(Run):
+        bad = range(0)
+
+        def backward(self, loss: Tensor) -> None:
+            spoilt = self._phases.current.name == "generator" and self.train_state.attempted in self.bad
+            super().backward(loss * float("nan") if spoilt else loss)
+
+    with Spoilt(tmp_path / "skipped", skip_nonfinite_grad=True, max_skipped_updates=2) as runner:
+        runner.bad = range(2, 4)
+        runner.train()
+        counts = [member.state[next(iter(member.state))]["step"].item() for member in runner.optimizer.optimizers]
+        assert counts == [6, 4] and runner.train_state.global_step == 6 and runner.train_state.skipped_updates == 0
+        assert runner.scheduler["generator"].last_epoch == 4 and runner.scheduler["discriminator"].last_epoch == 6
+        assert not any(value.isnan().any() for value in runner.model.state_dict().values())
+    with Spoilt(tmp_path / "refused") as runner, pytest.raises(NonFiniteError, match="at step 3"):
+        runner.bad = range(2, 4)
+        runner.train()
+    with (
+        Spoilt(tmp_path / "too many", skip_nonfinite_grad=True, max_skipped_updates=1) as runner,
+        pytest.raises(NonFiniteError, match="Received: 2 of the optimizer 'generator' before step 4"),
+    ):
+        runner.bad = range(2, 4)
+        runner.train()
+    with Spoilt(tmp_path / "scaled", precision="fp16") as runner:
+        runner.bad = range(1, 2)
+        runner.train()
+        scalers = {name: phase["scaler"] for name, phase in runner._phases.state_dict().items()}
+        assert scalers["generator"]["scale"] == scalers["discriminator"]["scale"] / 2
+        saved = runner.state_dict()["state"]["phases"]
+    with Spoilt(
+        tmp_path / "again", precision="fp16", resume=str(tmp_path / "scaled" / "checkpoints/latest.pth")
+    ) as runner:
+        assert runner._phases.state_dict() == saved
+
+
+def test_figures_are_those_of_each_phase_and_their_sum(tmp_path: Path) -> None:
+    with Run(tmp_path, steps=None, epochs=1) as runner:
+        runner.train()
+        found = runner.results[1]["train"]
+        assert found["loss"] == pytest.approx(found["discriminator_loss"] + found["generator_loss"])
+
+
+def step_of(*calls: str) -> Any:
+    """Return a `train_step` that makes these calls, whose letters are a block each: with a loss, nested, or outside of blocks."""
+
+    def train_step(self: Any, data: Any) -> Any:
+        def loss() -> Tensor:
+            return self.model.discriminator(data[0]).mean()
+
+        for call in calls:
+            name, _, kind = call.partition(":")
+            if not name:
+                self.backward(loss())
+                continue
+            with self.optimizing(name, every=0 if kind == "never" else 1):
+                if kind == "inner":
+                    with self.optimizing("generator"):
+                        self.backward(loss())
+                elif kind != "empty":
+                    self.backward(loss())
+        return None, None
+
+    return train_step
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (["critic"], r"one of discriminator, generator. Received: optimizing\('critic'\)"),
+        (["discriminatr"], "'discriminator'"),
+        (["discriminator:empty"], r"block of optimizing\('discriminator'\) to call self.backward\(loss\)"),
+        (["discriminator:inner"], r"optimizing\('generator'\) was called inside of optimizing\('discriminator'\)"),
+        (["discriminator", ""], r"backward\(loss\) was called outside of optimizing"),
+        (["", "discriminator"], r"backward\(loss\) was called outside of optimizing"),
+        (["discriminator:never"], "Expected every to be at least 1"),
+    ],
+)
+def test_slips_are_named(tmp_path: Path, calls: list[str], message: str) -> None:
+    kind = type("Slip", (Run,), {"train_step": step_of(*calls)})
+    with kind(tmp_path) as runner:
+        with pytest.raises(ValueError, match=message):
+            runner.train()
+        assert runner.window is not None and runner._phases.current is None
+
+
+class Single(Run):
+    """One optimizer without a name."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        super().__init__(directory, **settings)
+        self.optimizer, self.scheduler = torch.optim.SGD(self.model.parameters(), lr=0.1), None
+
+
+def test_what_phases_cannot_be_made_of_is_refused(tmp_path: Path) -> None:
+    with Single(tmp_path / "single") as runner, pytest.raises(ValueError, match="Expected optimizers by name"):
+        runner.train()
+    outside = pytest.raises(ValueError, match="was called outside of train_step")
+    with Run(tmp_path / "outside") as runner, outside, runner.optimizing("generator"):
+        pass
+    with pytest.raises(ValueError, match="for optimizers by name. Received: audit.replay_interval"):
+        Run(tmp_path / "replayed", **{"audit.replay_interval": 1, "deterministic": True})
+
+
+class Joined(Run):
+    """Named optimizers that a step does not use one by one."""
+
+    def train_step(self, data: Any) -> Any:
+        gan, (real, noise) = self.model, data
+        self.backward(gan.discriminator(gan.generator(noise)).mean() + gan.discriminator(real).square().mean())
+        return None, None
+
+
+def test_without_phases_they_are_one_optimizer(tmp_path: Path) -> None:
+    with Joined(tmp_path) as runner:
+        runner.train()
+        steps = {entry["step"].item() for member in runner.optimizer.optimizers for entry in member.state.values()}
+        assert steps == {6.0} and runner.scheduler["generator"].last_epoch == 6
