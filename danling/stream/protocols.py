@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .refs import SampleRef
 
+ROOM = "Free space there, or let the producer be ahead by fewer samples"
+"""Advice on a full disk."""
+
 
 class FeatureStore(ABC):
     """Immutable objects, each the features of one sample. Safe for several processes where the store outlives one.

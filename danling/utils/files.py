@@ -40,6 +40,15 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         raise
 
 
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
     """Return a text file in UTF-8. Every file of text that another process or person may have written is read by this function."""
     with open_file(path) as file:

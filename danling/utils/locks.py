@@ -1,8 +1,11 @@
-"""Locks on files that the death of their holder gives back, by whatever means it dies."""
+"""Locks on files, which the death of their holder releases.
+
+`FileLock` belongs to a process for as long as it lives, and says which process that is. `exclusive` and `shared` protect a few writes or
+reads, between threads of one process too.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import gc
@@ -12,6 +15,8 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,6 +31,9 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUP
 WRITING = ".writing-"
 """Prefix of files in a directory of checkpoints, each locked by a process that writes there in the background."""
 
+_NOT_TO_OPEN = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
+_PAUSE_SECONDS = (0.0001, 0.001)
+"""The first and the longest pause between two attempts of a reader. Where several producers append, the lock is free for moments only."""
 _POLL_SECONDS = 0.1
 _MOMENT_SECONDS = 0.3
 _MOST_REMOVALS = 100
@@ -210,12 +218,12 @@ class FileLock:
 
 
 def _made(path: Path, directory: Path) -> int:
-    """Open the file of a lock, which is made with its directory where they are missing: whoever gives up a start removes both."""
+    """Open the file of a lock, which is made with its directory where they are missing. Another process may remove both meanwhile."""
     for _ in range(_MOST_REMOVALS):
         # Removed between the two calls, or within the first one.
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
+        with suppress(FileNotFoundError, FileExistsError):
             return _open_made(path, directory)
-    return _open_made(path, directory)  # a fault of the path fails each time, and is said
+    return _open_made(path, directory)  # a fault of the path fails each time, and is raised
 
 
 def _open_made(path: Path, directory: Path) -> int:
@@ -267,3 +275,72 @@ def _warn_once(directory: Path, error: OSError) -> None:
         directory,
         error.strerror,
     )
+
+
+# Locks for a moment
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock against every other thread and process that asks for it; the death of its holder gives it back.
+
+    The lock is one of the open file (`flock`), so that two objects of one process exclude each other too. Its file stays.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        # Closing alone would leave the lock to a child that another thread has forked meanwhile, which shares the open file.
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        with suppress(OSError):  # the descriptor is gone even then, and nothing was written to it
+            os.close(handle)
+
+
+@contextmanager
+def shared(path: Path, *, seconds: float) -> Iterator[None]:
+    """Hold a lock beside other readers, and keep those out who ask for it by `exclusive`.
+
+    Where its file can neither be opened nor made, and on a file system without locks, nobody writes through this library: nothing is held.
+    """
+    handle = _open_to_share(path)
+    try:
+        if handle is not None:
+            _share(handle, path, seconds)
+        yield
+    finally:
+        if handle is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+
+def _open_to_share(path: Path) -> int | None:
+    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in _NOT_TO_OPEN:
+                raise
+    return None
+
+
+def _share(handle: int, path: Path, seconds: float) -> None:
+    pause, longest = _PAUSE_SECONDS
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"Expected to read beside {path} within {seconds:g} seconds. Received: it is locked by a process that "
+                    "writes. See whether a producer hangs or was suspended, and let it go on or end it."
+                ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, longest)

@@ -89,7 +89,6 @@ FUNCTIONS = {
         "FileChannel.commit",
     ],
     "stream/channels/sqlite": ["SQLiteChannel.__init__"],
-    "stream/files": ["_open_to_share", "exclusive", "sync_directory"],
     "stream/stores/directory": [
         "DirectoryStore.__init__",
         "DirectoryStore._publish",
@@ -105,8 +104,8 @@ FUNCTIONS = {
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
     "torchft/member": ["Healing.take"],
-    "utils/files": ["clear_places", "open_file", "read_text", "write_atomically"],
-    "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made"],
+    "utils/files": ["clear_places", "open_file", "read_text", "sync_directory", "write_atomically"],
+    "utils/locks": ["FileLock.is_taken", "_give_back", "_open_made", "_open_to_share", "exclusive"],
     "utils/process": ["first_failure"],
     "workspace/run_directory": ["RunDirectoryLease.make", "RunDirectoryLease.release", "has_line", "make_directory"],
     "workspace/workspace": [

@@ -14,12 +14,11 @@ import torch
 from support.faults import Crash, FaultyOs
 
 from danling.stream import DirectoryStore, FileChannel, SampleRef, StreamEnd, TensorSpec
-from danling.stream import files as stream_files
 from danling.stream.channels import file as file_channel
 from danling.stream.stores import directory
-from danling.utils import files
+from danling.utils import files, locks
 
-MODULES = (stream_files, file_channel, directory, files)
+MODULES = (file_channel, directory, files, locks)
 TENSORS = {"x": torch.arange(50.0), "y": torch.tensor(True)}
 
 

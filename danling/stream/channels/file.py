@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from danling.utils.files import open_file, read_text, write_all, write_atomically, write_error
+from danling.utils.files import open_file, read_text, sync_directory, write_all, write_atomically, write_error
+from danling.utils.locks import exclusive, shared
 from danling.utils.plain import parse_json
 
-from ..files import ROOM, exclusive, shared, sync_directory
-from ..protocols import StreamEnd
+from ..protocols import ROOM, StreamEnd
 from ..refs import SampleRef
 from .claims import Claim
 from .rules import check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark

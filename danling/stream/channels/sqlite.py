@@ -16,8 +16,7 @@ from pathlib import Path
 from danling.utils.files import write_error
 from danling.utils.plain import parse_json
 
-from ..files import ROOM
-from ..protocols import StreamEnd
+from ..protocols import ROOM, StreamEnd
 from ..refs import SampleRef
 from .claims import Claim
 from .rules import check_kind, check_open, check_part, check_range, check_watermark, stored_end, stored_watermark

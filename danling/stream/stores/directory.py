@@ -19,11 +19,11 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from danling.utils.files import open_file, read_text, write_all, write_error
+from danling.utils.files import open_file, read_text, sync_directory, write_all, write_error
+from danling.utils.locks import exclusive
 from danling.utils.plain import parse_json
 
-from ..files import ROOM, exclusive, sync_directory
-from ..protocols import FeatureStore
+from ..protocols import ROOM, FeatureStore
 from ..refs import SampleRef
 from .objects import check_against, check_budget, check_sum, checksum, dense, missing, owned, same_bytes, specs, taken
 
