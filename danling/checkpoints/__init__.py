@@ -1,4 +1,4 @@
-"""Checkpoints: how they are arranged on disk (`store`), found (`directory`), written (`manager`, `dcp`, `deepspeed`), read (`reading`)."""
+"""Checkpoints: which are kept (policy), how they lie on disk (stores), who writes them (managers, executor), and readers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from .dcp import TorchDistributedCheckpointManager
+    from .base import CheckpointManager
     from .deepspeed import DeepSpeedCheckpointManager, export_deepspeed_checkpoint
     from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, CheckpointMismatch, CheckpointNotFound
-    from .exchange import export_weights, import_weights, read_model
+    from .exchange import export_weights, import_weights
     from .exclusion import exclude
-    from .manager import CheckpointManager, CheckpointSettings, FileCheckpointManager
-    from .reading import read_config
+    from .file import FileCheckpointManager
+    from .reading import read_config, read_model
+    from .settings import CheckpointSettings
+    from .torch_distributed import TorchDistributedCheckpointManager
 else:
     # torch.distributed.checkpoint takes its time to import, and most runs write files; to verify them needs no torch at all.
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "dcp": ("TorchDistributedCheckpointManager",),
+            "base": ("CheckpointManager",),
             "deepspeed": ("DeepSpeedCheckpointManager", "export_deepspeed_checkpoint"),
             "errors": (
                 "CheckpointDamaged",
@@ -28,10 +30,12 @@ else:
                 "CheckpointMismatch",
                 "CheckpointNotFound",
             ),
-            "exchange": ("export_weights", "import_weights", "read_model"),
+            "exchange": ("export_weights", "import_weights"),
             "exclusion": ("exclude",),
-            "manager": ("CheckpointManager", "CheckpointSettings", "FileCheckpointManager"),
-            "reading": ("read_config",),
+            "file": ("FileCheckpointManager",),
+            "reading": ("read_config", "read_model"),
+            "settings": ("CheckpointSettings",),
+            "torch_distributed": ("TorchDistributedCheckpointManager",),
         },
     )
 

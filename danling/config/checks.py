@@ -39,6 +39,7 @@ def check_sections(config: RunnerConfig) -> None:
 
         floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
     _check_batches(config.get("dataloader", None) or {})
+    _check_canonical(config)
     _check_remote(config)
     read_memory_policy(config.compile.memory_policy)
     if "fp8" in config and isinstance(config["fp8"], Mapping):
@@ -79,6 +80,42 @@ def _check_remote(config: RunnerConfig) -> None:
             "Expected checkpoint.remote.url to be unset with ft.enabled: the files of several replica groups are not copied. Received: "
             f"checkpoint.remote.url={remote.url!r}. Unset one of them."
         )
+
+
+def _check_canonical(config: RunnerConfig) -> None:
+    """Refuse what has another order of addition than `gradient_sum: canonical`."""
+    if config.gradient_sum != "canonical":
+        return
+    stack, loading, axes = config.stack_name(), config.dataloader, config.parallel.axes
+    cut = ("context", "pipeline", "tensor", "expert", "expert_tensor") if stack == "parallel" else ()
+    trained = [section for section in (loading, *loading.values()) if isinstance(section, Mapping)]
+    given = any(section.get("global_batch_size", None) is not None for section in trained)
+    held = [section.get("micro_batch_size", None) for section in trained]
+    wrong = [
+        (stack not in ("ddp", "parallel"), f"stack={config.stack!r}", "Train on ddp or parallel"),
+        (config.ft.enabled, "ft.enabled=True", "Unset it"),
+        *((axes[name] != 1, f"parallel.axes.{name}={axes[name]}", "Use replicate or shard") for name in cut),
+        (
+            stack == "parallel" and axes.replicate != 1 and axes.shard != 1,
+            f"parallel.axes.replicate={axes.replicate}, parallel.axes.shard={axes.shard}",
+            "Use one of them: FSDP2 adds over replicas itself",
+        ),
+        (stack == "parallel" and config.fsdp.mp_policy is not None, "fsdp.mp_policy", "Set precision='bf16' instead"),
+        (
+            bool(config.optim.get("fused", None)),
+            "optim.fused=True",
+            "Unset it: its bits depend on where tensors are cut",
+        ),
+        (not given, "no dataloader.global_batch_size", "Set it, and dataloader.micro_batch_size"),
+        ("auto" in held, "dataloader.micro_batch_size='auto'", "Set an integer"),
+        (held.count(None) == len(held), "no dataloader.micro_batch_size", "Set an integer"),
+    ]
+    for is_wrong, received, mend in wrong:
+        if is_wrong:
+            raise ValueError(
+                f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' asks. Received: "
+                f"{received}. {mend}, or set gradient_sum='fast'."
+            )
 
 
 _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:\.\d+)?)\Z")

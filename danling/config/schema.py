@@ -486,6 +486,8 @@ class TopLevelConfig(ClosedSection):
     """Seconds, or HH:MM:SS, after which training stops with a checkpoint."""
     accum_steps: PositiveInt = 1
     """Micro-batches of an optimizer update."""
+    gradient_sum: Literal["fast", "canonical"] = "fast"
+    """canonical: sums in one order, so that a run has the same bits at any number of processes; needs dataloader.global_batch_size."""
     precision: Literal["fp16", "bf16"] | None = None
     """Autocast: fp16, bf16, or none."""
     max_grad_norm: PositiveFloat | None = None

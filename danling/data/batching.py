@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .shares import Division
+from .shares import Division, WholeMicroBatches
 
 AUTO = "auto"
 """The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
@@ -31,7 +31,13 @@ def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> d
 
 
 def divide_updates(
-    settings: Mapping[str, Any], *, split: str, train: bool, world_size: int, accum_steps: int
+    settings: Mapping[str, Any],
+    *,
+    split: str,
+    train: bool,
+    world_size: int,
+    accum_steps: int,
+    canonical: bool = False,
 ) -> tuple[dict[str, Any], Division | None]:
     """Return the arguments of a loader, and with `global_batch_size` how an update is divided over ranks and micro-batches.
 
@@ -44,6 +50,7 @@ def divide_updates(
         train: Whether it is trained on.
         world_size: Ranks that read different samples.
         accum_steps: Micro-batches of an update, unless `micro_batch_size` decides.
+        canonical: Whether micro-batches, and the batches of an evaluation, are the same at any number of ranks.
 
     Raises:
         ValueError: If the settings contradict one another, or there are more ranks than samples.
@@ -51,6 +58,8 @@ def divide_updates(
     samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
     check_sizes(settings if train else {**settings, "batch_size": None}, f"dataloader.{split}")
     loading = {name: value for name, value in settings.items() if name not in OWN}
+    if canonical:
+        return _whole_micro_batches(settings, loading, split=split, train=train, world_size=world_size)
     if samples is None:
         if held is not None and train:
             raise ValueError(
@@ -72,6 +81,23 @@ def divide_updates(
     if loading.get("batch_size") is None:
         loading["batch_size"] = division.micro_batch_size
     return loading, None
+
+
+def _whole_micro_batches(
+    settings: Mapping[str, Any], loading: dict[str, Any], *, split: str, train: bool, world_size: int
+) -> tuple[dict[str, Any], Division | None]:
+    samples, held = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    if train:
+        if samples is None or not isinstance(held, int):
+            raise ValueError(
+                f"Expected dataloader.global_batch_size and an integer dataloader.micro_batch_size for split {split!r} with "
+                f"gradient_sum='canonical', which adds micro-batches in one order. Received: global_batch_size={samples!r}, "
+                f"micro_batch_size={held!r}. Set both, or gradient_sum='fast'."
+            )
+        loading.pop("batch_size", None)
+        return loading, WholeMicroBatches.of(samples, world_size, held, is_update=True)
+    batch_size = loading["batch_size"] = loading.get("batch_size") or (held if isinstance(held, int) else 1)
+    return loading, WholeMicroBatches.of(batch_size * world_size, world_size, batch_size, is_update=False)
 
 
 def check_sizes(section: Mapping[str, object], place: str) -> None:

@@ -40,6 +40,7 @@ def build_dataloader(
     world_size: int = 1,
     device: torch.device | None = None,
     accum_steps: int = 1,
+    canonical: bool = False,
 ) -> Any:
     """Return the loader of one split.
 
@@ -59,6 +60,7 @@ def build_dataloader(
         world_size: Size of the data domain.
         device: Where the batches will go.
         accum_steps: Micro-batches of an update of `global_batch_size` samples.
+        canonical: Whether micro-batches, and the batches of an evaluation, are the same at any number of ranks.
 
     Raises:
         ValueError: If a setting is unknown or invalid, or the dataset is empty or too small.
@@ -67,9 +69,11 @@ def build_dataloader(
         return dataset
     _check_names(settings, split)
     keyed = _chosen_key(settings, split)
-    given, division = divide_updates(settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps)
+    given, division = divide_updates(
+        settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
+    )
     options = {"pin_memory": device is not None and device.type == "cuda", **given, "keyed": keyed}
-    if division is not None:
+    if division is not None and division.is_update:
         _check_divisible(dataset, options, split)
     placement: dict[str, Any] = {"split": split, "seed": seed, "rank": rank, "world_size": world_size}
     try:

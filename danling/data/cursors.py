@@ -37,6 +37,7 @@ class Batch(NamedTuple):
         closes: Whether it is the last one of its update, `None` where `accum_steps` says so.
         place: Where it is in the pass, which random numbers are keyed by: the position of its first sample in an order that all ranks
             share, else the rank and the number of the batch. Equal on ranks of one data coordinate, and after a resume.
+        ordinal: With `gradient_sum: canonical`, its number in the update, over all ranks, and how many micro-batches the update has.
     """
 
     data: Any
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     total: int | None
     closes: bool | None = None
     place: tuple[int, ...] = ()
+    ordinal: tuple[int, int] | None = None
 
 
 class Cursor(ABC):
@@ -219,14 +221,16 @@ class PositionCursor(KeptCursor):
         if not self.loader.remaining_batches:
             return
         loader = self.loader
-        for data, (samples, total), closes, place in zip(loader, loader.counts(), loader.closings(), loader.places()):
-            yield Batch(data, samples, total, closes, (place,))
+        for data, batch in zip(loader, self.unread(None)):
+            yield batch._replace(data=data)
 
     def unread(self, data: object) -> Iterator[Batch]:
         """Yield what the batches from the position on are, with `data` in the place of theirs."""
-        counts = islice(self.loader.counts(), self.loader.remaining_batches)
-        for (samples, total), closes, place in zip(counts, self.loader.closings(), self.loader.places()):
-            yield Batch(data, samples, total, closes, (place,))
+        loader = self.loader
+        counts = islice(loader.counts(), loader.remaining_batches)
+        places, ordinals = loader.places(), loader.ordinals()
+        for (samples, total), closes, place, ordinal in zip(counts, loader.closings(), places, ordinals):
+            yield Batch(data, samples, total, closes, (place,), ordinal)
 
 
 class SampledCursor(KeptCursor):

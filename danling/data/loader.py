@@ -169,6 +169,10 @@ class DataLoader(KeyedLoader):
         """Return the position, in the order of the pass, of the first sample of each batch of this rank from the position on."""
         return self.positions.places()
 
+    def ordinals(self) -> Iterator[tuple[int, int] | None]:
+        """Return of each batch from the position on its number in the update, and how many there are; see `gradient_sum`."""
+        return self.positions.ordinals()
+
     def advance(self, batches: int) -> None:
         """Move the position: an update consumed `batches` batches of each rank."""
         self.positions.consumed = self.positions.position_after(self.positions.consumed, batches)

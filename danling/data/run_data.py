@@ -258,4 +258,5 @@ class RunData:
             world_size=size,
             device=run.device,
             accum_steps=run.config.accum_steps,
+            canonical=run.config.gradient_sum == "canonical",
         )

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from .keyed import BatchKey
 from .order import Order, epoch_order
 from .randomness import derive_seed
-from .shares import Division
+from .shares import Division, WholeMicroBatches
 
 _AHEAD = 1024
 """Samples whose order is computed at a time."""
@@ -81,7 +81,7 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
     def even(self) -> bool:
         """Whether every rank gets the same number of batches in a pass from the position."""
         tail = self._tail(self.consumed)
-        return self.pad or tail == 0 or tail >= self.world_size
+        return self.pad or tail == 0 or self.division.share(tail, self.world_size - 1)[1] > 0
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass on this rank."""
@@ -144,6 +144,17 @@ class PositionedBatchSampler(Sampler[list[tuple[int, int]]]):
         for samples in self._stretches(start):
             yield from (start + offset for offset, _ in self._cut(samples))
             start += samples
+
+    def ordinals(self) -> Iterator[tuple[int, int] | None]:
+        """Return of each batch from the position on its number in the stretch, and how many the stretch has over all ranks; `None` where
+        that depends on the number of ranks."""
+        division = self.division
+        if not isinstance(division, WholeMicroBatches):
+            yield from repeat(None)
+        else:
+            for samples in self._stretches(self.consumed):
+                for offset, _ in self._cut(samples):
+                    yield offset // division.micro_batch_size, division.number(samples)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return ([(epoch, index) for index in indices] for epoch, _, indices in self.keys())

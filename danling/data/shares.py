@@ -105,3 +105,49 @@ class Division:
         if micro_batch_size >= self.micro_batch_size:
             return self
         return Division.of_update(self.samples, self.world_size, micro_batch_size=micro_batch_size)
+
+
+class WholeMicroBatches(Division):
+    """Cuts a stretch into the same micro-batches at any number of ranks: all of one size but the last, which may be shorter.
+
+    A rank takes a contiguous range of them, none where there are more ranks than micro-batches. All ranks count equally many, so that some
+    end with an empty one.
+    """
+
+    @classmethod
+    def of(cls, samples: int, world_size: int, micro_batch_size: int, *, is_update: bool) -> WholeMicroBatches:
+        """Divide a stretch of so many samples."""
+        number = -(-samples // micro_batch_size)
+        return cls(samples, world_size, min(micro_batch_size, samples), -(-number // world_size), is_update)
+
+    def number(self, samples: int) -> int:
+        """Return the micro-batches of a stretch of so many samples over all ranks."""
+        return -(-samples // self.micro_batch_size)
+
+    def share(self, samples: int, rank: int) -> tuple[int, int]:
+        """Return offset and size of a rank's share of a stretch of so many samples."""
+        first, count = part(self.number(samples), self.world_size, rank)
+        start, end = (min(index * self.micro_batch_size, samples) for index in (first, first + count))
+        return start, end - start
+
+    def count(self, samples: int) -> int:
+        """Return how many micro-batches every rank makes of a stretch of so many samples."""
+        return -(-self.number(samples) // self.world_size)
+
+    def largest(self, samples: int) -> int:
+        """Return the most samples that a rank holds at once of a stretch of so many samples."""
+        return min(self.micro_batch_size, samples)
+
+    def cut(self, samples: int, rank: int) -> list[tuple[int, int]]:
+        """Return offset, from the beginning of the stretch, and size of each micro-batch of a rank; a size may be 0."""
+        start, size = self.share(samples, rank)
+        held = range(start, start + self.count(samples) * self.micro_batch_size, self.micro_batch_size)
+        return [(min(place, start + size), max(min(self.micro_batch_size, start + size - place), 0)) for place in held]
+
+    def totals(self, samples: int) -> list[int]:
+        """Return the samples of each micro-batch over all ranks."""
+        full, rest = divmod(self.number(samples), self.world_size)
+        totals = [self.micro_batch_size * ranks for ranks in (*[self.world_size] * full, *([rest] if rest else []))]
+        # The last rank with a micro-batch has the short one, as its last.
+        totals[max(full - 1, 0)] -= self.number(samples) * self.micro_batch_size - samples
+        return totals

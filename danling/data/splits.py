@@ -213,9 +213,14 @@ class Splits:
         loader = self._loaders().get(split)
         if loader is not None:
             return loader.division if isinstance(loader, DataLoader) else None
-        accum_steps = int(self._setting("accum_steps"))
-        settings = self.settings(split)
-        return divide_updates(settings, split=split, train=True, world_size=world_size, accum_steps=accum_steps)[1]
+        return divide_updates(
+            self.settings(split),
+            split=split,
+            train=True,
+            world_size=world_size,
+            accum_steps=int(self._setting("accum_steps")),
+            canonical=self._setting("gradient_sum") == "canonical",
+        )[1]
 
     def batch_size(self, split: str) -> int | None:
         """Return the batch size of a rank on a split whose updates are not divided; `None` where its loader does not say."""

@@ -39,7 +39,12 @@ class MetricSet:
 
     @classmethod
     def wrap(
-        cls, metrics: object, *, domain: ReductionDomain | None = None, device: torch.device | None = None
+        cls,
+        metrics: object,
+        *,
+        domain: ReductionDomain | None = None,
+        device: torch.device | None = None,
+        exact: bool = False,
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name.
 
@@ -47,6 +52,7 @@ class MetricSet:
             metrics: The user's.
             domain: Ranks that metrics will be computed over, where they are known already.
             device: Where predictions will be; objects that can be moved go there.
+            exact: Whether means of callables have the same bits at any number of ranks.
 
         Raises:
             ValueError: If it is none of the accepted kinds, or cannot be computed over the domain.
@@ -61,6 +67,7 @@ class MetricSet:
             _check_kind("metrics", metrics)
             wrapped = cls({_name_of(metrics): metrics})
         wrapped.check(domain)
+        wrapped._meters.exact = exact
         return wrapped.to(device) if device is not None else wrapped
 
     def __bool__(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -19,11 +21,13 @@ class Meter:
     On the CPU they are Python floats; on an accelerator 0-dim tensors that nobody waits for.
     """
 
-    __slots__ = ("sum", "weight")
+    __slots__ = ("sum", "terms", "weight")
 
     def __init__(self, sum: float | Tensor = 0.0, weight: float | Tensor = 0.0) -> None:
         self.sum = sum
         self.weight = weight
+        self.terms: list[tuple[float | Tensor, float | Tensor]] = []
+        """All sums and weights, where their order must not matter."""
 
     @property
     def average(self) -> float:
@@ -44,9 +48,11 @@ class Meters:
 
     Args:
         reserved: Names that are refused, since their metrics come from elsewhere and would be mixed with these.
+        exact: Whether totals are rounded once, so that they have the same bits in any order and at any number of ranks. All terms are kept.
     """
 
-    def __init__(self, *, reserved: Iterable[str] = ()) -> None:
+    def __init__(self, *, reserved: Iterable[str] = (), exact: bool = False) -> None:
+        self.exact = exact
         self._meters: dict[str, Meter] = {}
         self._reserved = frozenset(reserved)
 
@@ -104,11 +110,14 @@ class Meters:
         # Not in place: what was made in inference mode may not be changed outside of it.
         meter.sum = meter.sum + sum
         meter.weight = meter.weight + weight
+        if self.exact:
+            meter.terms.append((sum, weight))
 
     def merge(self, others: Meters) -> None:
         """Take in all that other meters of this rank have seen."""
         for name, meter in others._meters.items():
-            self.add_totals(name, meter.sum, meter.weight)
+            for total, weight in meter.terms or [(meter.sum, meter.weight)]:
+                self.add_totals(name, total, weight)
 
     def totals(self, domain: ReductionDomain | None = None) -> dict[str, tuple[float, float]]:
         """Return `(sum, weight)` by name over the domain; the local sums stay as they are. Call on all its members.
@@ -124,11 +133,20 @@ class Meters:
             names = sorted({name for members in domain.gather_objects(names) for name in members})
         if not names:
             return {}
+        if self.exact:
+            return self._exact_totals(names, domain if shared else None)
         mine = [self._meters.get(name) or Meter() for name in names]
         figures = _read([*(meter.sum for meter in mine), *(meter.weight for meter in mine)])
         if domain is not None and shared:
             figures = domain.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
         return dict(zip(names, zip(figures, figures[len(names) :])))
+
+    def _exact_totals(self, names: list[str], domain: ReductionDomain | None) -> dict[str, tuple[float, float]]:
+        own = [self._meters[name].terms if name in self._meters else [] for name in names]
+        mine = [[_read([pair[part] for pair in terms]) for terms in own] for part in (0, 1)]
+        ranks = [mine] if domain is None else domain.gather_objects(mine)
+        sums, weights = ([_rounded(chain(*lists)) for lists in zip(*(rank[part] for rank in ranks))] for part in (0, 1))
+        return dict(zip(names, zip(sums, weights)))
 
     def averages(self, domain: ReductionDomain | None = None) -> dict[str, float]:
         """Return the weighted means over the domain. Call on all its members.
@@ -142,13 +160,17 @@ class Meters:
         self._meters.clear()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Put aside what was taken in so far: inside, the meters begin empty, and on exit they are what they were."""
-        kept, self._meters = self._meters, {}
+    def aside(self, *, exact: bool = False) -> Iterator[None]:
+        """Put aside what was taken in so far: inside, the meters begin empty, and on exit they are what they were.
+
+        Args:
+            exact: Whether the meters are exact inside.
+        """
+        kept, self._meters, was_exact, self.exact = self._meters, {}, self.exact, exact
         try:
             yield
         finally:
-            self._meters = kept
+            self._meters, self.exact = kept, was_exact
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return `[sum, weight]` by name, as floats."""
@@ -203,3 +225,11 @@ def _read(figures: Sequence[float | Tensor]) -> list[float]:
     waiting = [figure for figure in figures if isinstance(figure, Tensor)]
     read = iter(torch.stack(waiting).tolist() if waiting else [])
     return [next(read) if isinstance(figure, Tensor) else float(figure) for figure in figures]
+
+
+def _rounded(terms: Iterable[float]) -> float:
+    """Return the sum of terms, rounded once; NaN where infinities cancel."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return math.nan

@@ -17,6 +17,7 @@ from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim.building import scheduler_interval
 from danling.reporting.run_report import ReportFacts, RunReport
 from danling.training import PassAgreement, criterion_setting
+from danling.training.canonical import CanonicalSum
 from danling.training.component_checks import misnamed_overrides, ungraded, ungraded_names
 from danling.training.component_watch import ComponentWatch
 from danling.training.ending import TrainingEnd
@@ -128,6 +129,11 @@ class TorchParts:
         if self.runner._data.plan.finds_micro_batch_size:
             run_window = MemoryRetry(self.runner, run_window, self.recompute).run_window
         return run_window if self.audits is None else self.audits.around(run_window)
+
+    @cached_property
+    def canonical(self) -> CanonicalSum | None:
+        """What adds in one order; `None` unless `gradient_sum: canonical`."""
+        return CanonicalSum(self.runner) if self.runner.config.gradient_sum == "canonical" else None
 
     @cached_property
     def recompute(self) -> Recompute:

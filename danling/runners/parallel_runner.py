@@ -13,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from danling.checkpoints import CheckpointManager, FileCheckpointManager
-from danling.checkpoints.reading import manager_named
+from danling.checkpoints.backends import backend_named
 from danling.data import PLACEHOLDER
 from danling.distributed import Domain, LaunchEnvironment, Placement
 from danling.mesh import AXES, Axes, ParallelContext, Topology, axes_with, check_micro_batches, check_sequence
+from danling.mesh.canonical import CanonicalMeshReduction, CanonicalReduceScatter, exchange_shards
 from danling.mesh.forward import MeshForward
 from danling.mesh.fsdp import find_blocks, mixed_precision_policy, offload_policy, shard
 from danling.mesh.initialization import initialize_weights
@@ -68,6 +69,7 @@ class ParallelRunner(TorchRunner):
     parallel_context: ParallelContext
     preparation: MeshPreparation
     pipeline: Pipeline | None = None
+    _exchanges: Sequence[CanonicalReduceScatter] = ()
     _handed_on: list[Tensor] | None = None
     """Scaled losses of the open pipeline micro-batch; `None` where a backward runs at once."""
 
@@ -158,6 +160,8 @@ class ParallelRunner(TorchRunner):
         equalize(self.topology, [*whole.values(), *self.model.buffers()])
         if self.optimizer is not None:
             rebind_optimizer(self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain)
+        if self._parts.canonical is not None:
+            self._exchanges = exchange_shards(self.model, self._parts.canonical)
         self._build_ema()
         self.pipeline = self.bind_pipeline_modules(parts) if self.degree("pipeline") > 1 else None
         if self.degree("pipeline") > 1 and not isinstance(self.pipeline, Pipeline):
@@ -390,7 +394,7 @@ class ParallelRunner(TorchRunner):
         """
         asked = self.config.checkpoint.backend
         if asked != "file":
-            return manager_named("dcp" if asked == "auto" else asked)
+            return backend_named("dcp" if asked == "auto" else asked).manager()
         if self.topology.axes.world_size != self.degree(*axes_with(divides_parameters=False)):
             raise ValueError(
                 "Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend='file', "
@@ -450,14 +454,16 @@ class ParallelRunner(TorchRunner):
 
     def build_reduction(self) -> GradientReduction:
         """Return what sums the gradient over the mesh, and measures it as one vector."""
-        return MeshReduction(
-            self.optimizer,
-            self.named_parameters,
-            self.precision.scaler,
-            topology=self.topology,
-            model=self.model,
-            gradient_sync=self.config.fsdp.gradient_sync if self.pipeline is None else None,
-        )
+        common: dict[str, Any] = {
+            "topology": self.topology,
+            "model": self.model,
+            "gradient_sync": self.config.fsdp.gradient_sync if self.pipeline is None else None,
+        }
+        arguments = self.optimizer, self.named_parameters, self.precision.scaler
+        sums = self._parts.canonical
+        if sums is not None:
+            return CanonicalMeshReduction(*arguments, sums=sums, exchanges=self._exchanges, **common)
+        return MeshReduction(*arguments, **common)
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return loss_context(self.topology)

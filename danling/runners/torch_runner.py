@@ -29,6 +29,7 @@ from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.optim import JointOptimizer, JointScheduler
 from danling.optim.building import build_optimizer, build_scheduler
 from danling.optim.modes import enter_training, evaluation_weights, modal
+from danling.optim.optimizers import OPTIMIZERS
 from danling.optim.options import adopt_options, given_names, options_of, say_replaced
 from danling.reporting import device_peak_flops
 from danling.supervision import Profiler
@@ -50,6 +51,7 @@ from danling.training import (
     prediction_of,
     unpack_batch,
 )
+from danling.training.canonical import CanonicalReduction
 from danling.training.component_checks import check_metrics, refuse_early_steps, warn_of
 from danling.training.component_parts import component_parts
 from danling.training.component_watch import untied
@@ -149,7 +151,14 @@ class TorchRunner(BaseRunner):
             self.preparation.check_reduced(self.model, trains=trains, reduced_by_user=own)
         self._build_if_absent()
         self._open_sources()
-        self._parts.metrics = MetricSet.wrap(self.metrics, domain=self.placement.metrics, device=self.device)
+        if self._parts.canonical is not None:
+            self._parts.canonical.check()
+        self._parts.metrics = MetricSet.wrap(
+            self.metrics,
+            domain=self.placement.metrics,
+            device=self.device,
+            exact=self._parts.canonical is not None,
+        )
         if self.config.train_metrics:
             self._parts.train_metrics = TrainMetrics(self._parts.metrics, self.config.train_metrics, self.meters)
 
@@ -234,6 +243,15 @@ class TorchRunner(BaseRunner):
         Args:
             model: The model, on its device.
         """
+        if self._parts.canonical is not None:
+            # Gradients are added after the backward; ranks only begin alike.
+            for tensor in (
+                *model.parameters(),
+                *model.buffers(),
+                *self._parts.wrapping.criterion_tensors("parameters"),
+            ):
+                self.world.broadcast(tensor.data)
+            return model
         several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
         options = self.ddp_kwargs() if several else {}
         if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
@@ -309,8 +327,11 @@ class TorchRunner(BaseRunner):
 
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient. Called on all ranks."""
+        settings = dict(self.config.optim.items())
+        if self._parts.canonical is not None and OPTIMIZERS.accepts(settings.get("type"), "fused"):
+            settings["fused"] = False
         return build_optimizer(
-            dict(self.config.optim.items()),
+            settings,
             self.named_parameters,
             device=self.device,
             whole=self.preparation.whole_parameters(self.named_parameters()),
@@ -704,6 +725,9 @@ class TorchRunner(BaseRunner):
 
     def build_reduction(self) -> GradientReduction:
         """Return the component that completes, measures, clips and applies the gradient; override it in a stack of your own."""
+        if self._parts.canonical is not None:
+            sums = self._parts.canonical
+            return CanonicalReduction(self.optimizer, self.named_parameters, self.precision.scaler, sums=sums)
         if not isinstance(self.model, DistributedDataParallel):
             return LocalReduction(self.optimizer, self.named_parameters, self.precision.scaler)
         return DDPReduction(

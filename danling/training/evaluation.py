@@ -78,14 +78,17 @@ class EvaluationForward:
 class EvaluationSums:
     """Sums of an evaluation on this rank.
 
+    Args:
+        exact: Whether the totals have the same bits at any number of ranks.
+
     Attributes:
         totals: Sums and weights by metric.
         scored: Whether the step gave a loss.
         samples: Samples of this rank for which the step gave a loss or a prediction.
     """
 
-    def __init__(self) -> None:
-        self.totals = Meters()
+    def __init__(self, *, exact: bool = False) -> None:
+        self.totals = Meters(exact=exact)
         self.scored = False
         self.samples = 0.0
 
@@ -102,6 +105,8 @@ class Evaluator:
         self.runner = runner
         self.forward = runner.build_forward()
         self.batch_weight: float | Tensor = 1.0
+        self.exact = runner.config.gradient_sum == "canonical"
+        """Whether an evaluation has the same bits at any number of ranks."""
         self._has_tried = self._has_said_averaged = False
 
     # Metrics
@@ -110,7 +115,11 @@ class Evaluator:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
         runner._data.splits.check(split)
-        sums = self._sums(split, limit, self._source(split))
+        own = limit
+        if limit is not None and self.exact:
+            # The first batches over all ranks, which take them in turn.
+            own = max(-(-(limit - runner.data_domain.rank) // runner.data_domain.size), 0)
+        sums = self._sums(split, own, self._source(split))
         metrics = self._summarized(split, sums)
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
@@ -141,12 +150,12 @@ class Evaluator:
 
     def _sums(self, split: str, limit: int | None, source: BatchSource) -> EvaluationSums:
         """Evaluate a pass, or its first batches. What a step adds to `meters` belongs to the evaluation, not to the open epoch."""
-        runner, sums = self.runner, EvaluationSums()
+        runner, sums = self.runner, EvaluationSums(exact=self.exact)
         runner._parts.metrics.reset()
         meters = runner.meters
-        with meters.aside():
+        with meters.aside(exact=self.exact):
             with self._entered(split, "evaluate"):
-                batches = runner._session.paced(self._agreed(split, islice(self._pass_over(source), limit)))
+                batches = runner._session.paced(self._agreed(split, self._pass_over(source, limit)))
                 with torch.no_grad():
                     for batch in batches:
                         runner._keys.begin_batch("evaluate", split, batch.place)
@@ -177,9 +186,10 @@ class Evaluator:
         sums.scored = sums.scored or loss is not None
         sums.samples += samples if pred is not None or loss is not None else 0
 
-    def _pass_over(self, source: BatchSource) -> Iterator[Batch]:
+    def _pass_over(self, source: BatchSource, limit: int | None = None) -> Iterator[Batch]:
         source.rewind()
-        batches, placement = source.batches(), self.runner.placement
+        placement = self.runner.placement
+        batches: Iterator[Batch] = islice(source.batches(), limit)
         if self.runner.preparation.evaluates_together:
             batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
         yield from batches

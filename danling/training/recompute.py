@@ -35,8 +35,12 @@ class Recompute:
         self._runner = runner
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
-    def remember(self) -> Callable[[], None]:
-        """Remember where an update begins, and return what takes its micro-batches back. No communication."""
+    def remember(self, *, window: bool = True) -> Callable[[], None]:
+        """Remember where an update begins, and return what takes its micro-batches back. No communication.
+
+        Args:
+            window: Whether the window and its gradient are dropped too.
+        """
         runner, telemetry, flops = self._runner, self._runner._reporter.telemetry, self._runner._reporter.flops
         self._versions = {}
         buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
@@ -47,8 +51,9 @@ class Recompute:
         tokens, counts_next = telemetry.tokens if telemetry is not None else 0.0, flops.counts_next
 
         def take_back() -> None:
-            runner.window.reset()
-            runner.reduction.zero()
+            if window:
+                runner.window.reset()
+                runner.reduction.zero()
             put_attributes_back()
             for name, buffer in self._buffers().items():
                 # One that was registered since is left as it is.

@@ -85,6 +85,8 @@ class Window:
         self.domain = domain
         self.on_host = device.type == "cpu"
         self.agreed_reference: float | None = None
+        self.fixed_reference: float | None = None
+        """A reference that depends on neither ranks nor batches, instead of the others."""
         self.sum_reduced = False
         self.is_first = True
         """Whether this process has not looked at the gradients of an update yet."""
@@ -116,7 +118,9 @@ class Window:
         if isinstance(weight, Tensor) and self.on_host:
             weight = weight.item()
         if self.count == 0:
-            if self.domain.size > 1:
+            if self.fixed_reference is not None:
+                self._reference = self.fixed_reference
+            elif self.domain.size > 1:
                 self._reference = self._agree_reference(weight)
             else:
                 self._reference = weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
@@ -248,6 +252,9 @@ class UpdateStep:
         self.norms = None if spread is None else GradientNorms(placement.optimizer, runner.device, spread)
         if self.norms is not None:
             self.sync.riders.append(self.norms)
+        self.canonical = runner._parts.canonical
+        if self.canonical is not None:
+            self.sync.riders.append(self.canonical)
         self.recompute: Recompute | None = None
         """What refuses a batch that was changed in place, where micro-batches may be run again."""
         self.recorder: BatchRecorder | None = None
@@ -277,13 +284,14 @@ class UpdateStep:
         runner, window = self._runner, self._runner.window
         size, agreement = runner._data.plan.undivided(), runner._parts.agreement
         reduces_later = runner._data.plan.finds_micro_batch_size
+        run = self.run if self.canonical is None else self.canonical.run
         batch = next(batches, None)
         while batch is not None:
             consumed.append(batch)
             closes = len(consumed) == size if batch.closes is None else batch.closes
             upcoming = None if closes else agreement.next_of_window(source, batches)
             window.reduces = upcoming is None and not reduces_later
-            self.run(batch, runner.train_step)
+            run(batch, runner.train_step)
             batch = upcoming
         return True
 
